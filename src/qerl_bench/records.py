@@ -1,0 +1,54 @@
+"""The records that cross borders between task, engine, algorithm and evaluator.
+
+Everything here is plain data and imports no torch, so tasks and analysis can be used without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Message = dict[str, str]  # {"role": "system" | "user", "content": text}, as chat templates take it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One question. `id` is unique within its task and split and stable between runs."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str  # the gold answer as the task's reward reads it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A prompt with a completion to imitate, for algo=sft."""
+
+    prompt: Prompt
+    completion: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled completion. `token_ids` ends with the stop token when `finished` is true.
+
+    `logprobs` and `entropies` (nats, full vocabulary) belong to the policy that sampled, noise included, at the
+    rollout temperature; one number per token of `token_ids`.
+    """
+
+    prompt: Prompt
+    sample: int  # 0..G-1 within the prompt's group
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    entropies: list[float]
+    text: str  # decoded completion without the stop token
+    finished: bool  # a stop token was drawn; false = cut at the token limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """`total` is what the algorithm optimises; `parts` are its addends before weighting, each in [0, 1]."""
+
+    total: float
+    correct: bool
+    parts: dict[str, float] = field(default_factory=dict)

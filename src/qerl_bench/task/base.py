@@ -1,0 +1,45 @@
+"""What a task is: prompts, a reward, and demonstrations for a warm start.
+
+A task spec is a frozen dataclass named by `_target_` in conf/task/*.yaml. It validates its own fields, imports no torch,
+and draws everything from explicit seeds, so any step's prompts can be recomputed after a resume.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from qerl_bench.records import Demonstration, Prompt, Reward
+
+INSTRUCTION = (
+    "Solve the problem step by step. Write your reasoning between <think> and </think>, "
+    "then only the final number between <answer> and </answer>."
+)
+
+
+class Task(Protocol):
+    """Training prompts, held-out prompts, and the reward that judges a completion."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_completion_tokens(self) -> int: ...
+
+    def check(self) -> None:
+        """Read whatever the task needs and raise BadInput if it is missing or malformed; called before training."""
+
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        """The `count` prompts of optimiser step `step`: a pure function of its arguments."""
+        ...
+
+    def eval_prompts(self, count: int | None) -> list[Prompt]:
+        """The first `count` held-out prompts (None: all), always the same ones; none of them is ever trained on."""
+        ...
+
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
+        """Prompts of the training split with completions to imitate, for algo=sft; a pure function of its arguments."""
+        ...
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        """Judge one decoded completion (stop token removed)."""
+        ...
