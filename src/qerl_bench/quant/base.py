@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from qerl_bench.errors import require
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,14 +33,37 @@ class WeightFormat(Protocol):
         """Raise BadInput if the layer `name` has an input width that this format's blocks do not divide."""
         ...
 
-    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantize W (N, K) to the tensors that stay resident, named as the checkpoint layout of the format names them."""
+    def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
+        """Quantize W (N, K) to the tensors that stay resident, named as the checkpoint layout of the format names them.
+
+        `tensor_amax` is the largest |w| over the matrices that share one tensor-wide scale with W, None if W has one of
+        its own; formats without such a scale ignore it. Raises BadInput if W holds NaN or infinity.
+        """
         ...
 
     def operand(self, packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """The matmul operand (N, K) in `dtype`: W without its tensor-wide scale, so that W = `output_scale` * operand."""
+        """The matmul operand (N, K) in `dtype`: W without its tensor-wide scale; W is `output_scale` times it."""
         ...
 
     def output_scale(self, packed: dict[str, torch.Tensor]) -> float:
         """The tensor-wide scale, applied once to the matmul's output in FP32; 1.0 where the format has none."""
         ...
+
+
+def require_blocks(name: str, in_features: int, block: int, format_name: str) -> None:
+    """Raise BadInput unless blocks of `block` inputs divide the width of the layer `name`."""
+    require(
+        in_features % block == 0,
+        f"{name}: {format_name} quantizes blocks of {block} inputs, which do not divide this layer's input width "
+        f"{in_features}; choose a model whose widths are multiples of {block}, or quant=bf16",
+    )
+
+
+def require_finite(weight: torch.Tensor, format_name: str) -> None:
+    """Raise BadInput if a weight is NaN or infinite, which no 4-bit code can express."""
+    count = weight.numel() - int(weight.isfinite().sum())
+    require(
+        count == 0,
+        f"{count} of {weight.numel()} weights are NaN or infinite as {weight.dtype}, and {format_name} has no code for "
+        "them; repair the checkpoint, or choose a dtype of wider range if they overflowed",
+    )

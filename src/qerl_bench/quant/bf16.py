@@ -1,0 +1,40 @@
+"""The unquantized baseline: linear layers stay exactly as the checkpoint loaded them, and nothing is rounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl_bench.errors import require
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16:
+    """The format of a model that is not quantized. Its layers are never packed; the last three methods go unused."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        require(self.name != "", "quant.name is empty; give the format a name, for example bf16")
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        return None
+
+    def unsupported_reason(self, device: str) -> str | None:
+        return None
+
+    def check_width(self, name: str, in_features: int) -> None:
+        """Any width will do."""
+
+    def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
+        return {"weight": weight}
+
+    def operand(self, packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        return packed["weight"].to(dtype)
+
+    def output_scale(self, packed: dict[str, torch.Tensor]) -> float:
+        return 1.0

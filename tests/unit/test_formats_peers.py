@@ -1,0 +1,137 @@
+"""Packed bytes against the libraries that define them: compressed-tensors and torchao. Needs the extra `peers`."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from qerl_kernels import e2m1, mxfp4, nvfp4
+
+pytestmark = pytest.mark.peers
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _peer(name: str) -> Any:
+    """The module `name`, whatever it warns about when imported, or a skipped test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(name.partition(".")[0])
+        return importlib.import_module(name)
+
+
+def _adversarial(dtype: torch.dtype, scale: float, seed: int) -> torch.Tensor:
+    """(48, 256): Gaussian rows, and rows of zeros, of -0.0, of ties, of one outlier and of very small numbers."""
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(seed)) * scale
+    weight[0] = 0
+    weight[1, :64] = -0.0
+    weight[2, :32] = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 4) * scale
+    weight[3, :32] = -weight[2, :32]
+    weight[4, 3] = 1000 * scale
+    weight[5] *= 2.0**-12
+    weight[6, :128] = 1.75 * scale
+    weight[7] = weight[7].sign() * scale
+    return weight.to(dtype)
+
+
+def _compress(kind: str, weight: torch.Tensor, amax: torch.Tensor) -> dict[str, torch.Tensor]:
+    quantization = _peer("compressed_tensors.quantization")
+    helpers = _peer("compressed_tensors.quantization.utils.helpers")
+    base = _peer(f"compressed_tensors.compressors.{kind}.base")
+    block = {"nvfp4": nvfp4.BLOCK, "mxfp4": mxfp4.BLOCK}[kind]
+    arguments = quantization.QuantizationArgs(
+        num_bits=4,
+        type="float",
+        symmetric=True,
+        dynamic=False,
+        group_size=block,
+        strategy="tensor_group" if kind == "nvfp4" else "group",
+        scale_dtype=torch.float8_e4m3fn if kind == "nvfp4" else torch.uint8,
+    )
+    state = {"weight": weight}
+    if kind == "nvfp4":
+        state["weight_global_scale"] = helpers.generate_gparam(-amax, amax)
+    blocks = weight.unflatten(-1, (-1, block))
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    state["weight_scale"], _ = helpers.calculate_qparams(low, high, arguments, state.get("weight_global_scale"))
+    compressor = {"nvfp4": "NVFP4PackedCompressor", "mxfp4": "MXFP4PackedCompressor"}[kind]
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+    return getattr(base, compressor).compress(state, scheme)
+
+
+def _assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and tensor.shape == theirs[name].shape, name
+        assert torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-5, 0.02, 1.0, 30.0])
+def test_nvfp4_bytes_are_those_of_compressed_tensors(dtype: torch.dtype, scale: float) -> None:
+    for seed in range(5):
+        weight = _adversarial(dtype, scale, seed)
+        for factor in (1.0, 3.0):  # 3: another matrix of its fusion group has the larger maximum
+            amax = weight.abs().amax() * factor
+            _assert_same_bytes(nvfp4.pack(weight, dtype, float(amax)), _compress("nvfp4", weight, amax))
+        _assert_same_bytes(nvfp4.pack(weight, dtype), _compress("nvfp4", weight, weight.abs().amax()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1e-5, 0.02, 1.0, 30.0, 1e30])
+def test_mxfp4_bytes_are_those_of_compressed_tensors(dtype: torch.dtype, scale: float) -> None:
+    for seed in range(5):
+        weight = _adversarial(dtype, scale, seed)
+        _assert_same_bytes(mxfp4.pack(weight, "even"), _compress("mxfp4", weight, weight.abs().amax()))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_operands_are_the_codes_that_compressed_tensors_unpacks_times_their_scales(kind: str) -> None:
+    """Its unpacked codes times the stored scales, before it divides by the tensor scale and rounds to BF16."""
+    unpack = _peer("compressed_tensors.compressors.nvfp4.helpers").unpack_fp4_from_uint8
+    weight = _adversarial(torch.bfloat16, 0.02, 0)
+    packed = nvfp4.pack(weight, torch.bfloat16) if kind == "nvfp4" else mxfp4.pack(weight, "even")
+    codes = unpack(packed["weight_packed"], *weight.shape, dtype=torch.float32)
+    assert torch.equal(e2m1.decode(packed["weight_packed"], torch.float32), codes)
+    scale = packed["weight_scale"].float() if kind == "nvfp4" else torch.exp2(packed["weight_scale"].float() - 127)
+    theirs = codes * scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
+    operand = nvfp4.operand if kind == "nvfp4" else mxfp4.operand
+    ours = operand(packed["weight_packed"], packed["weight_scale"], torch.bfloat16)
+    assert torch.equal(ours.float(), theirs)
+
+
+@pytest.mark.parametrize("rule", list(mxfp4.ROUND_UP))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mxfp4_bytes_are_those_of_torchao(rule: str, dtype: torch.dtype) -> None:
+    mx_tensor = _peer("torchao.prototype.mx_formats.mx_tensor")
+    modes = _peer("torchao.prototype.mx_formats.config").ScaleCalculationMode
+    for seed in range(5):
+        weight = _adversarial(dtype, 0.02, seed) + 0.0  # torchao stores -0.0 with its sign
+        scale, codes = mx_tensor.to_mx(weight, torch.float4_e2m1fn_x2, mxfp4.BLOCK, modes[rule.upper()])
+        ours = mxfp4.pack(weight, rule)
+        assert torch.equal(ours["weight_scale"], scale.view(torch.uint8))
+        assert torch.equal(ours["weight_packed"], codes.view(torch.uint8))
+
+
+def test_e2m1_rounds_as_torchao_does() -> None:
+    kernels = _peer("torchao.prototype.mx_formats.kernels")
+    grid = torch.arange(-(2**12), 2**12).float() / 512  # every tie and much between, in [-8, 8)
+    around = torch.cat([grid, torch.nextafter(grid, torch.tensor(9.0)), torch.nextafter(grid, torch.tensor(-9.0))])
+    assert torch.equal(e2m1.encode(around), kernels.f32_to_f4_unpacked(around))
+    codes = e2m1.encode(around).view(-1, 2)
+    assert torch.equal(e2m1.pack_pairs(codes), kernels.pack_uint4(codes))
+
+
+def test_torchao_nvfp4_differs_in_about_one_per_cent_of_the_scales() -> None:
+    """Two NVFP4 conventions exist: this is the distance between them, so that neither is taken for the other."""
+    nvfp4_tensor = _peer("torchao.prototype.mx_formats.nvfp4_tensor")
+    weight = (torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    tensor_scale = nvfp4_tensor.per_tensor_amax_to_scale(weight.abs().amax())
+    scale, codes = nvfp4_tensor.nvfp4_quantize(weight, per_tensor_scale=tensor_scale)
+    ours = nvfp4.pack(weight, torch.bfloat16)
+    differing = (ours["weight_scale"].view(torch.uint8) != scale.view(torch.uint8)).float().mean()
+    assert 0.001 < float(differing) < 0.05
+    assert float((ours["weight_packed"] != codes.view(torch.uint8)).float().mean()) < 0.05
