@@ -1,0 +1,15 @@
+"""aqn=none: the sampler uses the clean policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoNoise:
+    """A schedule that is zero everywhere."""
+
+    name: str
+
+    def sigma(self, step: int, total_steps: int) -> float:
+        return 0.0

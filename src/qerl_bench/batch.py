@@ -1,0 +1,66 @@
+"""From rollouts or demonstrations to the tensors of one optimiser step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qerl_bench.algo.base import Totals
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences of one optimiser step. `sampler_logprobs` is 0 off the mask and for demonstrations."""
+
+    input_ids: torch.Tensor  # (B, T) prompt, completion, padding
+    mask: torch.Tensor  # (B, T) true on completion tokens
+    sampler_logprobs: torch.Tensor  # (B, T) FP32
+    advantages: torch.Tensor  # (B,) FP32
+    lengths: torch.Tensor  # (B,) prompt + completion tokens
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(sequences=len(self.lengths), tokens=int(self.mask.sum()))
+
+    def micro_batches(self, size: int) -> list[Batch]:
+        """Slices of at most `size` sequences of similar length, each cut to its longest; longest first."""
+        order = torch.argsort(self.lengths, descending=True, stable=True)
+        return [self._rows(rows) for rows in order.split(size)]
+
+    def _rows(self, rows: torch.Tensor) -> Batch:
+        width = int(self.lengths[rows].max())
+        return Batch(
+            self.input_ids[rows, :width],
+            self.mask[rows, :width],
+            self.sampler_logprobs[rows, :width],
+            self.advantages[rows],
+            self.lengths[rows],
+        )
+
+
+def make_batch(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    pad_id: int,
+    device: torch.device,
+    logprobs: list[list[float]] | None = None,
+    advantages: torch.Tensor | None = None,
+) -> Batch:
+    """Token ids of prompts and completions (one entry a sequence) as a Batch on `device`."""
+    count = len(prompts)
+    lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
+    width = int(lengths.max())
+    input_ids = torch.full((count, width), pad_id)
+    mask = torch.zeros(count, width, dtype=torch.bool)
+    sampler_logprobs = torch.zeros(count, width)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor([*prompt, *completion])
+        mask[row, len(prompt) : end] = True
+        if logprobs is not None:
+            sampler_logprobs[row, len(prompt) : end] = torch.tensor(logprobs[row])
+    advantages = torch.zeros(count) if advantages is None else advantages.float()
+    return Batch(
+        input_ids.to(device), mask.to(device), sampler_logprobs.to(device), advantages.to(device), lengths.to(device)
+    )

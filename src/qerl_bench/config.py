@@ -1,0 +1,199 @@
+"""From command-line words to validated specs: compose the YAML, build the frozen dataclasses, name the run.
+
+Nothing here imports torch, so every combination of options can be composed and checked in seconds on any machine.
+Building weights, engines and tasks is a later step that takes the specs as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qerl_bench.aqn.base import NoiseSchedule
+from qerl_bench.errors import BadInput, require
+from qerl_bench.quant.base import WeightFormat
+from qerl_bench.task.base import Task
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+# What may differ between two runs of the same science. The seed stands in the run's name instead.
+UNSCIENTIFIC = frozenset({"root", "name", "logger", "save_every", "seed", "hydra"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSpec:
+    """How many completions one step samples, and at which temperature."""
+
+    prompts: int
+    group_size: int
+    temperature: float
+
+    def __post_init__(self) -> None:
+        require_count("rollout.prompts", self.prompts)
+        require_count("rollout.group_size", self.group_size)
+        require_positive("rollout.temperature", self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSpec:
+    """AdamW with linear warm-up, then a constant rate or one that falls to zero over the run."""
+
+    lr: float
+    schedule: str
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    micro_batch: int
+
+    def __post_init__(self) -> None:
+        require_positive("optim.lr", self.lr)
+        require(
+            self.schedule in ("constant", "linear", "cosine"),
+            f"optim.schedule must be constant, linear or cosine, got {self.schedule!r}",
+        )
+        require_count("optim.warmup_steps", self.warmup_steps, least=0)
+        require(is_number(self.weight_decay) and self.weight_decay >= 0, f"optim.weight_decay must be >= 0, got {self.weight_decay!r}")
+        require_positive("optim.max_grad_norm", self.max_grad_norm)
+        require_count("optim.micro_batch", self.micro_batch)
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """Learning rate of optimiser step `step`, counted 1..total_steps."""
+        warm = min(1.0, step / (self.warmup_steps + 1))
+        progress = max(0, step - self.warmup_steps) / (total_steps - self.warmup_steps + 1)
+        decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+        return self.lr * warm * decay[self.schedule]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One run: the specs of every axis and the scalars they share. Combinations that cannot work are refused here."""
+
+    name: str
+    root: str
+    steps: int
+    seed: int
+    device: str
+    save_every: int
+    rollout: RolloutSpec
+    optim: OptimSpec
+    quant: WeightFormat
+    aqn: NoiseSchedule
+    algo: Any
+    lora: Any
+    model: Any
+    engine: Any
+    task: Task
+    eval: Any
+    logger: Any
+
+    def __post_init__(self) -> None:
+        require_count("steps", self.steps)
+        require_count("save_every", self.save_every)
+        require_count("seed", self.seed, least=0)
+        require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda, got {self.device!r}")
+        require(
+            self.lora.rank > 0 or self.quant.bits_per_weight is None,
+            f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no gradient "
+            "step fits. Use lora=default, or quant=bf16.",
+        )
+        require(
+            self.optim.warmup_steps < self.steps,
+            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of steps={self.steps}; make it smaller",
+        )
+        require(
+            not self.algo.on_policy or self.rollout.group_size > 1,
+            f"algo={self.algo.name} compares the completions of one prompt with each other: rollout.group_size must be "
+            f"at least 2, got {self.rollout.group_size}",
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.root) / "runs" / self.name
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_count(key: str, value: object, least: int = 1) -> None:
+    """Raise BadInput unless `value` is a whole number of at least `least`."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, f"{key} must be a whole number of at least {least}, got {value!r}")
+
+
+def require_positive(key: str, value: object) -> None:
+    """Raise BadInput unless `value` is a positive number."""
+    require(is_number(value) and value > 0, f"{key} must be a positive number, got {value!r}")  # type: ignore[operator]
+
+
+def register_resolvers() -> None:
+    """Make `${fingerprint:}` known to OmegaConf; may be called any number of times."""
+    OmegaConf.register_new_resolver("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+
+
+def scientific(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved part of the config that decides the numbers of a run, its seed left out."""
+    keys = [str(key) for key in cfg if key not in UNSCIENTIFIC]
+    return {key: plain(cfg, key) for key in sorted(keys)}
+
+
+def plain(cfg: DictConfig, key: str) -> Any:
+    value = cfg[key]
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def fingerprint(cfg: DictConfig) -> str:
+    """First 8 hex digits of the SHA-256 of the scientific config: equal for runs that differ in the seed alone."""
+    return hashlib.sha256(json.dumps(scientific(cfg), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def compose(overrides: list[str] | None = None) -> DictConfig:
+    """The config that `python src/run.py OVERRIDES` would run, resolved; for preflight checks, notebooks and tests."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="run"):
+        cfg = hydra_compose("run", overrides=list(overrides or []))
+    return resolved(cfg)
+
+
+def resolved(cfg: DictConfig) -> DictConfig:
+    """A copy of `cfg` without interpolations, as config.yaml stores it."""
+    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))  # type: ignore[return-value]
+
+
+def build(cfg: DictConfig) -> Experiment:
+    """Turn a composed config into validated specs.
+
+    Raises BadInput with the reason if a value or a combination of options cannot work.
+    """
+    nodes = {str(key): spec(cfg, str(key)) for key in cfg}
+    return Experiment(**nodes)
+
+
+def spec(cfg: DictConfig, key: str) -> Any:
+    """The spec under `key`, or its plain value where the node names no `_target_`."""
+    node = cfg[key]
+    if not (OmegaConf.is_dict(node) and "_target_" in node):
+        return plain(cfg, key)
+    require(
+        str(node._target_).startswith("qerl_bench."),
+        f"{key}._target_ must name a class of qerl_bench, got {node._target_!r}",
+    )
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, BadInput | OmegaConfBaseException):
+            raise cause from None
+        raise BadInput(f"{key}: {cause or error}") from error

@@ -1,0 +1,65 @@
+"""The device of a run, and time and peak memory of its phases."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from qerl_bench.errors import require
+
+
+def resolve_device(wanted: str) -> str:
+    """"cpu" or "cuda" for `auto`, `cpu` or `cuda`. Raises BadInput if a GPU is asked for and there is none."""
+    available = torch.cuda.is_available()
+    require(wanted != "cuda" or available, "device=cuda, but PyTorch finds no GPU on this machine; use device=cpu")
+    return "cuda" if wanted != "cpu" and available else "cpu"
+
+
+class Phases:
+    """Seconds and peak memory (GiB) of the named phases of one step, the device synchronised at their borders."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.peak_gib: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        reset_peak(self.device)
+        started = now(self.device)
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - started
+        self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak_gib(self.device))
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def reset_peak(device: str) -> None:
+    """Start a new peak measurement. Where Linux does not allow it for a process, the peak is that of its whole life."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak_gib(device: str) -> float:
+    """Peak since `reset_peak`: of allocated GPU memory, or of the process's resident memory on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20

@@ -1,0 +1,42 @@
+"""What a rollout engine is: prompts in, completions with their log-probabilities out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from qerl_bench.records import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from qerl_bench.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to complete prompts. `seed` is hashed with each prompt's id and sample number, so a completion depends on
+    nothing else that happens to be in the batch. Temperature 0 means greedy decoding."""
+
+    samples: int
+    temperature: float
+    max_tokens: int
+    seed: int
+
+
+class RolloutEngine(Protocol):
+    """Samples from the policy that is being trained."""
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        """`sampling.samples` completions of each prompt, grouped by prompt in the order given."""
+        ...
+
+    def close(self) -> None:
+        """Give back every resource."""
+
+
+class EngineSpec(Protocol):
+    """An engine option: `build` needs the policy, which exists only at run time."""
+
+    @property
+    def name(self) -> str: ...
+
+    def build(self, policy: Policy) -> RolloutEngine: ...

@@ -1,0 +1,161 @@
+"""engine=hf: sampling with the very model that is trained, through transformers, with a KV cache.
+
+Slower than a serving engine, but there is nothing to synchronise: same packed weights, same adapter, same noise. Tokens
+are drawn by inverse CDF from one uniform number per (request, position), so batching cannot change a completion other
+than through rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qerl_bench.config import require_count
+from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.records import Prompt, Rollout
+from qerl_bench.seeding import derive
+
+if TYPE_CHECKING:
+    import torch
+
+    from qerl_bench.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hf:
+    """Sample with transformers inside the training process."""
+
+    name: str
+    max_batch: int
+
+    def __post_init__(self) -> None:
+        require_count("engine.max_batch", self.max_batch)
+
+    def build(self, policy: Policy) -> RolloutEngine:
+        return HfEngine(policy, self.max_batch)
+
+
+class HfEngine:
+    """Batched sampling from `policy`, at most `max_batch` sequences side by side."""
+
+    def __init__(self, policy: Policy, max_batch: int) -> None:
+        self.policy = policy
+        self.max_batch = max_batch
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        rollouts: list[Rollout] = []
+        per_round = max(1, self.max_batch // sampling.samples)
+        for start in range(0, len(prompts), per_round):
+            rollouts += self._round(prompts[start : start + per_round], sampling)
+        return rollouts
+
+    def close(self) -> None:
+        """Nothing is held between calls: the KV cache lives for one round."""
+
+    def _round(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        import torch
+
+        requests = [(prompt, sample) for prompt in prompts for sample in range(sampling.samples)]
+        prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
+        uniforms = np.stack([uniform_numbers(sampling, prompt.id, sample) for prompt, sample in requests])
+        with torch.inference_mode():
+            drawn = decode(self.policy, prompt_ids, sampling, torch.from_numpy(uniforms).to(self.policy.device))
+        return [
+            self._rollout(prompt, sample, prompt_ids[i // sampling.samples], *drawn[i])
+            for i, (prompt, sample) in enumerate(requests)
+        ]
+
+    def _rollout(
+        self, prompt: Prompt, sample: int, prompt_ids: list[int], ids: list[int], logprobs: list[float], entropies: list[float]
+    ) -> Rollout:
+        finished = ids[-1] in self.policy.stop_ids
+        text = self.policy.tokenizer.decode(ids[:-1] if finished else ids)
+        return Rollout(
+            prompt=prompt,
+            sample=sample,
+            prompt_ids=prompt_ids,
+            token_ids=ids,
+            logprobs=logprobs,
+            entropies=entropies,
+            text=str(text),
+            finished=finished,
+        )
+
+
+def uniform_numbers(sampling: Sampling, prompt_id: str, sample: int) -> np.ndarray:
+    """One number in [0, 1) for each position of one request, (max_tokens,) float64."""
+    return np.random.Generator(np.random.Philox(key=derive(sampling.seed, prompt_id, sample))).random(sampling.max_tokens)
+
+
+def decode(
+    policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, uniforms: torch.Tensor
+) -> list[tuple[list[int], list[float], list[float]]]:
+    """Token ids, log-probabilities and entropies of each request; `uniforms` is (requests, max_tokens).
+
+    Prompts are padded on the left and read once; the cache is then repeated for the samples of a group. Rows that are
+    done leave the batch as soon as they are half of it.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    device, stop = policy.device, torch.tensor(sorted(policy.stop_ids), device=policy.device)
+    width = max(len(ids) for ids in prompt_ids)
+    tokens = torch.tensor([[policy.pad_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)  # (P, W)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
+    cache = DynamicCache(config=policy.model.config)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = policy.model(
+        input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
+    cache.batch_repeat_interleave(sampling.samples)
+    mask, position, logits = (
+        x.repeat_interleave(sampling.samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1])
+    )
+    count = uniforms.shape[0]
+    rows = torch.arange(count, device=device)  # which request each row of the batch belongs to
+    ids = torch.full((count, sampling.max_tokens), -1, dtype=torch.long, device=device)
+    logprobs, entropies = (torch.zeros(count, sampling.max_tokens, device=device) for _ in range(2))
+    alive = torch.ones(count, dtype=torch.bool, device=device)
+    for t in range(sampling.max_tokens):
+        token, logprob, entropy = draw(logits, sampling.temperature, uniforms[rows, t])
+        writing = rows[alive]
+        ids[writing, t], logprobs[writing, t], entropies[writing, t] = token[alive], logprob[alive], entropy[alive]
+        alive = alive & ~torch.isin(token, stop)
+        left = int(alive.sum())
+        if left == 0 or t + 1 == sampling.max_tokens:
+            break
+        if left <= len(rows) // 2:
+            keep = alive.nonzero()[:, 0]
+            cache.batch_select_indices(keep)
+            rows, token, mask, position, alive = rows[keep], token[keep], mask[keep], position[keep], alive[keep]
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+        position = position + 1
+        output = policy.model(
+            input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+        )
+        logits = output.logits[:, -1]
+    lengths = (ids >= 0).sum(1).tolist()
+    columns = ids.tolist(), logprobs.tolist(), entropies.tolist()
+    return [tuple(column[i][:n] for column in columns) for i, n in enumerate(lengths)]  # type: ignore[misc]
+
+
+def draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token for each row of `logits` (B, V), with its log-probability and the row's entropy in nats, all (B,).
+
+    The token is the first whose cumulative probability exceeds `uniform` (B,). Temperature 0 takes the likeliest token
+    and reports log-probability and entropy at temperature 1.
+    """
+    import torch
+
+    from qerl_bench.policy import entropy_of
+
+    scaled = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token = scaled.argmax(-1)
+    else:
+        cumulative = scaled.double().exp().cumsum(-1)
+        token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
+        token = token.clamp(max=logits.shape[-1] - 1)
+    return token, scaled.gather(-1, token[:, None])[:, 0], entropy_of(scaled)

@@ -1,0 +1,1 @@
+"""eval=lm_eval placeholder"""

@@ -1,0 +1,212 @@
+"""THE LOOP, to be read top to bottom: rollout -> reward -> update -> log -> evaluate.
+
+Sampling and training share one model, so "sync" is nothing but the noise that goes into its norm scales for the rollout
+and comes out again. Every random draw is seeded by (run seed, purpose, step): a resumed run repeats an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from qerl_bench import metrics
+from qerl_bench.batch import Batch, make_batch
+from qerl_bench.config import Experiment
+from qerl_bench.device import Phases, resolve_device
+from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.errors import require
+from qerl_bench.evals.record import record_evaluation
+from qerl_bench.policy import Policy
+from qerl_bench.progress import Steps
+from qerl_bench.results.figures import run_figures
+from qerl_bench.results.table import render, summary
+from qerl_bench.rundir import RunDir, as_dict, last_checkpoint
+from qerl_bench.seeding import derive
+from qerl_bench.sink.base import Sink
+from qerl_bench.update import make_optimizer, update
+from qerl_bench.warm_start import base_checkpoint
+
+log = logging.getLogger(__name__)
+KEPT_ROLLOUTS = 4  # completions per step in rollouts.jsonl
+
+
+def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
+    """Run, or continue, one experiment in its run directory. `cfg` is the resolved config that `experiment` came from."""
+    device = resolve_device(experiment.device)
+    reason = experiment.quant.unsupported_reason(device)
+    require(reason is None, f"quant={experiment.quant.name} cannot run here: {reason}")
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True)
+
+    with RunDir(experiment.run_dir, cfg) as run:
+        if run.finished:
+            log.info("finished before: %s (delete the folder to run it again)", run.path)
+            print(render(summary([run.path])))
+            return
+        run.write_environment(device)
+        torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
+        policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.root), device)
+        engine = experiment.engine.build(policy)
+        optimizer = make_optimizer(policy, experiment.optim)
+        first = run.resume_step()
+        if first > 0:
+            load_checkpoint(run, policy, optimizer)
+            log.info("continuing after step %d", first)
+        with ExitStack() as stack:
+            sinks = experiment.logger.build(run, as_dict(cfg))
+            stack.push(lambda kind, error, trace: close_all(sinks, failed=error is not None))
+            stack.callback(engine.close)
+            if first == 0:
+                evaluate(experiment, policy, engine, run, sinks, step=0)
+            steps = Steps(first, experiment.steps)
+            stack.callback(steps.close)
+            for step in range(first + 1, experiment.steps + 1):
+                measured = train_step(experiment, policy, engine, optimizer, run, step)
+                for sink in sinks:
+                    sink.log("train", step, measured)
+                steps.report(step, measured)
+                if step % experiment.save_every == 0 or step == experiment.steps:
+                    run.save_checkpoint(step, lambda folder, step=step: save(folder, experiment, policy, optimizer, step))
+            steps.close()
+            evaluate(experiment, policy, engine, run, sinks, step=experiment.steps)
+        run_figures(run.path)
+        run.finish()
+        print(render(summary([run.path])))
+
+
+def train_step(
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    optimizer: torch.optim.Optimizer,
+    run: RunDir,
+    step: int,
+) -> dict[str, float]:
+    """One optimiser step, with every metric of it."""
+    phases = Phases(str(policy.device.type))
+    with phases.phase("step"):
+        if experiment.algo.on_policy:
+            batch, found = sampled_batch(experiment, policy, engine, run, step, phases)
+        else:
+            batch, found = demonstrated_batch(experiment, policy, step), {}
+        with phases.phase("train"):
+            found |= update(
+                policy,
+                optimizer,
+                experiment.algo,
+                batch,
+                experiment.optim,
+                step,
+                experiment.steps,
+                experiment.rollout.temperature,
+            )
+    found |= {f"time/{name}_s": seconds for name, seconds in phases.seconds.items()}
+    found["speed/train_tok_s"] = int(batch.lengths.sum()) / phases.seconds["train"]
+    if experiment.algo.on_policy:
+        found["speed/rollout_tok_s"] = batch.totals.tokens / phases.seconds["rollout"]
+        found["memory/rollout_gib"] = phases.peak_gib["rollout"]
+    found["memory/train_gib"] = phases.peak_gib["train"]
+    found["memory/peak_gib"] = max(phases.peak_gib.values())
+    return found
+
+
+def sampled_batch(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, phases: Phases
+) -> tuple[Batch, dict[str, float]]:
+    """Sample from the noisy policy, judge, and turn rewards into advantages."""
+    rollout, task = experiment.rollout, experiment.task
+    prompts = task.train_prompts(step, rollout.prompts, experiment.seed)
+    sampling = Sampling(
+        samples=rollout.group_size,
+        temperature=rollout.temperature,
+        max_tokens=task.max_completion_tokens,
+        seed=derive(experiment.seed, "rollout", step),
+    )
+    sigma = experiment.aqn.sigma(step, experiment.steps)
+    with ExitStack() as noise_in:
+        with phases.phase("sync"):
+            noise = noise_in.enter_context(policy.noise(sigma, derive(experiment.seed, "noise", step)))
+        with phases.phase("rollout"):
+            rollouts = engine.generate(prompts, sampling)
+    with phases.phase("reward"):
+        rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+    totals = torch.tensor([reward.total for reward in rewards]).view(rollout.prompts, rollout.group_size)  # (P, G)
+    kept = [
+        {"step": step, "prompt": r.prompt.id, "completion": r.text, "gold": r.prompt.answer, "reward": w.total, **w.parts}
+        for r, w in list(zip(rollouts, rewards, strict=True))[:KEPT_ROLLOUTS]
+    ]
+    run.append("rollouts.jsonl", kept)
+    batch = make_batch(
+        [r.prompt_ids for r in rollouts],
+        [r.token_ids for r in rollouts],
+        policy.pad_id,
+        policy.device,
+        [r.logprobs for r in rollouts],
+        experiment.algo.advantages(totals).flatten(),
+    )
+    found = metrics.of_rollouts(rollouts, rewards, rollout.group_size)
+    found |= {
+        "aqn/sigma": noise.sigma,
+        "aqn/sigma_realised": noise.sigma_realised,
+        "aqn/norms_perturbed": noise.norms_perturbed,
+    }
+    return batch, found
+
+
+def demonstrated_batch(experiment: Experiment, policy: Policy, step: int) -> Batch:
+    """The demonstrations of one supervised step."""
+    shown = experiment.task.demonstrations(step, experiment.rollout.prompts, experiment.seed)
+    return make_batch(
+        [policy.prompt_ids(demonstration.prompt.messages) for demonstration in shown],
+        [policy.completion_ids(demonstration.completion) for demonstration in shown],
+        policy.pad_id,
+        policy.device,
+    )
+
+
+def evaluate(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, sinks: list[Sink], step: int
+) -> None:
+    """Evaluate the clean policy and record it; step 0 is the quality of the packed base before any training."""
+    evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
+    if evaluation is None:
+        return
+    record_evaluation(run, experiment.task.name, step, evaluation)
+    for sink in sinks:
+        sink.log("eval", step, evaluation.metrics())
+    shown = ", ".join(f"{score.metric} {score.value:.3f} +- {score.stderr:.3f}" for score in evaluation.scores)
+    log.info("step %d: %s (%d questions)", step, shown, evaluation.scores[0].n)
+
+
+def save(folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Fill a checkpoint folder with everything that the next step depends on."""
+    policy.save(folder)
+    torch.save({"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state()}, folder / "trainer.pt")
+    position = {
+        "step": step,
+        "prompts_seen": step * experiment.rollout.prompts,
+        "sigma": experiment.aqn.sigma(step, experiment.steps),
+        "lr": experiment.optim.lr_at(step, experiment.steps),
+    }
+    (folder / "state.json").write_text(json.dumps(position, indent=1))
+
+
+def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Bring policy, optimiser and random state back to the run's last checkpoint."""
+    folder = last_checkpoint(run.path)
+    assert folder is not None
+    policy.load(folder)
+    state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["torch_rng"].cpu())
+
+
+def close_all(sinks: list[Sink], failed: bool) -> None:
+    for sink in sinks:
+        sink.close(failed)

@@ -1,0 +1,55 @@
+"""Which weights are trained: a LoRA adapter on the linear layers (PEFT), or everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl_bench.errors import require
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """A low-rank adapter B A * alpha / rank beside each target layer; the base stays frozen and is never merged."""
+
+    name: str
+    rank: int
+    alpha: float
+    dropout: float
+    targets: list[str]
+
+    def __post_init__(self) -> None:
+        require(
+            isinstance(self.rank, int) and self.rank >= 1,
+            f"lora.rank must be a whole number of at least 1, got {self.rank!r}; to train every weight instead of an "
+            "adapter use lora=none",
+        )
+        require(self.alpha > 0, f"lora.alpha must be positive, got {self.alpha!r}")
+        require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout!r}")
+        require(len(self.targets) > 0, "lora.targets names no layer; to train without an adapter use lora=none")
+
+    def peft_config(self) -> LoraConfig:
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; fractions are fine
+            lora_dropout=self.dropout,
+            target_modules=list(self.targets),
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullParameter:
+    """Every weight is trained; rank 0 stands in the run's name."""
+
+    name: str
+    rank: int
+
+    def __post_init__(self) -> None:
+        require(self.rank == 0, f"lora=none has no rank, got lora.rank={self.rank!r}; for an adapter use lora=default")

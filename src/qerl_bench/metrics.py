@@ -1,0 +1,132 @@
+"""Every metric that a run writes: its name, unit and definition, and the functions that compute it.
+
+Averages are taken once over all tokens or completions of a step, never over averages of micro-batches or sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl_bench.records import Reward, Rollout
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Metric:
+    unit: str
+    definition: str
+
+
+SAMPLED = {
+    "reward/mean": Metric("reward", "mean total reward of the step's completions"),
+    "reward/std": Metric("reward", "standard deviation of the total reward over the step's completions (n - 1)"),
+    "reward/frac_zero_std": Metric("share", "groups whose completions all got the same reward: no learning signal"),
+    "accuracy": Metric("share", "completions with the correct answer"),
+    "entropy": Metric("nats/token", "of the policy that sampled, noise in, at rollout temperature; full vocabulary"),
+    "completions/mean_length": Metric("tokens", "mean completion length, stop token included"),
+    "completions/truncated_frac": Metric("share", "completions cut at the token limit"),
+    "mismatch/kl": Metric("nats/token", "KL(sampler || trainer), k3 estimate: mean of exp(d) - d - 1, d = trainer - sampler"),
+    "mismatch/logp_abs_mean": Metric("nats", "mean |trainer - sampler| log-probability of the sampled tokens"),
+    "mismatch/logp_abs_max": Metric("nats", "largest |trainer - sampler| log-probability of the sampled tokens"),
+    "mismatch/ess": Metric("share", "(sum w)^2 / (n sum w^2) over tokens, w = exp(trainer - sampler); 1 = no mismatch"),
+    "clip_ratio/low_mean": Metric("share", "tokens with ratio < 1 - epsilon_low and negative advantage"),
+    "clip_ratio/high_mean": Metric("share", "tokens with ratio > 1 + epsilon_high and positive advantage"),
+    "aqn/sigma": Metric("norm scale", "noise standard deviation that the schedule asks for"),
+    "aqn/sigma_realised": Metric("norm scale", "root mean square of the change of the norm scales, as stored"),
+    "aqn/norms_perturbed": Metric("count", "norms in which at least one scale changed"),
+    "time/rollout_s": Metric("s", "sampling"),
+    "time/reward_s": Metric("s", "judging the completions"),
+    "time/sync_s": Metric("s", "bringing weights and noise to the sampler"),
+    "speed/rollout_tok_s": Metric("tokens/s", "completion tokens over time/rollout_s"),
+    "memory/rollout_gib": Metric("GiB", "peak during sampling: of the GPU's allocations, or of the process on a CPU"),
+}
+TRAINED = {
+    "loss": Metric("-", "the algorithm's loss over the whole step"),
+    "grad_norm": Metric("-", "global gradient norm before clipping"),
+    "lr": Metric("-", "learning rate of this step"),
+    "entropy_clean": Metric("nats/token", "as entropy on the same tokens, noise off, before the update"),
+    "entropy_t1": Metric("nats/token", "as entropy_clean at temperature 1"),
+    "time/train_s": Metric("s", "forward, backward and optimiser"),
+    "time/step_s": Metric("s", "the whole step, logging and checkpoint excluded"),
+    "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens over time/train_s"),
+    "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
+    "memory/peak_gib": Metric("GiB", "peak of the step"),
+}
+EVALUATED = {
+    "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
+    "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
+    "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over sampled completions"),
+    "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
+}
+
+
+class TokenTable:
+    """Columns of per-token numbers, gathered from micro-batches; only masked tokens are kept."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[torch.Tensor]] = {}
+
+    def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
+        """Append the entries of each (B, T) tensor where `mask` (B, T) is true."""
+        for name, value in values.items():
+            self.columns.setdefault(name, []).append(value.detach()[mask].double().cpu())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        import torch
+
+        return torch.cat(self.columns[name])
+
+    def names(self) -> list[str]:
+        return list(self.columns)
+
+
+def of_tokens(table: TokenTable, sampled: bool) -> dict[str, float]:
+    """Metrics of the training pass from its per-token columns; those about the sampler only if there was one."""
+    found = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
+    if not sampled:
+        return found
+    clipping = {name: table[name].mean().item() for name in table.names() if name.startswith("clip_ratio/")}
+    return found | clipping | mismatch(table["logprobs"], table["sampler_logprobs"])
+
+
+def mismatch(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, both (n,)."""
+    difference = trainer - sampler
+    weight = difference.exp()
+    return {
+        "mismatch/kl": (weight - difference - 1).mean().item(),
+        "mismatch/logp_abs_mean": difference.abs().mean().item(),
+        "mismatch/logp_abs_max": difference.abs().max().item(),
+        "mismatch/ess": (weight.sum().square() / (len(weight) * weight.square().sum())).item(),
+    }
+
+
+def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int) -> dict[str, float]:
+    """Metrics of one step's completions, `group_size` consecutive ones per prompt."""
+    totals = [reward.total for reward in rewards]
+    groups = [totals[i : i + group_size] for i in range(0, len(totals), group_size)]
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    parts = {f"reward/{part}": mean([reward.parts[part] for reward in rewards]) for part in rewards[0].parts}
+    return {
+        "reward/mean": mean(totals),
+        "reward/std": sample_std(totals),
+        **parts,
+        "reward/frac_zero_std": mean([float(max(group) == min(group)) for group in groups]),
+        "accuracy": mean([float(reward.correct) for reward in rewards]),
+        "entropy": sum(sum(rollout.entropies) for rollout in rollouts) / tokens,
+        "completions/mean_length": tokens / len(rollouts),
+        "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
+    }
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def sample_std(values: list[float]) -> float:
+    """Standard deviation with Bessel's correction; 0 for a single value."""
+    centre = mean(values)
+    return (sum((value - centre) ** 2 for value in values) / max(1, len(values) - 1)) ** 0.5

@@ -1,0 +1,135 @@
+"""Which base model: the built-in tiny one, or a checkpoint from the hub or a local folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from qerl_bench.errors import BadInput, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Model(Protocol):
+    """A base model: its weights in BF16 (or as stored), computing in `dtype`, and its tokenizer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def warm_start_overrides(self) -> list[str] | None:
+        """The command-line words of the supervised run that makes this model's base weights; None = needs none."""
+        ...
+
+    def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Weights and tokenizer on `device`; `base` is the checkpoint folder that the warm start left, if there was one."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """A byte-level Qwen2 made on this machine from a seed, warm-started by a supervised run of this harness."""
+
+    name: str
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+    warm_start_steps: int
+    seed: int
+    dtype: str
+    lr: float
+
+    def __post_init__(self) -> None:
+        for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size"):
+            value = getattr(self, key)
+            require(isinstance(value, int) and value >= 1, f"model.{key} must be a whole number of at least 1, got {value!r}")
+        require(
+            self.hidden_size % (2 * self.heads) == 0,
+            f"model.hidden_size must be a multiple of 2 * model.heads, got {self.hidden_size} and {self.heads}",
+        )
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}",
+        )
+        require(
+            isinstance(self.warm_start_steps, int) and self.warm_start_steps >= 0,
+            f"model.warm_start_steps must be a whole number of at least 0, got {self.warm_start_steps!r}",
+        )
+        require(self.dtype in DTYPES, f"model.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def warm_start_overrides(self) -> list[str] | None:
+        if self.warm_start_steps == 0:
+            return None
+        shape = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "seed")
+        return [
+            "experiment=warm_start",
+            f"steps={self.warm_start_steps}",
+            f"save_every={self.warm_start_steps}",
+            *(f"model.{key}={getattr(self, key)}" for key in shape),
+        ]
+
+    def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        import torch
+        from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+        from qerl_bench.tokenizer import byte_tokenizer
+
+        dtype = getattr(torch, self.dtype)
+        if base is not None:
+            model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+            return model.to(device, dtype), AutoTokenizer.from_pretrained(base)
+        tokenizer = byte_tokenizer()
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.intermediate_size,
+            max_position_embeddings=4096,
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = Qwen2ForCausalLM(config)
+        return model.to(torch.bfloat16).to(device, dtype), tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubModel:
+    """A causal language model of the transformers library, by hub id or local folder."""
+
+    name: str
+    id: str
+    revision: str | None
+    dtype: str
+    lr: float
+
+    def __post_init__(self) -> None:
+        require(self.dtype in DTYPES, f"model.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def warm_start_overrides(self) -> list[str] | None:
+        return None
+
+    def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.id, revision=self.revision)
+            model = AutoModelForCausalLM.from_pretrained(self.id, revision=self.revision, dtype=getattr(torch, self.dtype))
+        except OSError as error:
+            raise BadInput(
+                f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine can "
+                "reach or a local folder: model.id=/path/to/model"
+            ) from error
+        return model.to(device), tokenizer

@@ -1,0 +1,155 @@
+"""What is being trained: a packed base, its adapter and its noise sites as one object.
+
+The same weights serve sampling and training. Adapters are never merged: a merge into 4-bit weights would round almost
+all of the update away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qerl_bench.aqn.inject import NoiseReport, block_norms, perturbed
+from qerl_bench.config import Experiment
+from qerl_bench.quant.linear import LayerReport, quantize_model
+from qerl_bench.records import Message
+from qerl_bench.seeding import derive
+
+
+@dataclass
+class TokenStats:
+    """Per-token numbers of the policy at given tokens, each (B, T) in FP32 and 0 where the mask is false."""
+
+    logprobs: torch.Tensor  # with gradient
+    entropy: torch.Tensor  # nats, full vocabulary, at the rollout temperature
+    entropy_t1: torch.Tensor  # the same at temperature 1
+
+
+class Policy:
+    """A causal LM with a packed base. `model` holds the adapter modules; `adapter` is PEFT's handle on them, or None."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        adapter: PeftModel | None,
+        layers: dict[str, LayerReport],
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.adapter = adapter
+        self.layers = layers
+        self.norms = block_norms(model, model.config.num_hidden_layers)
+        self.device = next(model.parameters()).device
+        self.stop_ids = stop_ids(model, tokenizer)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.stop_ids)
+
+    @classmethod
+    def build(cls, experiment: Experiment, base: Path | None, device: str) -> Policy:
+        """Load the base, pack it in the run's format, and attach a fresh adapter seeded by the run's seed."""
+        model, tokenizer = experiment.model.load(base, device)
+        layers = quantize_model(model, experiment.quant)
+        model.eval()
+        if experiment.lora.rank == 0:
+            return cls(model, tokenizer, None, layers)
+        model.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(derive(experiment.seed, "adapter"))
+            adapter = get_peft_model(model, experiment.lora.peft_config())
+        adapter.eval()
+        assert isinstance(adapter, PeftModel)
+        return cls(model, tokenizer, adapter, layers)
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
+        """Token ids of a prompt in the model's own chat template, ready for the completion to follow."""
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer(str(text), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    def completion_ids(self, text: str) -> list[int]:
+        """Token ids of a whole completion, its stop token included."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*ids, self.tokenizer.eos_token_id]  # type: ignore[misc]
+
+    def train_mode(self, on: bool) -> None:
+        """Switch dropout (of the adapter) on for the training pass, off for everything else."""
+        self.model.train(on)
+
+    def noise(self, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
+        """Context in which the norm scales carry noise of standard deviation `sigma`."""
+        return perturbed(self.norms, sigma, seed)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Context in which the model is its frozen base."""
+        if self.adapter is None:
+            yield
+            return
+        with self.adapter.disable_adapter():
+            yield
+
+    def token_stats(self, input_ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> TokenStats:
+        """Log-probability and entropy of each masked token of right-padded `input_ids` (B, T) given those before it.
+
+        Padding sits behind every real token, so causal attention alone keeps it out. The vocabulary projection runs
+        only where `mask` (B, T) is true.
+        """
+        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
+        predicts = mask[:, 1:]  # position t predicts token t + 1
+        logits = self.model.lm_head(hidden[:, :-1][predicts]).float()  # (M, V)
+        targets = input_ids[:, 1:][predicts]  # (M,)
+        scaled = torch.log_softmax(logits / temperature, dim=-1)
+        logprobs = scaled.gather(-1, targets[:, None])[:, 0]
+        with torch.no_grad():
+            entropy = entropy_of(scaled)
+            entropy_t1 = entropy if temperature == 1.0 else entropy_of(torch.log_softmax(logits, dim=-1))
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
+
+        return TokenStats(spread(logprobs), spread(entropy), spread(entropy_t1))
+
+    def save(self, folder: Path) -> None:
+        """Write the trained part: `adapter/` in PEFT's format, or `model/` in transformers' where everything is trained."""
+        if self.adapter is not None:
+            self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+        else:
+            self.model.save_pretrained(str(folder / "model"))
+            self.tokenizer.save_pretrained(str(folder / "model"))
+
+    def load(self, folder: Path) -> None:
+        """Read back what `save` wrote."""
+        if self.adapter is not None:
+            state = load_file(folder / "adapter" / "adapter_model.safetensors")
+            set_peft_model_state_dict(self.adapter, state)
+        else:
+            state = load_file(folder / "model" / "model.safetensors")
+            missing, unexpected = self.model.load_state_dict(state, strict=False)
+            assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+
+    def adapter_state(self) -> dict[str, torch.Tensor]:
+        """The adapter's tensors under PEFT's names; empty where there is no adapter."""
+        return {} if self.adapter is None else get_peft_model_state_dict(self.adapter)
+
+
+def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V)."""
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a completion: the tokenizer's, and those that the model's generation config adds."""
+    listed = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    assert ids, "the model names no end-of-text token"
+    return frozenset(int(i) for i in ids)  # type: ignore[arg-type]

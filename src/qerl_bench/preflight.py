@@ -1,0 +1,107 @@
+"""Everything that can be found wrong before any training: refused here, in words, while nothing has been written yet."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl_bench.config import Experiment, build, compose
+from qerl_bench.errors import BadInput
+from qerl_bench.rundir import check_run_dir, is_finished
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    overrides: list[str]
+    name: str
+    run_dir: Path
+    finished: bool
+
+
+class SweepFailed(Exception):
+    """Some runs of a sweep failed; the others are done."""
+
+    def __init__(self, total: int, failed: Sequence[Point]) -> None:
+        listed = "\n".join(f"  {point.run_dir}/run.log" for point in failed)
+        super().__init__(
+            f"{len(failed)} of {total} runs failed:\n{listed}\nThe same command runs these again and skips the finished ones."
+        )
+
+
+def flags_first(argv: list[str]) -> list[str]:
+    """Move flags in front of overrides: `a=1 -m b=2` becomes `-m a=1 b=2`.
+
+    argparse in Hydra 1.3 refuses overrides on both sides of a flag (hydra issue 3053).
+    """
+    flags: list[str] = []
+    words: list[str] = []
+    takes_value = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--cfg", "-c", "--info", "-i", "--package", "-p", "--experimental-rerun")
+    rest = iter(argv)
+    for word in rest:
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        flags.append(word)
+        if word in takes_value:
+            flags += [value for value in [next(rest, None)] if value is not None]
+    return flags + words
+
+
+def preflight(argv: list[str]) -> None:
+    """Check a single run before Hydra makes its folder. Sweeps are checked point by point in the launcher."""
+    if not any(word.startswith("-") for word in argv):
+        check(compose(argv))
+
+
+def check(cfg) -> Experiment:  # noqa: ANN001
+    """Build the specs of a composed config and look at everything that they need. Raises BadInput."""
+    experiment = build(cfg)
+    experiment.task.check()
+    experiment.eval.check()
+    experiment.logger.check()
+    check_run_dir(experiment.run_dir, cfg)
+    return experiment
+
+
+def check_points(job_overrides: Sequence[Sequence[str]], slots: int) -> list[Point]:
+    """Compose and check every point of a sweep. Raises BadInput naming the first point that cannot run."""
+    points: dict[str, Point] = {}
+    for overrides in job_overrides:
+        try:
+            experiment = check(compose(list(overrides)))
+        except BadInput as error:
+            raise BadInput(f"{' '.join(overrides)}: {error}") from error
+        if experiment.name in points:
+            raise BadInput(f"{' '.join(overrides)} and {' '.join(points[experiment.name].overrides)} are the same run")
+        points[experiment.name] = Point(list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir))
+    return list(points.values())
+
+
+def explain(error: Exception) -> str:
+    """One message for the terminal: Hydra's and OmegaConf's errors without their advice to append unknown keys."""
+    text = str(error).strip()
+    unknown = re.search(r"Key '([^']+)' is not in struct", text)
+    if unknown:
+        path = re.search(r"full_key: (\S+)", text)
+        full = path.group(1) if path else unknown.group(1)
+        close = difflib.get_close_matches(full, known_keys(), n=1)
+        return f"error: there is no option {full}." + (f" Did you mean {close[0]}?" if close else "") + " All: --cfg job"
+    return f"error: {text}"
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the default config."""
+
+    def walk(node: object, prefix: str) -> list[str]:
+        if not isinstance(node, dict):
+            return [prefix]
+        return [key for name, value in node.items() for key in walk(value, f"{prefix}.{name}" if prefix else name)]
+
+    from omegaconf import OmegaConf
+
+    return [key for key in walk(OmegaConf.to_container(compose()), "") if "_target_" not in key]

@@ -1,0 +1,264 @@
+"""What is drawn from runs: one metric by step for several runs, and the figures of a single run.
+
+The functions that return a figure leave saving to the caller. Left out: intervals beyond the range over seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from qerl_bench.errors import require
+from qerl_bench.results.load import Run, load_run
+from qerl_bench.results.style import (
+    FORMAT_COLOURS,
+    TITLES,
+    colour,
+    label_axes,
+    legend_above,
+    line_style,
+    panels,
+    paper_style,
+    save,
+)
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # what tells settings of one colour and dash apart
+SETTING = ("quant", "aqn", "algo", "lora_rank", "model", "task", "lr", "fingerprint")  # equal for runs of one mean
+HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
+
+
+# --- several runs ----------------------------------------------------------------------------------------------------
+
+
+def curve(ax: Axes, table: pd.DataFrame, metric: str, smooth: int = 1) -> list[Line2D]:
+    """Draw `metric` of a tidy table by step: one line per setting, the mean over its seeds; return the lines.
+
+    Runs belong to one setting if their configs differ in nothing but the seed. `smooth` is the number of steps, an odd
+    one, in the mean around each step; fewer at the ends. With several seeds a band spans their minimum and maximum,
+    over the steps that all of them have; one seed is a thin line. A non-finite value leaves a gap. Raises BadInput if
+    no run has the metric, or if a setting holds the same seed twice.
+    """
+    require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, not {smooth}")
+    rows = table.loc[table["metric"] == metric]
+    require(not rows.empty, f"none of these runs has the metric {metric}: choose runs whose algorithm writes it")
+    settings = _settings(rows)
+    others = list(dict.fromkeys(setting[2:] for setting, _ in settings))
+    lines = []
+    for setting, group in settings:
+        seeds = _moving_average(_by_seed(group), smooth)
+        mean = seeds.mean(axis=1, skipna=False)
+        several = seeds.shape[1] > 1
+        (line,) = ax.plot(
+            mean.index, mean, label=_setting_label(setting, others), color=colour(setting[0]),
+            linestyle=line_style(setting[1]), linewidth=1.2 if several else 0.8,
+        )  # fmt: skip
+        if len(others) > 1 or len(mean) <= 3:
+            line.set_marker(MARKERS[others.index(setting[2:]) % len(MARKERS)])
+            line.set_markersize(3)
+            every = max(1, len(mean) // 8)
+            line.set_markevery((len(lines) * every // len(settings), every))  # side by side, not on top of each other
+        if several:
+            ax.fill_between(
+                mean.index, seeds.min(axis=1, skipna=False), seeds.max(axis=1, skipna=False), color=colour(setting[0]),
+                alpha=0.15, linewidth=0, label=f"_range of {seeds.shape[1]} seeds",
+            )  # fmt: skip
+        lines.append(line)
+    label_axes(ax, metric)
+    return lines
+
+
+def comparison(table: pd.DataFrame, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
+    """One panel per metric side by side, a line per setting, one legend above them all that says what the bands are."""
+    with paper_style():
+        figure, axes = panels(1, len(metrics), 2.1, sharey=share_y)
+        for ax, metric in zip(axes[0], metrics, strict=True):
+            curve(ax, table, metric, smooth)
+            ax.set_title(TITLES.get(metric, ""))
+            if share_y:
+                ax.label_outer()
+        drawn = table.loc[table["metric"].isin(metrics)]
+        counts = drawn.groupby(list(SETTING), observed=True)["seed"].nunique().tolist()
+        fewest, most = min(counts), max(counts)
+        seeds = f"mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds" if most > 1 else ""
+        legend_above(figure, axes[0], [seeds, _smoothing(smooth)])
+    return figure
+
+
+def _settings(rows: pd.DataFrame) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
+    """The rows of each setting, known formats first and no noise before noise.
+
+    Within a setting's key the fingerprint is empty, unless it is all that tells this setting from another.
+    """
+    groups: dict[Any, pd.DataFrame] = dict(iter(rows.groupby(list(SETTING), observed=True)))
+    alike = Counter(setting[:-1] for setting in groups)
+    keyed = {(*setting[:-1], setting[-1] if alike[setting[:-1]] > 1 else ""): rows for setting, rows in groups.items()}
+    known = [*FORMAT_COLOURS]
+
+    def order(item: tuple[tuple[Any, ...], pd.DataFrame]) -> tuple[Any, ...]:
+        quant, aqn, *others = item[0]
+        return known.index(quant) if quant in known else len(known), quant, aqn != "none", aqn, *others
+
+    return sorted(keyed.items(), key=order)
+
+
+def _by_seed(rows: pd.DataFrame) -> pd.DataFrame:
+    """The values of one setting (steps, seeds) at the steps that every seed has."""
+    for seed, runs in rows.groupby("seed")["run"].unique().items():
+        require(len(runs) == 1, f"{' and '.join(runs)} repeat one setting with the same seed {seed}: leave one out")
+    values = rows.pivot(index="step", columns="seed", values="value").sort_index()
+    written = (rows.groupby("step")["seed"].count() == values.shape[1]).to_numpy()
+    require(bool(written.any()), f"{' and '.join(rows['run'].unique())} have no step in common: leave one out")
+    return values.loc[written]
+
+
+def _setting_label(setting: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str:
+    """Format and noise, and of the rest of SETTING what differs within `others`."""
+    quant, aqn, *rest = setting
+    parts = [quant.upper(), "no noise" if aqn == "none" else f"AQN {aqn}"]
+    for position, (name, value) in enumerate(zip(SETTING[2:], rest, strict=True)):
+        if value != "" and len({other[position] for other in others}) > 1:
+            parts.append({"lora_rank": "rank {}", "lr": "lr {:g}"}.get(name, "{}").format(value))
+    return ", ".join(parts)
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """Draw one run into its folder figures/ and return the files: reward.* and entropy.*, each as PDF and PNG.
+
+    A run without rollouts (algo=sft) gets loss.* instead. Raises BadInput if the run has no training step yet.
+    """
+    run = load_run(run_dir)
+    drawn = {"reward/mean": ("reward", reward_figure), "entropy": ("entropy", entropy_figure)}
+    written = [metric for metric in drawn if not run.series("train", metric).empty]
+    chosen = [drawn[metric] for metric in written] or [("loss", loss_figure)]
+    return [file for name, draw in chosen for file in save(draw(run), run.path / "figures" / name)]
+
+
+def reward_figure(run: Run) -> Figure:
+    """Reward and accuracy of the rollouts by step, and held-out accuracy with +-1 s.e. of the questions."""
+    return _training_figure(run, "reward/mean", "accuracy")
+
+
+def loss_figure(run: Run) -> Figure:
+    """Loss by step, and held-out accuracy with +-1 s.e. of the questions."""
+    return _training_figure(run, "loss", None)
+
+
+def entropy_figure(run: Run) -> Figure:
+    """Entropy by step of the policy that sampled and of the same weights without noise; below it, the noise's stages.
+
+    Nothing is smoothed: a mean over neighbours would show the effect of a stage before the stage begins.
+    """
+    sigma = run.series("train", "aqn/sigma")
+    noisy = bool((sigma > 0).any())
+    with paper_style():
+        figure, axes = panels(1 + noisy, 1, 2.0 + 0.7 * noisy, sharex=True, height_ratios=[3, 1][: 1 + noisy])
+        top, bottom = axes[0, 0], axes[-1, 0]
+        _trace(top, run, "entropy", 1, label="as sampled, noise in" if noisy else "as sampled")
+        label_axes(top, "entropy")
+        if noisy:
+            if not run.series("train", "entropy_clean").empty:
+                _trace(top, run, "entropy_clean", 1, label="same tokens, noise off", linestyle="dashed")
+            top.set_xlabel("")
+            _draw_noise(bottom, sigma)
+        for ax, start in product(axes[:, 0], _stage_starts(sigma)):
+            ax.axvline(start - 0.5, color="#CFCFCF", linewidth=0.5, zorder=0.5, label="_stage")
+        _step_range(bottom, run)
+        figure.align_ylabels()
+        legend_above(figure, [top], [run.name])
+    return figure
+
+
+def _training_figure(run: Run, metric: str, accuracy: str | None) -> Figure:
+    steps = len(run.series("train", metric))
+    window = min(11, steps // 20 * 2 + 1)  # odd, at most a tenth of the run or so
+    evaluated = any(not run.series("eval", f"eval/accuracy_{decoding}").empty for decoding in HELD_OUT)
+    with paper_style():
+        figure, axes = panels(1, 1 + (accuracy is not None or evaluated), 2.1)
+        _trace(axes[0, 0], run, metric, window, label="rollouts" if accuracy else "training")
+        label_axes(axes[0, 0], metric)
+        for right in axes[0, 1:]:
+            if accuracy:
+                _trace(right, run, accuracy, window, label="rollouts")
+            _held_out(right, run)
+            label_axes(right, "accuracy")
+            right.set_ylabel("accuracy")
+        for ax in axes[0]:
+            _step_range(ax, run)
+        legend_above(figure, axes[0], [run.name, _smoothing(window, " (thin: each step)")])
+    return figure
+
+
+def _trace(ax: Axes, run: Run, metric: str, window: int, **line: Any) -> None:
+    """Draw the mean of `window` steps around each step of one metric and, if that is more than one, each step thin."""
+    values = run.series("train", metric)
+    require(not values.empty, f"{run.path} has no training step with the metric {metric}: nothing to draw")
+    shade = colour(run.option("quant.name"))
+    if window > 1:
+        ax.plot(values.index, values, color=shade, linewidth=0.5, alpha=0.35, label="_each step")
+    mean = _moving_average(values, window)
+    width = 1.4 if window > 1 else 1.0
+    ax.plot(mean.index, mean, color=shade, linewidth=width, marker="o" if len(mean) <= 3 else "", **line)
+
+
+def _held_out(ax: Axes, run: Run) -> None:
+    """Points with error bars; the two ways of decoding stand a little apart, so that neither hides the other."""
+    apart = 0.012 * max(1, run.last_step)
+    for side, (decoding, marker) in zip((-apart, apart), HELD_OUT.items(), strict=True):
+        accuracy = run.series("eval", f"eval/accuracy_{decoding}").dropna()
+        if accuracy.empty:
+            continue
+        error = run.series("eval", f"eval/accuracy_{decoding}_stderr").reindex(accuracy.index)
+        ax.errorbar(
+            accuracy.index + side, accuracy, yerr=error, fmt=marker, color="#555555", zorder=3, elinewidth=0.9,
+            markerfacecolor="#555555" if decoding == "greedy" else "white", label=f"held-out, {decoding} (±1 s.e.)",
+        )  # fmt: skip
+
+
+def _stage_starts(sigma: pd.Series) -> list[int]:
+    """The steps at which the noise changes; none for a schedule that changes it nearly every step of a long run."""
+    changed = sigma.ne(sigma.shift()) & (sigma.index > sigma.index.min())
+    starts = [int(step) for step in sigma.index[changed.to_numpy()]]
+    return starts if len(starts) <= 30 else []
+
+
+def _draw_noise(ax: Axes, sigma: pd.Series) -> None:
+    """The noise by step: on a logarithmic scale that still holds zero if it spans more than a decade, else linear."""
+    ax.plot(sigma.index, sigma, drawstyle="steps-mid", color="#555555", linewidth=1, label="_noise")
+    smallest, largest = sigma[sigma > 0].min(), sigma.max()
+    if largest > 10 * smallest:
+        ax.set_yscale("symlog", linthresh=smallest, linscale=0.5)  # linear from 0 to the smallest noise
+        decades = range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest) + 1e-9) + 1)
+        ax.yaxis.set_major_locator(FixedLocator([0, *(10.0**decade for decade in decades)]))
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.set_ylim(0, 1.6 * largest)
+    else:
+        ax.set_ylim(0, 1.15 * largest)
+    label_axes(ax, "aqn/sigma")
+
+
+def _step_range(ax: Axes, run: Run) -> None:
+    last = max(1, run.last_step)
+    ax.set_xlim(-0.04 * last, 1.04 * last)
+
+
+def _moving_average(values: Any, window: int) -> Any:
+    """The mean of the `window` rows around each row, fewer at the ends; NaN stays NaN."""
+    return values.rolling(window, min_periods=1, center=True).mean().where(values.notna())
+
+
+def _smoothing(window: int, addition: str = "") -> str:
+    return f"smoothed over {window} steps{addition}" if window > 1 else ""

@@ -1,0 +1,101 @@
+"""The table of runs that the terminal shows: what each run was, how well it did, and what it cost.
+
+Left out on purpose: means over seeds and tests between settings, which need more care than one line per run can give.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from qerl_bench.results.load import Run, load_run
+
+NOTES = (
+    "accuracy: held-out questions, % ±1 s.e. over questions, greedy decoding before and after training, then sampled;",
+    "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory",
+)
+
+
+def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
+    """One row per run, in the given order; accuracies are shares, NaN where a run has not measured something.
+
+    A run's final accuracy is its last evaluation after step 0; a running one has its latest. Raises BadInput as
+    `load_run` does.
+    """
+    return pd.DataFrame([_row(load_run(path)) for path in run_dirs])
+
+
+def render(table: pd.DataFrame) -> str:
+    """The table of `summary` as aligned text, with a legend under it; `-` where there is no number."""
+    if table.empty:
+        return "no runs"
+    columns = {
+        ("", "run"): [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")],
+        ("", "format"): list(table["format"]),
+        ("", "noise"): list(table["noise"]),
+        ("", "rank"): [str(rank) for rank in table["rank"]],
+        ("", "seed"): [str(seed) for seed in table["seed"]],
+        ("accuracy", "step 0"): _shares(table, "greedy_start"),
+        ("accuracy", "final"): _shares(table, "greedy_final"),
+        ("sampled", "final"): _shares(table, "sampled_final"),
+        ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
+        ("entropy", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
+        ("rollout", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
+        ("peak", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
+    }
+    texts = {"run", "format", "noise"}
+    aligned = [_align([*heading, *cells], left=heading[1] in texts) for heading, cells in columns.items()]
+    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    unfinished = [] if all(table["finished"]) else ["* not finished"]
+    return "\n".join([*lines, "", *NOTES, *unfinished])
+
+
+def _row(run: Run) -> dict[str, Any]:
+    identity = run.identity()
+    entropy = run.series("train", "entropy")
+    return {
+        "run": identity["run"],
+        "finished": identity["finished"],
+        "format": identity["quant"],
+        "noise": identity["aqn"],
+        "rank": identity["lora_rank"],
+        "seed": identity["seed"],
+        **_evaluated(run, "greedy", "start"),
+        **_evaluated(run, "greedy", "final"),
+        **_evaluated(run, "sampled", "final"),
+        "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
+        "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
+        "rollout_tok_s": run.series("train", "speed/rollout_tok_s").iloc[1:].median(),
+        "peak_gib": run.done.get("peak_memory_gib") or run.series("train", "memory/peak_gib").max(),
+    }
+
+
+def _evaluated(run: Run, decoding: str, when: str) -> dict[str, float]:
+    """Accuracy and standard error at step 0 (`when` = start) or at the last evaluated step after it (final)."""
+    found = {}
+    for suffix in ("", "_stderr"):
+        series = run.series("eval", f"eval/accuracy_{decoding}{suffix}")
+        values = [value for step, value in series.items() if (step == 0) == (when == "start")]
+        found[f"{decoding}_{when}{suffix}"] = values[-1] if values else math.nan
+    return found
+
+
+def _shares(table: pd.DataFrame, name: str) -> list[str]:
+    """Percentages with one decimal; without the standard error where that is unknown."""
+    return [
+        _number(100 * value, ".1f") + ("" if math.isnan(error) else f" ±{100 * error:.1f}")
+        for value, error in zip(table[name], table[f"{name}_stderr"], strict=True)
+    ]
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _align(cells: Sequence[str], left: bool) -> list[str]:
+    width = max(len(cell) for cell in cells)
+    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]

@@ -1,0 +1,240 @@
+"""The run directory: the contract between runner, analysis and notebooks.
+
+Everything is written so that a kill at any moment loses at most the steps since the last checkpoint: lines are appended
+and flushed, every other file is written beside its place and renamed, and done.json comes last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from qerl_bench.config import CONF_DIR, UNSCIENTIFIC
+from qerl_bench.errors import BadInput, require
+
+log = logging.getLogger(__name__)
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "hydra-core", "lm-eval", "wandb", "numpy")
+
+
+def is_finished(path: Path) -> bool:
+    """Whether the run in `path` came to its end."""
+    return (path / "done.json").exists()
+
+
+def check_run_dir(path: Path, cfg: DictConfig) -> None:
+    """Raise BadInput if the run cannot be written to, or continued in, `path`. Writes nothing."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    require(
+        place.is_dir() and os.access(place, os.W_OK),
+        f"cannot write the run to {path}: {place} is not a writable folder. Choose another place with root=DIR",
+    )
+    if (path / "config.yaml").exists():
+        refuse_other_config(path, cfg)
+    checkpoint = last_checkpoint(path)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
+
+
+def refuse_other_config(path: Path, cfg: DictConfig) -> None:
+    """Raise BadInput if `path` holds a run whose numbers came from another config."""
+    ignored = UNSCIENTIFIC - {"seed"}
+    stored, wanted = (
+        flat({key: value for key, value in container.items() if key not in ignored})
+        for container in (as_dict(OmegaConf.load(path / "config.yaml")), as_dict(cfg))
+    )
+    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
+    shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
+    require(
+        not different,
+        f"{path} holds a run of another config ({len(different)} differences: {shown}). Nothing was changed there. "
+        "Choose another name=..., or leave name out: it is then derived from the config",
+    )
+
+
+def as_dict(cfg: Any) -> dict[str, Any]:
+    return OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one dict with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def last_checkpoint(path: Path) -> Path | None:
+    """The newest checkpoint folder of a run, or None."""
+    return max((path / "checkpoints").glob("step_*"), default=None)
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise BadInput unless every file of the checkpoint is there with the content that its manifest names."""
+    remedy = "Delete this folder to continue from the checkpoint before it (or from the start)"
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        raise BadInput(f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}") from None
+    for name, digest in manifest.items():
+        file = folder / name
+        require(file.is_file() and sha256(file) == digest, f"checkpoint {folder} is damaged: {name}. {remedy}")
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds either its old content or all of the new one."""
+    beside = path.with_name(f".{path.name}.writing")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+class RunDir:
+    """One run's folder, held open by one process. Use as a context manager."""
+
+    def __init__(self, path: Path, cfg: DictConfig) -> None:
+        check_run_dir(path, cfg)
+        self.path = path
+        self.started = time.time()
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(path / ".lock", "w")  # noqa: SIM115 - held until close
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"another process is running in {path}; wait for it or choose another seed or name") from None
+        if not is_finished(path):
+            write_atomically(path / "config.yaml", OmegaConf.to_yaml(cfg))
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+    @property
+    def finished(self) -> bool:
+        return is_finished(self.path)
+
+    def write_environment(self, device: str) -> None:
+        """env.json: what code, packages and machine made these numbers. An earlier attempt's is kept beside it."""
+        write_atomically(self.path / "env.json", json.dumps(environment(device), indent=1))
+
+    def resume_step(self) -> int:
+        """The step of the last checkpoint, 0 without one; records of later steps are cut away."""
+        checkpoint = last_checkpoint(self.path)
+        step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            self._cut(self.path / name, step if checkpoint is not None else -1)
+        shutil.rmtree(self.path / "checkpoints" / ".writing", ignore_errors=True)
+        return step
+
+    def _cut(self, path: Path, step: int) -> None:
+        """Keep the records up to `step`. Whatever follows, half a line included, was written after the checkpoint."""
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines(keepends=True):
+            record = json.loads(line) if line.endswith("\n") else {"step": math.inf}
+            evaluated_after = record.get("kind") == "eval" and record["step"] == step > 0
+            if record["step"] > step or evaluated_after:
+                break
+            kept.append(line)
+        write_atomically(path, "".join(kept))
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> None:
+        """Let `write` fill a folder, seal it with a manifest of checksums, and move it to checkpoints/step_<step>."""
+        writing = self.path / "checkpoints" / ".writing"
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        write(writing)
+        files = sorted(file for file in writing.rglob("*") if file.is_file())
+        manifest = {str(file.relative_to(writing)): sha256(file) for file in files}
+        (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        os.replace(writing, self.path / "checkpoints" / f"step_{step:06d}")
+
+    def append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Append JSON lines to a file of the run, flushed; non-finite numbers become null with a warning."""
+        with open(self.path / name, "a") as file:
+            for record in records:
+                for key, value in record.items():
+                    if isinstance(value, float) and not math.isfinite(value):
+                        log.warning("%s of step %s is %s, written as null", key, record.get("step"), value)
+                finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+                file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every record of metrics.jsonl so far."""
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def finish(self) -> None:
+        """Write done.json, the mark of a finished run, with the last value of every metric."""
+        records = self.metrics()
+        final = {key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")}
+        peaks = [record["memory/peak_gib"] for record in records if record.get("memory/peak_gib") is not None]
+        done = {"wall_s": round(time.time() - self.started, 3), "peak_memory_gib": max(peaks, default=None), "final": final}
+        write_atomically(self.path / "done.json", json.dumps(done, indent=1))
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that the numbers depend on; None where one is not installed."""
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Code version, packages, machine and command of this process."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "platform": platform.platform(),
+        "device": device,
+        "gpu": gpu,
+        "driver": nvidia_driver() if gpu else None,
+        "threads": torch.get_num_threads(),
+        "argv": sys.argv,
+    }
+
+
+def git(*words: str) -> str | None:
+    """Output of a git command about this checkout, None outside of one."""
+    try:
+        done = subprocess.run(["git", *words], cwd=CONF_DIR.parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def nvidia_driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] or None
+    except FileNotFoundError:
+        return None

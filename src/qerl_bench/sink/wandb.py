@@ -1,0 +1,66 @@
+"""logger=wandb: Weights & Biases as a mirror of metrics.jsonl."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from qerl_bench.errors import require, require_package
+from qerl_bench.rundir import RunDir
+from qerl_bench.sink.base import Sink
+from qerl_bench.sink.jsonl import JsonlSink
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    """Mirror a run under its own name. In a sweep the agent decides the run's id."""
+
+    name: str
+    project: str
+    entity: str | None
+    mode: str
+
+    def __post_init__(self) -> None:
+        require(self.mode in ("online", "offline"), f"logger.mode must be online or offline, got {self.mode!r}")
+
+    def check(self) -> None:
+        require_package("wandb", "logger=wandb", "wandb")
+
+    def build(self, run: RunDir, config: dict[str, Any]) -> list[Sink]:
+        return [JsonlSink(run), WandbSink(self, run, config)]
+
+
+class WandbSink:
+    """A mirror that is switched off, with a warning, at its first failure."""
+
+    def __init__(self, spec: Wandb, run: RunDir, config: dict[str, Any]) -> None:
+        import wandb
+
+        identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run.path.name, "resume": "allow"}
+        self.mirror = wandb.init(
+            project=spec.project,
+            entity=spec.entity,
+            name=run.path.name,
+            dir=str(run.path),
+            mode=spec.mode,  # type: ignore[arg-type]
+            config=config,
+            **identity,  # type: ignore[arg-type]
+        )
+        self.mirror.define_metric("*", step_metric="step")
+
+    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if self.mirror is None:
+            return
+        try:
+            self.mirror.log({"step": step, **metrics})
+        except Exception as error:  # a mirror may break in any way; the run and its local record go on
+            log.warning("logger=wandb failed at step %d and is off from here on: %s", step, error)
+            self.mirror = None
+
+    def close(self, failed: bool) -> None:
+        if self.mirror is not None:
+            self.mirror.finish(exit_code=int(failed))

@@ -1,0 +1,43 @@
+"""`python src/run.py quant=nvfp4 aqn=exp -m lora.rank=16,32,64`: run one experiment, or a sweep with -m."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from qerl_bench.config import build, register_resolvers, resolved
+from qerl_bench.errors import BadInput
+from qerl_bench.preflight import SweepFailed, explain, flags_first, preflight
+
+
+@hydra.main(config_path="../conf", config_name="run", version_base="1.3")
+def run(cfg: DictConfig) -> None:
+    from qerl_bench.experiment import run_experiment
+
+    run_experiment(build(resolved(cfg)), resolved(cfg))
+
+
+def main() -> int:
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us instead of Hydra's own printer
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: spinning ones starve on a busy machine
+    register_resolvers()
+    sys.argv[1:] = flags_first(sys.argv[1:])
+    try:
+        preflight(sys.argv[1:])
+        run()
+    except (BadInput, HydraException, OmegaConfBaseException) as error:
+        print(explain(error), file=sys.stderr)
+        return 2
+    except SweepFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

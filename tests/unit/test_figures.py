@@ -1,0 +1,386 @@
+"""What the figures hold, read back from their axes: never pixels."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
+
+from qerl_bench.errors import BadInput
+from qerl_bench.results import figures, style
+from qerl_bench.results.load import find_runs, load_run, tidy
+
+REPOSITORY = Path(__file__).parents[2]
+FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4")
+
+
+def write_run(
+    folder: Path,
+    train: Mapping[str, Sequence[float | None]],
+    *,
+    quant: str = "nvfp4",
+    aqn: str = "exp",
+    seed: int = 0,
+    rank: int = 32,
+    evals: Sequence[int] = (),
+    **changes: Any,
+) -> Path:
+    """A run whose metric m at step i is train[m][i - 1], evaluated at the steps `evals`."""
+    folder.mkdir(parents=True)
+    config = {
+        "name": folder.name,
+        "steps": 3,
+        "seed": seed,
+        "quant": {"name": quant},
+        "aqn": {"name": aqn},
+        "algo": {"name": "grpo"},
+        "lora": {"name": "default", "rank": rank},
+        "model": {"name": "tiny"},
+        "task": {"name": "arithmetic"},
+        "optim": {"lr": 0.001},
+        **changes,
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    lines: list[dict[str, Any]] = [
+        {"kind": "train", "step": step, **dict(zip(train, values, strict=True))}
+        for step, values in enumerate(zip(*train.values(), strict=True), start=1)
+    ]
+    for step in evals:
+        held_out = {"greedy": 0.5 + step / 100, "sampled": 0.4 + step / 100}
+        named = {f"eval/accuracy_{decoding}": value for decoding, value in held_out.items()}
+        lines.append({"kind": "eval", "step": step, **named, **{f"{name}_stderr": 0.02 for name in named}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "done.json").write_text(json.dumps({"wall_s": 1.0, "final": {}, "peak_memory_gib": 0.5}))
+    return folder
+
+
+def table_of(*folders: Path) -> pd.DataFrame:
+    return tidy(load_run(folder) for folder in folders)
+
+
+def new_axes() -> Axes:
+    with style.paper_style():
+        return style.panels(1, 1, 2.0)[1][0, 0]
+
+
+def points(line: Any) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in line.get_xydata()]
+
+
+def labelled(ax: Axes) -> dict[str, Any]:
+    return {str(line.get_label()): line for line in ax.get_lines() if not str(line.get_label()).startswith("_")}
+
+
+def reward_run(folder: Path, steps: int = 40, **options: Any) -> Path:
+    rewards = [step / steps for step in range(steps)]
+    train = {"reward/mean": rewards, "accuracy": [reward / 2 for reward in rewards], "entropy": [1.0] * steps}
+    return write_run(folder, train, **options)
+
+
+# --- marks -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_format_has_a_colour_of_its_own_and_an_unknown_one_keeps_to_spare_colours() -> None:
+    assert tuple(style.FORMAT_COLOURS) == FORMATS
+    assert len({style.colour(name) for name in FORMATS}) == 4
+    for name in ("fp8", "int4", "q4_k_m"):
+        assert style.colour(name) == style.colour(name)
+        assert style.colour(name) not in style.FORMAT_COLOURS.values()
+    # The same in every process: text hashes differ between processes, this number does not.
+    assert style.colour("fp8") == style.SPARE_COLOURS[1]  # zlib.crc32(b"fp8") = 1 modulo 3
+
+
+def test_only_runs_without_noise_are_dashed() -> None:
+    assert [style.line_style(aqn) for aqn in ("none", "exp", "linear")] == ["dashed", "solid", "solid"]
+
+
+# --- several runs ----------------------------------------------------------------------------------------------------
+
+
+def test_one_seed_is_a_line_through_its_numbers_without_a_band(tmp_path: Path) -> None:
+    ax = new_axes()
+    (line,) = figures.curve(ax, table_of(write_run(tmp_path / "a", {"accuracy": [0.1, 0.4, 0.2]})), "accuracy")
+    assert points(line) == [(1, 0.1), (2, 0.4), (3, 0.2)]
+    assert line.get_color() == "#D55E00" and line.get_linestyle() == "-" and not ax.collections
+    assert line.get_label() == "NVFP4, AQN exp"
+
+
+def test_seeds_are_averaged_and_banded_over_the_steps_that_all_have(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "a", {"accuracy": [0.1, 0.4, 0.2]}, seed=0),
+        write_run(tmp_path / "b", {"accuracy": [0.3, 0.2]}, seed=1),
+        write_run(tmp_path / "c", {"accuracy": [0.2, 0.6, 0.1]}, seed=2),
+    ]
+    ax = new_axes()
+    (line,) = figures.curve(ax, table_of(*runs), "accuracy")
+    np.testing.assert_allclose(line.get_xydata(), [(1, 0.2), (2, 0.4)])
+    (band,) = ax.collections
+    corners = {(round(float(x), 9), round(float(y), 9)) for x, y in band.get_paths()[0].vertices}
+    assert corners == {(1, 0.1), (1, 0.3), (2, 0.2), (2, 0.6)}
+    assert band.get_label() == "_range of 3 seeds"
+
+
+def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -> None:
+    table = table_of(write_run(tmp_path / "a", {"accuracy": [0.0, 0.3, 0.9, 0.3]}))
+    (line,) = figures.curve(new_axes(), table, "accuracy", smooth=3)
+    np.testing.assert_allclose(line.get_ydata(), [0.15, 0.4, 0.5, 0.6])
+    for smooth in (0, 4):
+        with pytest.raises(BadInput, match="odd"):
+            figures.curve(new_axes(), table, "accuracy", smooth=smooth)
+
+
+@pytest.mark.parametrize("smooth", [1, 3])
+def test_a_number_that_was_not_finite_leaves_a_gap_in_the_mean(tmp_path: Path, smooth: int) -> None:
+    runs = [
+        write_run(tmp_path / "a", {"loss": [1.0, None, 1.0, 1.0]}, seed=0),
+        write_run(tmp_path / "b", {"loss": [3.0, 3.0, 3.0, 3.0]}, seed=1),
+    ]
+    (line,) = figures.curve(new_axes(), table_of(*runs), "loss", smooth)
+    assert [math.isnan(y) for _, y in points(line)] == [False, True, False, False]
+    assert np.nanmax(np.asarray(line.get_ydata())) == 2.0
+
+
+def test_settings_come_in_one_order_with_their_own_marks(tmp_path: Path) -> None:
+    runs = [
+        reward_run(tmp_path / f"{quant}-{aqn}", quant=quant, aqn=aqn)
+        for quant, aqn in product(("fp8", *reversed(FORMATS)), ("exp", "none"))
+    ]
+    lines = figures.curve(new_axes(), table_of(*runs), "accuracy")
+    assert [line.get_label() for line in lines] == [
+        f"{quant.upper()}, {noise}" for quant in (*FORMATS, "fp8") for noise in ("no noise", "AQN exp")
+    ]
+    marks = {(line.get_color(), line.get_linestyle()) for line in lines}
+    assert len(marks) == 10 and {line.get_marker() for line in lines} == {"None"}
+
+
+def test_what_colour_and_dashes_do_not_show_gets_a_marker_and_a_word(tmp_path: Path) -> None:
+    runs = [reward_run(tmp_path / f"r{rank}", rank=rank) for rank in (64, 16)]
+    lines = figures.curve(new_axes(), table_of(*runs), "accuracy")
+    assert [line.get_label() for line in lines] == ["NVFP4, AQN exp, rank 16", "NVFP4, AQN exp, rank 64"]
+    assert len({line.get_marker() for line in lines}) == 2
+
+
+def test_runs_that_differ_in_an_option_without_a_column_are_never_averaged(tmp_path: Path) -> None:
+    runs = [
+        reward_run(tmp_path / name, seed=seed, aqn="exp", rollout={"temperature": temperature})
+        for seed, (name, temperature) in enumerate([("a", 1.0), ("b", 0.6), ("c", 1.0)])
+    ]
+    lines = figures.curve(new_axes(), table_of(*runs), "accuracy")
+    fingerprints = [load_run(run).identity()["fingerprint"] for run in runs]
+    assert {line.get_label() for line in lines} == {f"NVFP4, AQN exp, {name}" for name in fingerprints}
+    assert len(lines) == 2 and len({line.get_marker() for line in lines}) == 2
+
+
+def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
+    table = table_of(reward_run(tmp_path / "a"), reward_run(tmp_path / "b"))
+    with pytest.raises(BadInput, match="a and b repeat one setting with the same seed 0"):
+        figures.curve(new_axes(), table, "accuracy")
+    with pytest.raises(BadInput, match="none of these runs has the metric kl"):
+        figures.curve(new_axes(), table, "kl")
+
+
+def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> None:
+    runs = [reward_run(tmp_path / f"{quant}-{seed}", quant=quant, seed=seed) for quant in FORMATS for seed in (0, 1)]
+    figure = figures.comparison(table_of(*runs), ["reward/mean", "accuracy"], smooth=3)
+    left, right = figure.axes
+    assert (left.get_ylabel(), right.get_ylabel()) == ("reward per completion", "accuracy of rollouts")
+    np.testing.assert_allclose(
+        np.asarray(left.get_lines()[0].get_ydata()), 2 * np.asarray(right.get_lines()[0].get_ydata())
+    )
+    (legend,) = figure.legends
+    assert legend.get_title().get_text() == "mean and range of 2 seeds, smoothed over 3 steps"
+    assert len(legend.get_texts()) == 4
+    single = figures.comparison(table_of(runs[0]), ["accuracy"])
+    assert single.legends[0].get_title().get_text() == ""
+
+
+def test_a_long_legend_stays_inside_the_figure_and_above_the_panels(tmp_path: Path) -> None:
+    runs = [
+        reward_run(tmp_path / f"{quant}-{aqn}-{rank}", quant=quant, aqn=aqn, rank=rank)
+        for quant, aqn, rank in product(FORMATS, ("none", "exp"), (16, 64))
+    ]
+    figure = figures.comparison(table_of(*runs), ["reward/mean", "accuracy"])
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width
+    assert all(ax.get_window_extent().y1 < box.y0 for ax in figure.axes)
+    single = figures.comparison(table_of(runs[0]), ["reward/mean", "accuracy"])
+    single.canvas.draw()
+    heights = [shown.axes[0].get_window_extent().height for shown in (figure, single)]
+    assert heights[0] == pytest.approx(heights[1], rel=0.1)  # more lines make the figure taller, not its panels flatter
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reward_figure_holds_each_step_its_mean_and_the_held_out_points(tmp_path: Path) -> None:
+    figure = figures.reward_figure(load_run(reward_run(tmp_path / "a", evals=(0, 40))))
+    left, right = figure.axes
+    thin, mean = left.get_lines()
+    assert points(thin) == [(step + 1, step / 40) for step in range(40)]
+    assert points(mean)[20] == pytest.approx((21, 20 / 40)) and mean.get_linewidth() > thin.get_linewidth()
+    assert points(mean)[0] == pytest.approx((1, np.mean([0, 1, 2]) / 40))  # 5 steps around each, 3 of them at the end
+    assert points(labelled(right)["rollouts"])[20] == pytest.approx((21, 20 / 80))
+    held_out = {bars.get_label(): bars for bars in right.containers if isinstance(bars, ErrorbarContainer)}
+    assert set(held_out) == {"held-out, greedy (±1 s.e.)", "held-out, sampled (±1 s.e.)"}
+    for label, first in (("held-out, greedy (±1 s.e.)", 0.5), ("held-out, sampled (±1 s.e.)", 0.4)):
+        data, _, (bars,) = held_out[label].lines
+        expected = np.array([first, first + 0.4])  # at steps 0 and 40
+        assert data is not None
+        np.testing.assert_allclose(np.asarray(data.get_ydata(), dtype=float), expected)
+        np.testing.assert_allclose(np.asarray(data.get_xdata(), dtype=float), [0, 40], atol=0.5)
+        ends = np.array([segment[:, 1] for segment in bars.get_segments()], dtype=float)
+        np.testing.assert_allclose(ends, np.stack([expected - 0.02, expected + 0.02], axis=1))
+    assert figure.legends[0].get_title().get_text() == "a, smoothed over 5 steps (thin: each step)"
+
+
+def test_the_entropy_figure_shows_each_step_and_the_stages_below(tmp_path: Path) -> None:
+    train = {
+        "reward/mean": [0.5] * 4,
+        "entropy": [0.9, 1.2, 1.1, 0.8],
+        "entropy_clean": [0.9, 0.8, 0.7, 0.6],
+        "aqn/sigma": [0.0, 0.01, 0.01, 0.0005],
+    }
+    top, bottom = figures.entropy_figure(load_run(write_run(tmp_path / "a", train))).axes
+    sampled, clean = labelled(top).values()
+    assert points(sampled) == list(enumerate(train["entropy"], start=1)) and sampled.get_linestyle() == "-"
+    assert points(clean) == list(enumerate(train["entropy_clean"], start=1)) and clean.get_linestyle() == "--"
+    noise, *starts = bottom.get_lines()
+    assert points(noise) == list(enumerate(train["aqn/sigma"], start=1))
+    assert [start.get_xdata()[0] for start in starts] == [1.5, 3.5]
+    assert [line.get_xdata()[0] for line in top.get_lines() if line.get_label() == "_stage"] == [1.5, 3.5]
+    assert bottom.get_yscale() == "symlog" and bottom.get_xlim() == top.get_xlim()
+    assert [tick for tick in bottom.get_yticks() if tick <= bottom.get_ylim()[1]] == pytest.approx([0, 0.001, 0.01])
+
+
+def test_a_narrow_range_of_noise_is_drawn_on_a_linear_scale(tmp_path: Path) -> None:
+    train = {"entropy": [1.0] * 3, "aqn/sigma": [0.0, 0.02, 0.01]}
+    _, bottom = figures.entropy_figure(load_run(write_run(tmp_path / "a", train))).axes
+    assert bottom.get_yscale() == "linear" and bottom.get_ylim()[0] == 0 and bottom.get_ylim()[1] > 0.02
+
+
+def test_a_schedule_that_changes_each_step_gets_no_stage_lines(tmp_path: Path) -> None:
+    train = {"entropy": [1.0] * 50, "aqn/sigma": [0.01 + step / 1000 for step in range(50)]}
+    _, bottom = figures.entropy_figure(load_run(write_run(tmp_path / "a", train))).axes
+    assert len(bottom.get_lines()) == 1
+
+
+def test_a_run_without_noise_has_no_noise_panel(tmp_path: Path) -> None:
+    train = {"entropy": [1.0, 0.9], "entropy_clean": [1.0, 0.9], "aqn/sigma": [0.0, 0.0]}
+    figure = figures.entropy_figure(load_run(write_run(tmp_path / "a", train, aqn="none")))
+    (only,) = figure.axes
+    assert list(labelled(only)) == ["as sampled"] and only.get_xlabel() == "step"
+
+
+def test_run_figures_of_a_run_with_rollouts(tmp_path: Path) -> None:
+    folder = reward_run(tmp_path / "a", evals=(0, 40))
+    assert figures.run_figures(folder) == [
+        folder / "figures" / name for name in ("reward.pdf", "reward.png", "entropy.pdf", "entropy.png")
+    ]
+    assert (folder / "figures" / "reward.pdf").read_bytes().startswith(b"%PDF")
+    assert (folder / "figures" / "entropy.png").read_bytes().startswith(b"\x89PNG")
+    assert find_runs(tmp_path) == [folder]
+
+
+@pytest.mark.parametrize("evals", [(), (0, 2)])
+def test_run_figures_of_a_run_without_rollouts_shows_its_loss(tmp_path: Path, evals: tuple[int, ...]) -> None:
+    folder = write_run(tmp_path / "sft", {"loss": [2.0, 1.0], "entropy_clean": [1.0, 1.0]}, evals=evals)
+    assert figures.run_figures(folder) == [folder / "figures" / name for name in ("loss.pdf", "loss.png")]
+    figure = figures.loss_figure(load_run(folder))
+    assert len(figure.axes) == (2 if evals else 1)
+    assert points(labelled(figure.axes[0])["training"]) == [(1, 2.0), (2, 1.0)]
+
+
+def test_a_run_of_one_step_shows_its_points(tmp_path: Path) -> None:
+    train = {"reward/mean": [0.5], "accuracy": [0.25], "entropy": [1.0], "entropy_clean": [1.0], "aqn/sigma": [0.01]}
+    folder = write_run(tmp_path / "a", train, evals=(0, 1))
+    assert len(figures.run_figures(folder)) == 4
+    (line,) = figures.reward_figure(load_run(folder)).axes[0].get_lines()
+    assert points(line) == [(1, 0.5)] and line.get_marker() == "o"
+
+
+def test_a_run_without_a_training_step_is_refused(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", {}, evals=(0,))
+    with pytest.raises(BadInput, match="no training step"):
+        figures.run_figures(folder)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_the_same_on_any_day_with_real_fonts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(reward_run(tmp_path / "a", evals=(0, 40)))
+    figure = figures.reward_figure(run)
+    first = [path.read_bytes() for path in style.save(figure, tmp_path / "one.v1")]
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
+    again = [path.read_bytes() for path in style.save(figure, tmp_path / "two.v1")]
+    redrawn = [path.read_bytes() for path in style.save(figures.reward_figure(run), tmp_path / "three")]
+    assert first == again == redrawn
+    assert (tmp_path / "one.v1.pdf").exists() and (tmp_path / "one.v1.png").exists()
+    assert b"CreationDate" not in first[0]
+    assert b"/FontType 42" in first[0] or b"/CIDFontType2" in first[0]  # TrueType outlines, not Type 3 drawings
+    assert b"/Type3" not in first[0]
+
+
+def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    figures.run_figures(reward_run(tmp_path / "a"))
+    assert dict(matplotlib.rcParams) == before
+    code = "import sys, qerl_bench.results.figures; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["False", "False"]
+
+
+def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
+    figure = figures.comparison(table_of(reward_run(tmp_path / "a")), ["accuracy"])
+    png = figure._repr_png_()  # type: ignore[attr-defined]  # what IPython calls; Figure itself has none
+    assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 200)
+
+
+# --- analysis scripts ------------------------------------------------------------------------------------------------
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"analysis_{name}", REPOSITORY / "analysis" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["reward", "entropy"])
+def test_figure_scripts_draw_what_they_find(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    steps = {"entropy": [1.0, 0.9], "entropy_clean": [1.0, 0.8], "reward/mean": [0.1, 0.2], "accuracy": [0.1, 0.2]}
+    write_run(tmp_path / "runs" / "whole", steps)
+    (write_run(tmp_path / "runs" / "cut", steps, quant="bf16") / "done.json").unlink()
+    load_script(f"fig_{name}").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.pdf", f"{name}.png"]
+    said = capsys.readouterr()
+    assert said.out.split() == [str(tmp_path / "out" / f"{name}.pdf"), str(tmp_path / "out" / f"{name}.png")]
+    assert "cut is not finished" in said.err and "whole" not in said.err
+
+
+def test_a_script_that_finds_no_run_says_so_once_and_exits_with_2(tmp_path: Path) -> None:
+    script = REPOSITORY / "analysis" / "fig_reward.py"
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and f"no run in {tmp_path}" in done.stderr
+
+
+def test_scripts_are_short() -> None:
+    for script in (REPOSITORY / "analysis").glob("*.py"):
+        assert len(script.read_text().splitlines()) <= 60, script

@@ -1,0 +1,269 @@
+"""Reading run directories: every number once, damage named by file and line, and the terminal table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from qerl_bench.errors import BadInput
+from qerl_bench.results.load import find_runs, load_run, tidy
+from qerl_bench.results.table import render, summary
+
+REPOSITORY = Path(__file__).parents[2]
+LINES = [
+    {
+        "kind": "eval", "step": 0, "time": 10.0, "eval/accuracy_greedy": 0.25, "eval/accuracy_greedy_stderr": 0.02,
+        "eval/accuracy_sampled": 0.2, "eval/accuracy_sampled_stderr": 0.01,
+    },
+    {"kind": "train", "step": 1, "time": 11.0, "reward/mean": 0.5, "entropy": 0.9, "speed/rollout_tok_s": 100.0},
+    {"kind": "train", "step": 2, "time": 12.0, "reward/mean": None, "entropy": 0.8, "speed/rollout_tok_s": 2000.0},
+    {"kind": "train", "step": 3, "time": 13.0, "reward/mean": 0.75, "entropy": 0.7, "speed/rollout_tok_s": 3000.0},
+    {
+        "kind": "eval", "step": 3, "time": 14.0, "eval/accuracy_greedy": 0.5, "eval/accuracy_greedy_stderr": 0.03,
+        "eval/accuracy_sampled": 0.4, "eval/accuracy_sampled_stderr": 0.015,
+    },
+]  # fmt: skip
+
+
+def config(name: str = "a", **changes: object) -> dict[str, object]:
+    return {
+        "name": name,
+        "steps": 3,
+        "seed": 0,
+        "quant": {"name": "nvfp4"},
+        "aqn": {"name": "exp"},
+        "algo": {"name": "grpo"},
+        "lora": {"name": "default", "rank": 32},
+        "model": {"name": "tiny"},
+        "task": {"name": "arithmetic"},
+        **changes,
+    }
+
+
+def write_run(folder: Path, lines: list[dict[str, Any]] = LINES, finished: bool = True, **changes: object) -> Path:
+    folder.mkdir(parents=True)
+    # JSON is YAML, except that 1e-5 must come out as the number that OmegaConf reads and plain YAML does not.
+    text = json.dumps(config(**{"name": folder.name, **changes}))[:-1] + ', "optim": {"lr": 1e-5}}'
+    (folder / "config.yaml").write_text(text)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        (folder / "done.json").write_text(json.dumps({"wall_s": 4.0, "final": {}, "peak_memory_gib": 0.5}))
+    return folder
+
+
+def test_runs_are_found_at_any_depth_and_not_inside_a_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "study" / "b")
+    write_run(run / "checkpoints" / "copy")
+    write_run(tmp_path / "a")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.yaml").write_text("name: c")  # no metrics yet: not a run to read
+    assert find_runs(tmp_path) == [tmp_path / "a", run]
+    assert find_runs(run) == [run]
+
+
+@pytest.mark.parametrize("folder", ["empty", "missing"])
+def test_a_folder_without_runs_is_refused(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadInput, match=folder):
+        find_runs(tmp_path / folder)
+
+
+def test_every_number_is_one_row(tmp_path: Path) -> None:
+    run = load_run(write_run(tmp_path / "a"))
+    written = {
+        (line["kind"], line["step"], name): value
+        for line in LINES
+        for name, value in line.items()
+        if name not in ("kind", "step")
+    }
+    read = {(row.kind, row.step, row.metric): row.value for row in run.metrics.itertuples()}
+    assert len(run.metrics) == len(written) == len(read)
+    null = read.pop(("train", 2, "reward/mean"))
+    assert math.isnan(null) and written.pop(("train", 2, "reward/mean")) is None
+    assert read == written
+
+
+def test_series_are_in_order_of_steps_whatever_keys_a_line_has(tmp_path: Path) -> None:
+    lines = [
+        {"kind": "train", "step": 3, "entropy": 0.3},
+        {"kind": "train", "step": 1, "entropy": 0.1, "loss": 5},
+        {"kind": "train", "step": 2, "loss": 6, "entropy": 0.2},
+        {"kind": "eval", "step": 2, "entropy": 9.0},
+    ]
+    run = load_run(write_run(tmp_path / "a", lines))
+    assert run.series("train", "entropy").to_dict() == {1: 0.1, 2: 0.2, 3: 0.3}
+    assert list(run.series("train", "entropy").index) == [1, 2, 3]
+    assert run.series("train", "loss").to_dict() == {1: 5.0, 2: 6.0}
+    assert run.series("train", "kl").empty
+
+
+def test_infinity_in_the_file_is_as_unknown_as_null(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", LINES[:1])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 1, "loss": Infinity, "kl": NaN}\n')
+    run = load_run(folder)
+    assert run.series("train", "loss").isna().all() and run.series("train", "kl").isna().all()
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_a_half_written_last_line_is_dropped_with_a_warning_while_the_run_goes_on(tmp_path: Path, ending: str) -> None:
+    folder = write_run(tmp_path / "still-going", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 4, "rew' + ending)
+    with pytest.warns(UserWarning, match="still-going.*line 6.*half-written"):
+        run = load_run(folder)
+    assert not run.finished and run.done == {}
+    assert run.metrics["step"].max() == 3
+
+
+def test_a_half_written_last_line_of_a_finished_run_is_damage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    with pytest.raises(BadInput, match=r"metrics\.jsonl, line 6"):
+        load_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"kind": "train", "step": 9,', "not JSON"),
+        ("[1, 2]", "not a JSON object"),
+        ('{"step": 9, "loss": 1.0}', "`kind` must be"),
+        ('{"kind": "train", "step": 9.5, "loss": 1.0}', "`step` must be"),
+        ('{"kind": "train", "step": true}', "`step` must be"),
+        ('{"kind": "train", "step": 9, "loss": "1.0"}', "loss must be a number or null, not '1.0'"),
+        ('{"kind": "train", "step": 1, "loss": 1.0}', "already on line 2"),
+    ],
+)
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    folder = write_run(tmp_path / "a", finished=False)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:3], line, *lines[3:]]) + "\n")
+    with pytest.raises(BadInput) as error:
+        load_run(folder)
+    assert f"{folder / 'metrics.jsonl'}, line 4" in str(error.value) and complaint in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["name: [unclosed", "", "- 1\n- 2", "a: ${nowhere}"])
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "config.yaml").write_text(text)
+    with pytest.raises(BadInput, match=r"config\.yaml"):
+        load_run(folder)
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"no config\.yaml"):
+        load_run(tmp_path)
+    folder = write_run(tmp_path / "a")
+    (folder / "done.json").write_text("{")
+    with pytest.raises(BadInput, match=r"done\.json is not JSON"):
+        load_run(folder)
+    run = load_run(write_run(tmp_path / "b", model={}))
+    with pytest.raises(BadInput, match=r"no key model\.name"):
+        run.identity()
+
+
+def test_the_tidy_table_says_what_each_number_belongs_to(tmp_path: Path) -> None:
+    first = load_run(write_run(tmp_path / "first", seed=7))
+    full = {"name": "none", "rank": 8}  # the rank of an adapter that is not there
+    second = load_run(write_run(tmp_path / "second", LINES[:2], False, quant={"name": "bf16"}, lora=full))
+    table = tidy([first, second])
+    assert list(table.columns) == [
+        "run", "quant", "aqn", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished",
+        "kind", "step", "metric", "value",
+    ]  # fmt: skip
+    assert len(table) == len(first.metrics) + len(second.metrics)
+    identity = table.drop(columns=["kind", "step", "metric", "value", "fingerprint"]).drop_duplicates()
+    assert identity.astype(object).to_numpy().tolist() == [
+        ["first", "nvfp4", "exp", "grpo", 32, "tiny", "arithmetic", 7, 1e-5, True],
+        ["second", "bf16", "exp", "grpo", 0, "tiny", "arithmetic", 0, 1e-5, False],
+    ]
+    row = table[(table["run"] == "first") & (table["metric"] == "entropy") & (table["step"] == 3)]
+    assert row[["kind", "value"]].to_numpy().tolist() == [["train", 0.7]]
+    assert table[table["run"] == "second"]["metric"].nunique() == 8  # the first run's other metrics are not invented
+
+
+def test_the_fingerprint_is_that_of_the_config_without_its_seed(tmp_path: Path) -> None:
+    runs = [
+        load_run(write_run(tmp_path / "a", seed=0)),
+        load_run(write_run(tmp_path / "b", seed=1)),
+        load_run(write_run(tmp_path / "c", aqn={"name": "exp", "sigma_start": 0.02})),
+    ]
+    a, b, c = (run.identity()["fingerprint"] for run in runs)
+    assert a == b != c
+
+
+def test_a_run_without_any_line_still_has_a_place_in_the_table(tmp_path: Path) -> None:
+    empty = load_run(write_run(tmp_path / "empty", [], finished=False))
+    assert empty.metrics.empty
+    assert list(tidy([empty, load_run(write_run(tmp_path / "a"))])["run"].unique()) == ["a"]
+    assert tidy([empty]).empty
+
+
+def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
+    runs = [load_run(write_run(tmp_path / place / "a")) for place in ("x", "y")]
+    with pytest.raises(BadInput, match="a is there twice"):
+        tidy(runs)
+    with pytest.raises(BadInput, match="no runs"):
+        tidy([])
+
+
+def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
+    table = summary([write_run(tmp_path / "a")])
+    expected = {
+        "run": "a", "finished": True, "format": "nvfp4", "noise": "exp", "rank": 32, "seed": 0,
+        "greedy_start": 0.25, "greedy_start_stderr": 0.02, "greedy_final": 0.5, "greedy_final_stderr": 0.03,
+        "sampled_final": 0.4, "sampled_final_stderr": 0.015, "entropy_first": 0.9, "entropy_last": 0.7,
+        "rollout_tok_s": 2500.0,  # median of steps 2 and 3; step 1 is warm-up
+        "peak_gib": 0.5,
+    }  # fmt: skip
+    assert table.to_dict("records") == [expected]
+
+
+def test_peak_memory_of_an_unfinished_run_is_the_largest_so_far(tmp_path: Path) -> None:
+    lines = [{"kind": "train", "step": step, "memory/peak_gib": gib} for step, gib in [(1, 0.2), (2, 0.7), (3, 0.6)]]
+    assert summary([write_run(tmp_path / "a", lines, finished=False)])["peak_gib"].tolist() == [0.7]
+
+
+def test_the_rendered_table_is_aligned_and_marks_what_is_not_there(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "a-rather-long-name"), write_run(tmp_path / "b", LINES[:1], finished=False)]
+    text = render(summary(folders))
+    top, heading, first, second, *notes = text.splitlines()
+    assert " ".join(first.split()) == (
+        "a-rather-long-name nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 40.0 ±1.5 0.900 0.700 2,500 0.50"
+    )
+    assert " ".join(second.split()) == "b * nvfp4 exp 32 0 25.0 ±2.0 - - - - - -"
+    assert len(heading) == len(first) == len(second)
+    assert heading.index("step 0") + len("step 0") == first.index("25.0 ±2.0") + len("25.0 ±2.0")
+    assert top.split() == ["accuracy", "accuracy", "sampled", "entropy", "entropy", "rollout", "peak"]
+    assert notes[-1] == "* not finished" and "* not finished" not in render(summary(folders[:1]))
+    assert render(summary([])) == "no runs"
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"analysis_{name}", REPOSITORY / "analysis" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / "runs" / name, seed=seed) for seed, name in enumerate("ab")]
+    load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    expected = tidy(load_run(run) for run in runs)
+    parquet = pd.read_parquet(tmp_path / "out" / "tidy.parquet")
+    pd.testing.assert_frame_equal(parquet, expected)
+    text = pd.read_csv(tmp_path / "out" / "tidy.csv", dtype={"fingerprint": str})
+    assert list(text.columns) == list(expected.columns)
+    assert text["value"].equals(expected["value"]) and text["metric"].tolist() == expected["metric"].tolist()
+    assert "2 runs" in capsys.readouterr().out
