@@ -54,7 +54,7 @@ def answer_block(completion: str) -> str | None:
     preamble, opened, thoughts = before.partition(THINK)
     if END_THINK in before or THINK in thoughts or THINK in rest:
         return None
-    if opened and (END_ANSWER in preamble):
+    if opened and (ANSWER in preamble or END_ANSWER in preamble):
         return None
     lead, _, body = rest.partition(ANSWER)
     text, closed, after = body.partition(END_ANSWER)
