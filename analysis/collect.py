@@ -1,6 +1,6 @@
 """Gather finished runs into one long table: tidy.parquet and tidy.csv.
 
-python analysis/collect.py runs/ --out tables/
+python analysis/collect.py runs/ --out figures/
 """
 
 import argparse
@@ -14,7 +14,7 @@ from qerl_bench.results.load import find_runs, load_run, tidy
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write tidy.parquet and tidy.csv, one row per number of each run.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
-    parser.add_argument("--out", type=Path, default=Path("tables"), help="folder to write to (default: tables)")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     options = parser.parse_args(arguments)
 
     table = tidy(load_run(run) for folder in options.runs for run in find_runs(folder))

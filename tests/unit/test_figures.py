@@ -347,7 +347,8 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
 
 def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
     figure = figures.comparison(table_of(reward_run(tmp_path / "a")), ["accuracy"])
-    png = figure._repr_png_()  # type: ignore[attr-defined]  # what IPython calls; Figure itself has none
+    assert isinstance(figure, style.PaperFigure)
+    png = figure._repr_png_()
     assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 200)
 
 
