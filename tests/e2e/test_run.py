@@ -1,0 +1,276 @@
+"""The program as a user meets it: README commands, resume after a kill, identical reruns, and every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ROOT / "src" / "run.py"
+SMALL = [
+    "experiment=smoke",
+    "model.hidden_size=64",
+    "model.layers=2",
+    "model.intermediate_size=64",
+    "model.warm_start_steps=60",
+    "task.max_completion_tokens=40",
+]
+MEASURED = re.compile(r"^(time|time/.*|speed/.*|memory/.*)$")  # what a clock or the memory meter says
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, str(RUN), *words]
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(*words: str, cwd: Path = ROOT, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+def run_dirs(root: Path) -> list[Path]:
+    return sorted((root / "runs").iterdir())
+
+
+def records(run_dir: Path) -> list[dict]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not MEASURED.match(k)} for line in lines]
+
+
+def assert_complete(run_dir: Path) -> None:
+    expected = {
+        *("config.yaml", ".hydra", "env.json", "metrics.jsonl", "rollouts.jsonl", "eval.json", "samples.parquet"),
+        *("checkpoints", "figures", "run.log", "done.json"),
+    }
+    assert expected <= {file.name for file in run_dir.iterdir()}
+    assert {"reward.png", "entropy.png"} <= {file.name for file in (run_dir / "figures").iterdir()}
+    done = json.loads((run_dir / "done.json").read_text())
+    assert done["wall_s"] > 0
+    assert done["peak_memory_gib"] > 0
+    assert "eval/accuracy_greedy" in done["final"]
+
+
+@pytest.mark.parametrize("quant", ["bf16", "nf4", "mxfp4", "nvfp4"])
+def test_smoke_writes_a_complete_run_with_every_format(tmp_path, quant):
+    done = run("experiment=smoke", f"quant={quant}", "aqn=exp", f"root={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = run_dirs(tmp_path)
+    assert_complete(run_dir)
+    train = [record for record in records(run_dir) if record["kind"] == "train"]
+    assert [record["step"] for record in train] == [1, 2, 3, 4, 5, 6]
+    stages = {record["aqn/sigma"] for record in train}
+    assert len(stages) >= 3
+    assert train[0]["aqn/sigma"] == 0
+    for record in train[1:]:
+        assert record["aqn/norms_perturbed"] == 8
+        assert record["aqn/sigma_realised"] == pytest.approx(record["aqn/sigma"], rel=0.15)
+    assert quant in done.stdout
+    assert "accuracy" in done.stdout
+
+
+def user_commands() -> list[str]:
+    """Every `python src/run.py` line of the README, and the one behind `make run`."""
+    shown = re.findall(r"^(?:\$ )?python (src/run\.py[^\n#]*)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    made = re.findall(r"python (src/run\.py[^\n]*)", (ROOT / "Makefile").read_text())
+    assert shown and made
+    return sorted({line.strip() for line in shown + made})
+
+
+@pytest.mark.parametrize("line", user_commands())
+def test_commands_of_the_readme_run_as_written(tmp_path, line):
+    """The very words of the README with `experiment=smoke` behind them, so that they end soon."""
+    words = shlex.split(line)[1:]
+    small = [] if any(word.startswith("experiment=") for word in words) else ["experiment=smoke"]
+    done = run(*words, *small, f"root={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    points = [values.split("=")[1].split(",") for values in words if "," in values]
+    expected = 1
+    for values in points:
+        expected *= len(values)
+    assert len(run_dirs(tmp_path)) == expected
+    for run_dir in run_dirs(tmp_path):
+        assert_complete(run_dir)
+
+
+@pytest.fixture(scope="module")
+def learning_root(tmp_path_factory) -> Path:
+    """A root whose cache holds a small warm-started model, so that rewards and gradients are not zero."""
+    root = tmp_path_factory.mktemp("learning")
+    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={root}")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
+    (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
+    made = (warm / "done.json").stat().st_mtime_ns
+    losses = [record["loss"] for record in records(warm)]
+    assert losses[-1] < 0.7 * losses[0]
+    train = [record for record in records(learning_root / "runs" / "straight") if record["kind"] == "train"]
+    assert max(record["reward/mean"] for record in train) > 0
+    assert max(record["grad_norm"] for record in train) > 0
+    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
+    assert done.returncode == 0, done.stderr
+    assert (warm / "done.json").stat().st_mtime_ns == made
+
+
+def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
+    runs = [learning_root / "runs" / name for name in ("straight", "again")]
+    if not runs[1].exists():
+        run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
+    first, second = (records(path) for path in runs)
+    assert first == second
+    adapters = [(path / "checkpoints" / "step_000006" / "adapter" / "adapter_model.safetensors").read_bytes() for path in runs]
+    assert adapters[0] == adapters[1]
+    samples = [pd.read_parquet(path / "samples.parquet") for path in runs]
+    pd.testing.assert_frame_equal(*samples)
+
+
+def test_a_killed_run_continues_and_equals_the_uninterrupted_one(learning_root):
+    words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=killed", f"root={learning_root}"]
+    process = subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    metrics = learning_root / "runs" / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and '"kind": "train", "step": 3' in metrics.read_text()):
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (learning_root / "runs" / "killed" / "done.json").exists()
+    with open(metrics, "a") as file:
+        file.write('{"kind": "train", "step": 4, "ti')  # what a kill in the middle of a write leaves
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert "continuing after step 2" in done.stdout + done.stderr
+    straight, killed = (learning_root / "runs" / name for name in ("straight", "killed"))
+    assert records(killed) == records(straight)
+    assert (killed / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
+    pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (killed, straight)))
+
+
+def test_a_finished_run_is_not_run_again(learning_root):
+    before = (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes()
+    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={learning_root}")
+    assert done.returncode == 0
+    assert "finished before" in done.stdout + done.stderr
+    assert (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes() == before
+
+
+GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny.jsonl'}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quant=int3"], "int3"),
+        (["lora.rnak=16"], "Did you mean lora.rank?"),
+        (["lora.rank=-4"], "lora.rank must be a whole number of at least 1, got -4"),
+        (["lora.rank=0", "algo=grpo"], "lora=none"),
+        (["lora=none", "quant=nvfp4"], "quant=bf16"),
+        (["steps=0"], "steps must be a whole number of at least 1, got 0"),
+        (["steps=soon"], "got 'soon'"),
+        (["rollout.group_size=1"], "group_size must be at least 2"),
+        (["aqn=exp", "aqn.sigma_end=0.5"], "sigma_end <= sigma_start"),
+        (["device=tpu"], "auto, cpu or cuda"),
+        (["task.operations=[]"], "task.operations"),
+        (["quant=mxfp4", "model.hidden_size=40", "model.warm_start_steps=0"], "32"),
+        ([*GSM8K, "task.train_file=/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
+        (GSM8K, "train_file"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_bad_input_ends_with_one_message_and_code_2(tmp_path, words, message):
+    done = run(*words, f"root={tmp_path}")
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "empty"), ('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n', "line 2")]
+)
+def test_a_broken_data_file_is_named(tmp_path, content, message):
+    broken = tmp_path / "train.jsonl"
+    broken.write_text(content)
+    done = run(*GSM8K, f"task.train_file={broken}", f"root={tmp_path}")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert str(broken) in done.stderr
+
+
+def test_a_root_that_cannot_be_written_is_refused(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    done = run("experiment=smoke", f"root={blocked}/inside")
+    assert done.returncode == 2
+    assert "not a writable folder" in done.stderr
+    assert blocked.read_text() == "not a folder"
+
+
+def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learning_root):
+    run_dir = learning_root / "runs" / "straight"
+    before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "name=straight", "lora.rank=8", f"root={learning_root}")
+    assert done.returncode == 2
+    assert "lora.rank is 32 there and 8 here" in done.stderr
+    assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
+
+
+def test_a_half_written_checkpoint_is_refused_and_nothing_is_lost(tmp_path):
+    words = ["experiment=smoke", "quant=nvfp4", "name=half", f"root={tmp_path}"]
+    assert run(*words).returncode == 0
+    run_dir = tmp_path / "runs" / "half"
+    (run_dir / "done.json").unlink()
+    trainer = run_dir / "checkpoints" / "step_000006" / "trainer.pt"
+    trainer.write_bytes(trainer.read_bytes()[:1000])
+    before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+    done = run(*words)
+    assert done.returncode == 2
+    assert "step_000006 is damaged: trainer.pt" in done.stderr
+    assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
+
+
+def test_a_sweep_with_a_bad_point_starts_nothing(tmp_path):
+    done = run("experiment=smoke", f"root={tmp_path}", "-m", "lora.rank=8,0")
+    assert done.returncode == 2
+    assert "lora.rank=0" in done.stderr
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("metrics.jsonl"))
+
+
+def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
+    words = [
+        *("experiment=smoke", f"root={tmp_path}", "model.hidden_size=40", "model.heads=2", "model.kv_heads=1"),
+        *("model.intermediate_size=40", "-m", "quant=bf16,mxfp4", "hydra.launcher.slots=2"),
+    ]
+    done = run(*words)
+    assert done.returncode == 1, done.stderr
+    assert "1 of 2 runs failed" in done.stderr
+    assert "mxfp4" in done.stderr.split("failed")[1]
+    good, bad = run_dirs(tmp_path)
+    assert_complete(good)
+    assert not (bad / "done.json").exists()
+    finished = (good / "done.json").stat().st_mtime_ns
+    again = run(*words)
+    assert again.returncode == 1
+    assert "1 finished before, 1 to do" in again.stdout + again.stderr
+    assert (good / "done.json").stat().st_mtime_ns == finished
