@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import Totals
-from qerl_bench.algo.grpo import require_clip
+from qerl_bench.algo.grpo import require_advantage_eps, require_clip
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class Dapo:
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high)
+        require_advantage_eps(self.advantage_eps)
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         from qerl_bench.algo.group import group_advantages

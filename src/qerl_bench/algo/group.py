@@ -6,8 +6,13 @@ import torch
 
 
 def group_advantages(rewards: torch.Tensor, eps: float) -> torch.Tensor:
-    """(R - mean) / (std + eps) within each row of `rewards` (P, G), std with Bessel's correction (DeepSeekMath, TRL)."""
-    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
+    """(R - mean) / (std + eps) within each row of `rewards` (P, G), std with Bessel's correction (DeepSeekMath, TRL).
+
+    A group of equal rewards gets exactly 0: the rounding of its mean, divided by a std of that size, would be a gradient.
+    """
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return advantages.masked_fill(equal, 0.0)
 
 
 def clipped_surrogate(

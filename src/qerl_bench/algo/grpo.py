@@ -25,6 +25,7 @@ class Grpo:
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high)
+        require_advantage_eps(self.advantage_eps)
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         from qerl_bench.algo.group import group_advantages
@@ -52,3 +53,8 @@ def require_clip(epsilon_low: float, epsilon_high: float) -> None:
     """Raise BadInput unless both clip widths make sense."""
     require(0 < epsilon_low < 1, f"algo.epsilon_low must be between 0 and 1, got {epsilon_low!r}")
     require(epsilon_high > 0, f"algo.epsilon_high must be positive, got {epsilon_high!r}")
+
+
+def require_advantage_eps(eps: float) -> None:
+    """Raise BadInput unless `eps` keeps the division by a group's standard deviation finite."""
+    require(eps > 0, f"algo.advantage_eps must be positive (it guards groups of nearly equal rewards), got {eps!r}")
