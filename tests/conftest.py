@@ -1,0 +1,86 @@
+"""Small objects that many test files need. Nothing here imports torch before a test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from qerl_bench.config import Experiment, build, compose
+
+if TYPE_CHECKING:
+    from qerl_bench.policy import Policy
+
+SMALL = (
+    "device=cpu",
+    "steps=4",
+    "save_every=2",
+    "model.layers=2",
+    "model.hidden_size=32",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.intermediate_size=64",
+    "model.warm_start_steps=0",
+    "lora.rank=4",
+    "task.max_completion_tokens=12",
+    "rollout.prompts=3",
+    "rollout.group_size=4",
+    "optim.warmup_steps=0",
+    "eval.questions=4",
+    "eval.samples=2",
+)
+
+
+def words(overrides: tuple[str, ...]) -> list[str]:
+    """SMALL and `overrides`, without what the chosen options do not have."""
+    wanted = {"lora=none": "lora.rank", "eval=none": "eval."}
+    absent = tuple(prefix for option, prefix in wanted.items() if option in overrides)
+    return [word for word in SMALL if not word.startswith(absent)] + list(overrides)
+
+
+@cache
+def experiment_of(*overrides: str) -> Experiment:
+    return build(compose(words(overrides)))
+
+
+@pytest.fixture(scope="session")
+def make_experiment() -> Callable[..., Experiment]:
+    """make_experiment("algo=sft", ...): a small experiment on the untrained tiny model; composed once per set of words."""
+    return experiment_of
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., Any]:
+    """make_config("algo=sft", ...): the composed config of make_experiment."""
+    return lambda *overrides: compose(words(overrides))
+
+
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[..., Policy]:
+    """make_policy("model.dtype=bfloat16", quant="mxfp4", width=64, sharp=True, adapted=True): a tiny untrained policy.
+
+    NF4 needs a width that is a multiple of 64. An untrained model is close to uniform over its 262 tokens: `sharp`
+    multiplies its (tied) embedding, so that tokens differ by several nats. `adapted` gives the adapter, whose B is zero
+    at first, an effect of its own.
+    """
+
+    def make(*overrides: str, quant: str = "nvfp4", width: int = 32, sharp: bool = False, adapted: bool = False) -> Policy:
+        import torch
+
+        from qerl_bench.policy import Policy
+
+        experiment = experiment_of(f"quant={quant}", f"model.hidden_size={width}", *overrides)
+        policy = Policy.build(experiment, None, "cpu")
+        with torch.no_grad():
+            if sharp:
+                policy.model.get_input_embeddings().weight.mul_(20)
+            if adapted:
+                generator = torch.Generator().manual_seed(1)
+                for name, parameter in policy.model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        return policy
+
+    return make
