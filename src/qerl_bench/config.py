@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,8 @@ def build(cfg: DictConfig) -> Experiment:
     Raises BadInput with the reason if a value or a combination of options cannot work.
     """
     nodes = {str(key): spec(cfg, str(key)) for key in cfg}
+    unknown = nodes.keys() - {field.name for field in fields(Experiment)}
+    require(not unknown, f"there is no option {', '.join(sorted(unknown))}. All options: python src/run.py --cfg job")
     return Experiment(**nodes)
 
 

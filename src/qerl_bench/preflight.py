@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from qerl_bench.config import Experiment, build, compose
 from qerl_bench.errors import BadInput
-from qerl_bench.rundir import check_run_dir, is_finished
+from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def flags_first(argv: list[str]) -> list[str]:
     """
     flags: list[str] = []
     words: list[str] = []
-    takes_value = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--cfg", "-c", "--info", "-i", "--package", "-p", "--experimental-rerun")
+    long = ("--config-name", "--config-path", "--config-dir", "--cfg", "--info", "--package", "--experimental-rerun")
+    takes_value = (*long, "-cn", "-cp", "-cd", "-c", "-i", "-p")
     rest = iter(argv)
     for word in rest:
         if not word.startswith("-"):
@@ -58,7 +61,7 @@ def preflight(argv: list[str]) -> None:
         check(compose(argv))
 
 
-def check(cfg) -> Experiment:  # noqa: ANN001
+def check(cfg: DictConfig) -> Experiment:
     """Build the specs of a composed config and look at everything that they need. Raises BadInput."""
     experiment = build(cfg)
     experiment.task.check()
@@ -83,25 +86,18 @@ def check_points(job_overrides: Sequence[Sequence[str]], slots: int) -> list[Poi
 
 
 def explain(error: Exception) -> str:
-    """One message for the terminal: Hydra's and OmegaConf's errors without their advice to append unknown keys."""
-    text = str(error).strip()
-    unknown = re.search(r"Key '([^']+)' is not in struct", text)
-    if unknown:
-        path = re.search(r"full_key: (\S+)", text)
-        full = path.group(1) if path else unknown.group(1)
-        close = difflib.get_close_matches(full, known_keys(), n=1)
-        return f"error: there is no option {full}." + (f" Did you mean {close[0]}?" if close else "") + " All: --cfg job"
-    return f"error: {text}"
+    """One message for the terminal: Hydra's errors without its advice to append keys and without its search path."""
+    text = str(error).split("\nConfig search path:")[0].strip()
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown is None:
+        return "error: " + " ".join(text.split())
+    key = unknown.group(1)
+    close = difflib.get_close_matches(key, known_keys(), n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"error: there is no option {key}.{hint} All options: python src/run.py --cfg job"
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of the default config."""
-
-    def walk(node: object, prefix: str) -> list[str]:
-        if not isinstance(node, dict):
-            return [prefix]
-        return [key for name, value in node.items() for key in walk(value, f"{prefix}.{name}" if prefix else name)]
-
-    from omegaconf import OmegaConf
-
-    return [key for key in walk(OmegaConf.to_container(compose()), "") if "_target_" not in key]
+    """Every dotted key of the default config, the names of its groups included."""
+    tree = as_dict(compose())
+    return [key for key in (*tree, *flat(tree)) if "_target_" not in key]
