@@ -47,7 +47,7 @@ def experiment_of(*overrides: str) -> Experiment:
 
 @pytest.fixture(scope="session")
 def make_experiment() -> Callable[..., Experiment]:
-    """make_experiment("algo=sft", ...): a small experiment on the untrained tiny model; composed once per set of words."""
+    """make_experiment("algo=sft", ...): a small experiment on the untrained tiny model, composed once per choice."""
     return experiment_of
 
 
@@ -66,7 +66,9 @@ def make_policy() -> Callable[..., Policy]:
     at first, an effect of its own.
     """
 
-    def make(*overrides: str, quant: str = "nvfp4", width: int = 32, sharp: bool = False, adapted: bool = False) -> Policy:
+    def make(
+        *overrides: str, quant: str = "nvfp4", width: int = 32, sharp: bool = False, adapted: bool = False
+    ) -> Policy:
         import torch
 
         from qerl_bench.policy import Policy

@@ -94,7 +94,9 @@ def test_on_policy_step_is_the_plain_policy_gradient() -> None:
     loss, indicators = GRPO.loss(logprobs, logprobs.detach(), advantages, mask, Totals(sequences=2, tokens=3))
     loss.backward()
     assert loss.item() == pytest.approx((-2.0 + 1.0) / 2, abs=1e-12)
-    assert torch.allclose(logprobs.grad, torch.tensor([[-0.5, -0.5], [0.5, 0.0]], dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        logprobs.grad, torch.tensor([[-0.5, -0.5], [0.5, 0.0]], dtype=torch.float64), rtol=0, atol=1e-12
+    )
     assert not any(indicator.any() for indicator in indicators.values())
 
 
@@ -117,7 +119,7 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
     for sign in (advantage, -advantage, 0.0):
         _, indicators = algo.loss(logprobs, old, torch.tensor([sign], dtype=torch.float64), mask, Totals(1, 2))
         clipped = {key: value.tolist() for key, value in indicators.items()}
-        expected = dict.fromkeys(clipped, [[False, False]])
+        expected = {key: [[False, False]] for key in clipped}
         if sign == advantage:
             expected[name] = [[False, True]]
         assert clipped == expected
@@ -130,7 +132,9 @@ def test_a_ratio_exactly_on_the_boundary_is_not_clipped() -> None:
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         assert logprobs.exp().item() == ratio
         mask = torch.ones(1, 1, dtype=torch.bool)
-        _, indicators = algo.loss(logprobs, torch.zeros(1, 1, dtype=torch.float64), torch.tensor([advantage]), mask, Totals(1, 1))
+        _, indicators = algo.loss(
+            logprobs, torch.zeros(1, 1, dtype=torch.float64), torch.tensor([advantage]), mask, Totals(1, 1)
+        )
         assert not any(bool(indicator.any()) for indicator in indicators.values())
 
 
@@ -269,7 +273,8 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(algo: Any, reward: flo
 
 
 @pytest.mark.parametrize(
-    "changed", [{"epsilon_low": 0.0}, {"epsilon_low": 1.0}, {"epsilon_high": 0.0}, {"epsilon_high": -1.0}, {"advantage_eps": 0.0}]
+    "changed",
+    [{"epsilon_low": 0.0}, {"epsilon_low": 1.0}, {"epsilon_high": 0.0}, {"epsilon_high": -1.0}, {"advantage_eps": 0.0}],
 )
 @pytest.mark.parametrize("kind", [Grpo, Dapo])
 def test_values_that_make_no_sense_are_refused(kind: Any, changed: dict[str, float]) -> None:
