@@ -23,9 +23,9 @@ class ExponentialDecay:
 
     def __post_init__(self) -> None:
         require(
-            0 < self.sigma_end <= self.sigma_start,
-            f"aqn needs 0 < sigma_end <= sigma_start, got sigma_start={self.sigma_start}, sigma_end={self.sigma_end}; "
-            "for no noise use aqn=none",
+            0 < self.sigma_end <= self.sigma_start < float("inf"),
+            f"aqn needs 0 < sigma_end <= sigma_start, both finite, got sigma_start={self.sigma_start}, "
+            f"sigma_end={self.sigma_end}; for no noise use aqn=none",
         )
         require(
             isinstance(self.stages, int) and self.stages >= 2,
