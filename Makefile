@@ -10,7 +10,7 @@ run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -59,11 +59,11 @@ def make_config() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_policy() -> Callable[..., Policy]:
-    """make_policy("model.dtype=bfloat16", quant="mxfp4", width=64, sharp=True, adapted=True): a tiny untrained policy.
+    """make_policy("model.dtype=bfloat16", quant="mxfp4", width=64, sharp=True, adapted=True): tiny and untrained.
 
-    NF4 needs a width that is a multiple of 64. An untrained model is close to uniform over its 262 tokens: `sharp`
-    multiplies its (tied) embedding, so that tokens differ by several nats. `adapted` gives the adapter, whose B is zero
-    at first, an effect of its own.
+    NF4 needs a width that is a multiple of 64. An untrained model is close to uniform over its 262 tokens: `sharp` gives
+    its last norm scales of either sign and size 20, so that tokens differ by several nats. `adapted` gives the adapter,
+    whose B is zero at first, an effect of its own.
     """
 
     def make(
@@ -75,14 +75,14 @@ def make_policy() -> Callable[..., Policy]:
 
         experiment = experiment_of(f"quant={quant}", f"model.hidden_size={width}", *overrides)
         policy = Policy.build(experiment, None, "cpu")
+        generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             if sharp:
-                policy.model.get_input_embeddings().weight.mul_(20)
-            if adapted:
-                generator = torch.Generator().manual_seed(1)
-                for name, parameter in policy.model.named_parameters():
-                    if "lora_B" in name:
-                        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+                scale = policy.model.model.norm.weight
+                scale.copy_(20 * torch.randn(scale.shape, generator=generator))
+            for name, parameter in policy.model.named_parameters() if adapted else ():
+                if "lora_B" in name:
+                    parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         return policy
 
     return make

@@ -22,6 +22,8 @@ from qerl_bench.quant.linear import LayerReport, quantize_model
 from qerl_bench.records import Message
 from qerl_bench.seeding import derive
 
+RENDERED = "rendered"  # role of a single message that is the whole prompt as text: no chat template is applied to it
+
 
 @dataclass
 class TokenStats:
@@ -30,6 +32,7 @@ class TokenStats:
     logprobs: torch.Tensor  # with gradient
     entropy: torch.Tensor  # nats, full vocabulary, at the rollout temperature
     entropy_t1: torch.Tensor  # the same at temperature 1
+    likeliest: torch.Tensor  # 1 where greedy decoding would have chosen the token
 
 
 class Policy:
@@ -71,10 +74,15 @@ class Policy:
     def trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def prompt_text(self, messages: tuple[Message, ...]) -> str:
+        """A prompt in the model's own chat template, ready for the completion to follow."""
+        if messages[0]["role"] == RENDERED:
+            return messages[0]["content"]
+        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
-        """Token ids of a prompt in the model's own chat template, ready for the completion to follow."""
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return self.tokenizer(str(text), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        """Token ids of `prompt_text`."""
+        return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def completion_ids(self, text: str) -> list[int]:
         """Token ids of a whole completion, its stop token included."""
@@ -113,11 +121,12 @@ class Policy:
         with torch.no_grad():
             entropy = entropy_of(scaled)
             entropy_t1 = entropy if temperature == 1.0 else entropy_of(torch.log_softmax(logits, dim=-1))
+            likeliest = (logits.argmax(-1) == targets).float()
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
 
-        return TokenStats(spread(logprobs), spread(entropy), spread(entropy_t1))
+        return TokenStats(spread(logprobs), spread(entropy), spread(entropy_t1), spread(likeliest))
 
     def save(self, folder: Path) -> None:
         """Write the trained part: `adapter/` in PEFT's format, or `model/` in transformers' where everything is trained."""

@@ -22,7 +22,7 @@ SMALL = [
     "model.hidden_size=64",
     "model.layers=2",
     "model.intermediate_size=64",
-    "model.warm_start_steps=60",
+    "model.warm_start_steps=150",
     "task.max_completion_tokens=40",
 ]
 MEASURED = re.compile(r"^(time|time/.*|speed/.*|memory/.*)$")  # what a clock or the memory meter says
@@ -46,7 +46,7 @@ def run(*words: str, cwd: Path = ROOT, timeout: float = 400) -> subprocess.Compl
 
 
 def run_dirs(root: Path) -> list[Path]:
-    return sorted((root / "runs").iterdir())
+    return sorted(path for path in (root / "runs").iterdir() if path.is_dir())
 
 
 def records(run_dir: Path) -> list[dict]:
@@ -109,6 +109,9 @@ def test_commands_of_the_readme_run_as_written(tmp_path, line):
         assert_complete(run_dir)
 
 
+one_worker = pytest.mark.xdist_group("learning")  # tests that share `learning_root`
+
+
 @pytest.fixture(scope="module")
 def learning_root(tmp_path_factory) -> Path:
     """A root whose cache holds a small warm-started model, so that rewards and gradients are not zero."""
@@ -118,6 +121,7 @@ def learning_root(tmp_path_factory) -> Path:
     return root
 
 
+@one_worker
 def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
     made = (warm / "done.json").stat().st_mtime_ns
@@ -131,6 +135,7 @@ def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     assert (warm / "done.json").stat().st_mtime_ns == made
 
 
+@one_worker
 def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
     runs = [learning_root / "runs" / name for name in ("straight", "again")]
     if not runs[1].exists():
@@ -143,6 +148,7 @@ def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
     pd.testing.assert_frame_equal(*samples)
 
 
+@one_worker
 def test_a_killed_run_continues_and_equals_the_uninterrupted_one(learning_root):
     words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=killed", f"root={learning_root}"]
     process = subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
@@ -166,6 +172,7 @@ def test_a_killed_run_continues_and_equals_the_uninterrupted_one(learning_root):
     pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (killed, straight)))
 
 
+@one_worker
 def test_a_finished_run_is_not_run_again(learning_root):
     before = (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes()
     done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={learning_root}")
@@ -227,6 +234,7 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path):
     assert blocked.read_text() == "not a folder"
 
 
+@one_worker
 def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learning_root):
     run_dir = learning_root / "runs" / "straight"
     before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}

@@ -48,22 +48,24 @@ class HfEngine:
         rollouts: list[Rollout] = []
         per_round = max(1, self.max_batch // sampling.samples)
         for start in range(0, len(prompts), per_round):
-            rollouts += self._round(prompts[start : start + per_round], sampling)
+            for first in range(0, sampling.samples, self.max_batch):  # more than one round where a group is larger
+                numbers = range(first, min(first + self.max_batch, sampling.samples))
+                rollouts += self._round(prompts[start : start + per_round], numbers, sampling)
         return rollouts
 
     def close(self) -> None:
         """Nothing is held between calls: the KV cache lives for one round."""
 
-    def _round(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+    def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
-        requests = [(prompt, sample) for prompt in prompts for sample in range(sampling.samples)]
+        requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
         uniforms = np.stack([uniform_numbers(sampling, prompt.id, sample) for prompt, sample in requests])
         with torch.inference_mode():
             drawn = decode(self.policy, prompt_ids, sampling, torch.from_numpy(uniforms).to(self.policy.device))
         return [
-            self._rollout(prompt, sample, prompt_ids[i // sampling.samples], *drawn[i])
+            self._rollout(prompt, sample, prompt_ids[i // len(samples)], *drawn[i])
             for i, (prompt, sample) in enumerate(requests)
         ]
 
@@ -92,7 +94,8 @@ def uniform_numbers(sampling: Sampling, prompt_id: str, sample: int) -> np.ndarr
 def decode(
     policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, uniforms: torch.Tensor
 ) -> list[tuple[list[int], list[float], list[float]]]:
-    """Token ids, log-probabilities and entropies of each request; `uniforms` is (requests, max_tokens).
+    """Token ids, log-probabilities and entropies of each request; `uniforms` is (requests, max_tokens), the same number
+    of requests for each prompt, those of one prompt side by side.
 
     Prompts are padded on the left and read once; the cache is then repeated for the samples of a group. Rows that are
     done leave the batch as soon as they are half of it.
@@ -109,11 +112,12 @@ def decode(
     output = policy.model(
         input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
     )
-    cache.batch_repeat_interleave(sampling.samples)
-    mask, position, logits = (
-        x.repeat_interleave(sampling.samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1])
-    )
     count = uniforms.shape[0]
+    samples = count // len(prompt_ids)
+    cache.batch_repeat_interleave(samples)
+    mask, position, logits = (
+        x.repeat_interleave(samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1])
+    )
     rows = torch.arange(count, device=device)  # which request each row of the batch belongs to
     ids = torch.full((count, sampling.max_tokens), -1, dtype=torch.long, device=device)
     logprobs, entropies = (torch.zeros(count, sampling.max_tokens, device=device) for _ in range(2))
