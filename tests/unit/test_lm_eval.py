@@ -1,4 +1,4 @@
-"""eval=lm_eval: the numbers of eval=task through lm-eval, from the adapted policy, and nothing outside the run directory."""
+"""eval=lm_eval: the numbers of eval=task through lm-eval, from the adapted policy; nothing outside the run folder."""
 
 import json
 import socket

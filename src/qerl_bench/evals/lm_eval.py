@@ -1,8 +1,8 @@
 """eval=lm_eval: the task's held-out questions through lm-eval, the harness that published numbers come from.
 
 lm-eval asks and counts; our engine answers and the task's strict reward judges, so the accuracy is the greedy one of
-eval=task to the question. What was asked is left in the run directory as a JSONL file and a task YAML. Left out: lm-eval's
-own benchmarks, which want a network, and its `simple_evaluate`, which reseeds every global random generator.
+eval=task to the question. What was asked is left in the run directory as a JSONL file and a task YAML. Left out:
+lm-eval's own benchmarks, which want a network, and its `simple_evaluate`, which reseeds every global random generator.
 """
 
 from __future__ import annotations

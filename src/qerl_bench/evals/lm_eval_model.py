@@ -7,6 +7,7 @@ lm-eval (a context is taken as the finished prompt), and stopping early at an `u
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -60,10 +61,9 @@ class EngineLM(TemplateLM):
 
         Raises BadInput if a request asks for anything but greedy decoding.
         """
-        options = [normalize_gen_kwargs(request.args[1], DEFAULT_MAX_GEN_TOKS) for request in requests]
+        options = [greedy_options(request) for request in requests]
         by_limit: dict[int, list[int]] = defaultdict(list)
         for i, option in enumerate(options):
-            require_greedy(dict(option), str(requests[i].task_name))
             by_limit[option["max_gen_toks"]].append(i)
         found: dict[int, Rollout] = {}
         for limit, asked in by_limit.items():
@@ -78,7 +78,7 @@ class EngineLM(TemplateLM):
         as many tokens before it as its window holds."""
         totals = []
         for request in requests:
-            (text,) = request.args
+            (text,) = request.arguments
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
             scored = self._loglikelihood_tokens([(("", text), *make_disjoint_window(window)) for window in windows])
             totals.append(sum(logprob for logprob, _ in scored))
@@ -111,21 +111,23 @@ class EngineLM(TemplateLM):
 
 def rendered(request: Instance) -> Prompt:
     """The engine's view of a request: its context is the prompt as it stands."""
-    messages = ({"role": RENDERED, "content": request.args[0]},)
+    messages = ({"role": RENDERED, "content": request.arguments[0]},)
     return Prompt(id=f"{request.task_name}/{request.doc_id}", messages=messages, answer="")
 
 
-def require_greedy(options: dict[str, object], task: str) -> None:
-    """Raise BadInput unless `options`, as lm-eval normalises them, ask for plain greedy decoding."""
+def greedy_options(request: Instance) -> dict[str, Any]:
+    """The request's `until` and `max_gen_toks`. Raises BadInput unless it asks for plain greedy decoding."""
+    _, asked = request.arguments
+    options: dict[str, Any] = dict(normalize_gen_kwargs(asked, DEFAULT_MAX_GEN_TOKS))
+    task = f"lm-eval task {request.task_name}"
     require(
         not options["do_sample"],
-        f"lm-eval task {task}: answers are greedy here, but its generation_kwargs ask for sampling "
+        f"{task}: answers are greedy here, but its generation_kwargs ask for sampling "
         f"(do_sample or temperature {options.get('temperature')}); set do_sample: false",
     )
     unknown = sorted(options.keys() - WITHOUT_EFFECT - {"until", "max_gen_toks"})
-    require(
-        not unknown, f"lm-eval task {task}: generation_kwargs {', '.join(unknown)} cannot be honoured here; leave them out"
-    )
+    require(not unknown, f"{task}: generation_kwargs {', '.join(unknown)} cannot be honoured here; leave them out")
+    return options
 
 
 def cut(text: str, until: list[str]) -> str:
