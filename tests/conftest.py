@@ -61,9 +61,9 @@ def make_config() -> Callable[..., Any]:
 def make_policy() -> Callable[..., Policy]:
     """make_policy("model.dtype=bfloat16", quant="mxfp4", width=64, sharp=True, adapted=True): tiny and untrained.
 
-    NF4 needs a width that is a multiple of 64. An untrained model is close to uniform over its 262 tokens: `sharp` gives
-    its last norm scales of either sign and size 20, so that tokens differ by several nats. `adapted` gives the adapter,
-    whose B is zero at first, an effect of its own.
+    NF4 needs a width that is a multiple of 64. An untrained model is close to uniform over its 262 tokens: `sharp`
+    gives its last norm scales of either sign and size 20, so that tokens differ by several nats. `adapted` gives the
+    adapter, whose B is zero at first, an effect of its own.
     """
 
     def make(
