@@ -14,7 +14,7 @@ test: $(READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 setup: $(READY)
 

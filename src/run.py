@@ -36,6 +36,9 @@ def main() -> int:
     except SweepFailed as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from qerl_bench.errors import BadInput, require
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,12 +78,12 @@ class TinyModel:
         import torch
         from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-        from qerl_bench.tokenizer import byte_tokenizer
+        from qerl_bench.tokenizer import END_ID, PAD_ID, byte_tokenizer
 
         dtype = getattr(torch, self.dtype)
         if base is not None:
             model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-            return model.to(device, dtype), AutoTokenizer.from_pretrained(base)
+            return placed(model, device, dtype), AutoTokenizer.from_pretrained(base)
         tokenizer = byte_tokenizer()
         config = Qwen2Config(
             vocab_size=len(tokenizer),
@@ -92,16 +93,23 @@ class TinyModel:
             num_key_value_heads=self.kv_heads,
             intermediate_size=self.intermediate_size,
             max_position_embeddings=4096,
-            rope_theta=10_000.0,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=END_ID,
+            pad_token_id=PAD_ID,
         )
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
             model = Qwen2ForCausalLM(config)
-        return model.to(torch.bfloat16).to(device, dtype), tokenizer
+        return placed(placed(model, "cpu", torch.bfloat16), device, dtype), tokenizer
+
+
+def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """`model` on `device`, computing in `dtype`."""
+    import torch
+
+    torch.nn.Module.to(model, device=torch.device(device), dtype=dtype)  # transformers' wrapper hides the arguments
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,4 +140,4 @@ class HubModel:
                 f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine can "
                 "reach or a local folder: model.id=/path/to/model"
             ) from error
-        return model.to(device), tokenizer
+        return placed(model, device, model.dtype), tokenizer

@@ -52,7 +52,8 @@ class Policy:
         self.norms = block_norms(model, model.config.num_hidden_layers)
         self.device = next(model.parameters()).device
         self.stop_ids = stop_ids(model, tokenizer)
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.stop_ids)
+        pad_id = tokenizer.pad_token_id
+        self.pad_id = pad_id if isinstance(pad_id, int) else min(self.stop_ids)
 
     @classmethod
     def build(cls, experiment: Experiment, base: Path | None, device: str) -> Policy:
@@ -159,6 +160,7 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every token that ends a completion: the tokenizer's, and those that the model's generation config adds."""
     listed = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])} - {None}
+    named = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+    ids = frozenset(token for token in named if isinstance(token, int))
     assert ids, "the model names no end-of-text token"
-    return frozenset(int(i) for i in ids)  # type: ignore[arg-type]
+    return ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+PAD_ID, END_ID = 256, 257
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # Only the user's words: a model of this size has no use for an instruction that never changes.
 CHAT_TEMPLATE = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}\n{% endif %}{% endfor %}"
@@ -18,6 +19,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|pad|>", "<|end|>"])
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    assert tokenizer.token_to_id("<|pad|>") == PAD_ID and tokenizer.token_to_id("<|end|>") == END_ID
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
