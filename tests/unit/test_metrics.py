@@ -224,7 +224,14 @@ class Step:
         return policy
 
 
-NOISY = ("quant=nvfp4", "aqn=exp", "aqn.stages=3", "optim.micro_batch=5", "rollout.temperature=0.8")
+NOISY = (
+    "quant=nvfp4",
+    "aqn=exp",
+    "aqn.sigma_start=0.3",
+    "aqn.stages=3",
+    "optim.micro_batch=5",
+    "rollout.temperature=0.8",
+)
 
 
 @pytest.fixture(scope="module", params=["grpo", "dapo"])
@@ -355,7 +362,7 @@ def test_the_numbers_of_a_sampled_step_from_scratch(sampled: Step) -> None:
     }
     assert norm > 1e-3 and len(set(rewards)) > 2 and len({len(r.token_ids) for r in rollouts}) > 2
     assert (abs(loss.item()) < 1e-6) == (experiment.algo.name == "grpo")  # whose row means are the advantages, sum 0
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=2e-3, abs=1e-6)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_the_noise_is_in_the_sampler_and_not_in_the_trainer(sampled: Step) -> None:
@@ -377,7 +384,7 @@ def test_the_noise_is_in_the_sampler_and_not_in_the_trainer(sampled: Step) -> No
     assert (clean - batch.sampler_logprobs).abs().mean() == pytest.approx(
         sampled.found["mismatch/logp_abs_mean"] * float(batch.mask.double().mean()), rel=1e-2
     )
-    assert sampled.found["mismatch/logp_abs_max"] > 1e-4
+    assert sampled.found["mismatch/kl"] > 1e-4
 
 
 def test_the_step_kept_a_few_rollouts_with_their_rewards(sampled: Step) -> None:
