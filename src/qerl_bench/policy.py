@@ -153,8 +153,8 @@ class Policy:
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V)."""
-    return -(logprobs.exp() * logprobs).sum(-1)
+    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V); impossible tokens (-inf) count 0."""
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
