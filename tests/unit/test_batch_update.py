@@ -1,0 +1,233 @@
+"""The tensors of a step, and the step itself: whatever the micro-batches, one gradient, one AdamW update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qerl_bench.algo.dapo import Dapo
+from qerl_bench.algo.grpo import Grpo
+from qerl_bench.algo.sft import Sft
+from qerl_bench.batch import make_batch
+from qerl_bench.update import make_optimizer, update
+
+CPU = torch.device("cpu")
+GRPO = Grpo(name="grpo", epsilon_low=0.2, epsilon_high=0.2, advantage_eps=1e-4)
+DAPO = Dapo(name="dapo", epsilon_low=0.2, epsilon_high=0.28, advantage_eps=1e-4)
+SFT = Sft(name="sft")
+ALGORITHMS = pytest.mark.parametrize("algo", [GRPO, DAPO, SFT], ids=lambda algo: algo.name)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_by_hand() -> None:
+    batch = make_batch(
+        [[1, 2], [3], [4, 5, 6]],
+        [[7], [8, 9, 10], []],
+        0,
+        CPU,
+        [[-0.5], [-1.0, -2.0, -3.0], []],
+        torch.tensor([1, -1, 0]),
+    )
+    assert batch.input_ids.tolist() == [[1, 2, 7, 0], [3, 8, 9, 10], [4, 5, 6, 0]]
+    assert batch.mask.int().tolist() == [[0, 0, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]]
+    assert batch.sampler_logprobs.tolist() == [[0, 0, -0.5, 0], [0, -1, -2, -3], [0, 0, 0, 0]]
+    assert batch.advantages.tolist() == [1, -1, 0]
+    assert batch.lengths.tolist() == [3, 4, 3]
+    assert (batch.totals.sequences, batch.totals.tokens) == (3, 4)
+    assert batch.input_ids.dtype == torch.long and batch.mask.dtype == torch.bool
+    assert batch.sampler_logprobs.dtype == batch.advantages.dtype == torch.float32
+
+
+def test_demonstrations_have_no_sampler_and_no_advantage() -> None:
+    batch = make_batch([[1, 2]], [[3]], 0, CPU)
+    assert batch.sampler_logprobs.tolist() == [[0, 0, 0]] and batch.advantages.tolist() == [0]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=9),
+    size=st.integers(1, 10),
+)
+def test_micro_batches_hold_every_sequence_once_and_no_column_too_many(
+    lengths: list[tuple[int, int]], size: int
+) -> None:
+    prompts = [[100 * row + i for i in range(p)] for row, (p, _) in enumerate(lengths)]
+    completions = [[100 * row + 50 + i for i in range(c)] for row, (_, c) in enumerate(lengths)]
+    logprobs = [[-float(token) - 1 for token in completion] for completion in completions]
+    batch = make_batch(prompts, completions, -7, CPU, logprobs, torch.arange(len(lengths)))
+    micro = batch.micro_batches(size)
+    assert len(micro) == math.ceil(len(lengths) / size)
+    seen = []
+    for part in micro:
+        assert part.input_ids.shape == part.mask.shape == part.sampler_logprobs.shape
+        assert 1 <= len(part.lengths) <= size
+        assert part.input_ids.shape[1] == part.lengths.max()
+        for row in range(len(part.lengths)):
+            index, length = int(part.advantages[row]), int(part.lengths[row])
+            seen.append(index)
+            assert part.input_ids[row, :length].tolist() == prompts[index] + completions[index]
+            assert (part.input_ids[row, length:] == -7).all()
+            assert part.input_ids[row][part.mask[row]].tolist() == completions[index]
+            assert part.sampler_logprobs[row][part.mask[row]].tolist() == logprobs[index]
+            assert (part.sampler_logprobs[row][~part.mask[row]] == 0).all()
+    assert sorted(seen) == list(range(len(lengths)))
+    widths = [part.input_ids.shape[1] for part in micro]
+    assert widths == sorted(widths, reverse=True)  # a step that runs out of memory does so at once
+    assert sum(part.totals.tokens for part in micro) == batch.totals.tokens
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def _batch(policy: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    prompts, completions, logprobs = [], [], []
+    for length in (4, 1, 9, 0, 6, 3, 12):
+        prompts.append(
+            torch.randint(0, 256, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator).tolist()
+        )
+        completions.append(torch.randint(0, 256, (length,), generator=generator).tolist())
+        logprobs.append([-5.0] * length)
+    advantages = torch.tensor([1.0, -0.5, 0.25, 2.0, -1.5, 0.0, 0.75])
+    return make_batch(prompts, completions, policy.pad_id, policy.device, logprobs, advantages)
+
+
+def _state(policy: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().double() for parameter in policy.trainable])
+
+
+def _spec(make_experiment: Callable[..., Any], **changed: Any) -> Any:
+    return dataclasses.replace(make_experiment("quant=nvfp4").optim, **changed)
+
+
+@ALGORITHMS
+def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], algo: Any
+) -> None:
+    results = []
+    for size in (7, 1, 2, 3, 100):
+        policy = make_policy(adapted=True)
+        optim = _spec(make_experiment, micro_batch=size)
+        # SGD would do, but AdamW's first step is the sign of the gradient: compare the gradient through its momentum.
+        optimizer = make_optimizer(policy, optim)
+        found = update(policy, optimizer, algo, _batch(policy), optim, 1, 4, 1.0)
+        moments = torch.cat(
+            [optimizer.state[parameter]["exp_avg"].flatten().double() for parameter in policy.trainable]
+        )
+        results.append((found, moments))
+    first, moments = results[0]
+    assert moments.abs().max() > 1e-4
+    for found, other in results[1:]:
+        assert found == pytest.approx(first, rel=1e-5, abs=1e-6)
+        assert torch.allclose(other, moments, rtol=0, atol=1e-6 * float(moments.abs().max()) + 1e-9)
+
+
+def test_one_update_is_clipped_adamw(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
+    """Two steps of AdamW (0.9, 0.99), clipped to the global norm, written out."""
+    policy, fresh = make_policy(adapted=True), make_policy(adapted=True)
+    optim = _spec(make_experiment, max_grad_norm=0.01, weight_decay=0.1, lr=0.02, schedule="linear", warmup_steps=1)
+    optimizer = make_optimizer(policy, optim)
+    names = [name for name, parameter in fresh.model.named_parameters() if parameter.requires_grad]
+    mean, square = (dict.fromkeys(names, torch.zeros(())) for _ in range(2))
+    for step, lr in ((1, 0.02 * 0.5), (2, 0.02 * (1 - 1 / 4))):
+        batch = _batch(fresh)
+        found = update(policy, optimizer, SFT, batch, optim, step, 4, 1.0)
+        assert found["lr"] == pytest.approx(lr, rel=1e-12)
+
+        logprobs = fresh.token_stats(batch.input_ids, batch.mask, 1.0).logprobs
+        loss = -logprobs.sum() / 35
+        gradients = dict(zip(names, torch.autograd.grad(loss, fresh.trainable), strict=True))
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(norm, rel=1e-4) and norm > 0.01
+        with torch.no_grad():
+            for name, parameter in fresh.model.named_parameters():
+                if name not in gradients:
+                    continue
+                gradient = gradients[name] * (0.01 / norm)
+                mean[name] = 0.9 * mean[name] + 0.1 * gradient
+                square[name] = 0.99 * square[name] + 0.01 * gradient**2
+                scaled = (mean[name] / (1 - 0.9**step)) / ((square[name] / (1 - 0.99**step)).sqrt() + 1e-8)
+                parameter.copy_(parameter * (1 - lr * 0.1) - lr * scaled)
+    assert torch.allclose(_state(policy), _state(fresh), rtol=0, atol=2e-4)
+    assert (_state(policy) - _state(make_policy(adapted=True))).abs().max() > 5e-3
+
+
+def test_gradients_do_not_pile_up_and_dropout_ends(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
+    policy = make_policy(adapted=True)
+    optim = _spec(make_experiment, lr=1e-12)
+    optimizer = make_optimizer(policy, optim)
+    found = [update(policy, optimizer, SFT, _batch(policy), optim, step, 4, 1.0) for step in (1, 2)]
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-3)
+    assert all(parameter.grad is None for parameter in policy.trainable)
+    assert not policy.model.training
+
+
+def test_a_step_without_signal_moves_nothing(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
+    """Every advantage 0: no gradient, and no weight decay by default."""
+    policy = make_policy(adapted=True)
+    before = _state(policy)
+    optim = _spec(make_experiment)
+    batch = dataclasses.replace(_batch(policy), advantages=torch.zeros(7))
+    found = update(policy, make_optimizer(policy, optim), GRPO, batch, optim, 1, 4, 1.0)
+    assert found["loss"] == 0 and found["grad_norm"] == 0
+    assert torch.equal(_state(policy), before)
+
+
+@ALGORITHMS
+def test_an_update_goes_the_right_way(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], algo: Any
+) -> None:
+    """Completions with a positive advantage become likelier, those with a negative one less likely; SFT raises all."""
+    policy = make_policy(adapted=True)
+    batch = _batch(policy)
+    optim = _spec(make_experiment, lr=1e-3)
+
+    def logprobs() -> torch.Tensor:
+        with torch.no_grad():
+            return policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs.sum(1)
+
+    before = logprobs()
+    update(policy, make_optimizer(policy, optim), algo, batch, optim, 1, 4, 1.0)
+    change = logprobs() - before
+    wanted = torch.ones(7) if algo.name == "sft" else batch.advantages
+    assert (change * wanted).sum() > 0
+    longest, negative = 6, 4
+    assert change[longest] > 0 and (change[negative] > 0) == (algo.name == "sft")
+
+
+def test_metrics_of_an_update_are_those_before_it(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
+    policy = make_policy(adapted=True)
+    batch = _batch(policy)
+    optim = _spec(make_experiment, lr=0.1, micro_batch=3)
+    with torch.no_grad():
+        stats = policy.token_stats(batch.input_ids, batch.mask, 0.7)
+    found = update(policy, make_optimizer(policy, optim), GRPO, batch, optim, 1, 4, 0.7)
+    assert found["entropy_clean"] == pytest.approx(stats.entropy[batch.mask].double().mean().item(), rel=1e-5)
+    assert found["entropy_t1"] == pytest.approx(stats.entropy_t1[batch.mask].double().mean().item(), rel=1e-5)
+    gaps = (stats.logprobs - batch.sampler_logprobs)[batch.mask]
+    assert found["mismatch/logp_abs_max"] == pytest.approx(gaps.abs().max().item(), rel=1e-4)
+
+
+def test_a_supervised_update_says_nothing_about_a_sampler(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
+    policy = make_policy()
+    optim = _spec(make_experiment)
+    found = update(policy, make_optimizer(policy, optim), SFT, _batch(policy), optim, 1, 4, 1.0)
+    assert set(found) == {"loss", "grad_norm", "lr", "entropy_clean", "entropy_t1"}
