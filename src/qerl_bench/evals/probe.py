@@ -9,12 +9,12 @@ from qerl_bench.records import Rollout
 if TYPE_CHECKING:
     from qerl_bench.policy import Policy
 
-PROBES = 8  # completions looked at
-VISIBLE = 0.05  # nats; below this mean effect, 16-bit rounding may hide which of the two the engine used
+PROBES = 16  # completions looked at
+VISIBLE = {"torch.float32": 1e-3, "16 bit": 0.05}  # nats; a smaller mean effect may hide behind rounding
 
 
-def adapter_probe(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean absolute log-probability gaps on a few completions sampled at temperature 1 or 0 by the engine.
+def adapter_probe(policy: Policy, rollouts: list[Rollout], temperature: float = 1.0) -> dict[str, float]:
+    """Mean absolute log-probability gaps on a few completions that the engine wrote, log-probabilities at `temperature`.
 
     `adapter_effect`: trainer with its adapter against trainer without it; 0 before training. `engine_gap`: engine against
     trainer with its adapter; only rounding. Raises AssertionError if the adapter has visibly changed the policy and the
@@ -35,14 +35,15 @@ def adapter_probe(policy: Policy, rollouts: list[Rollout]) -> dict[str, float]:
         [rollout.logprobs for rollout in chosen],
     )
     with torch.no_grad():
-        adapted = policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs[batch.mask]
+        adapted = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs[batch.mask]
         with policy.without_adapter():
-            base = policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs[batch.mask]
+            base = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs[batch.mask]
     engine = batch.sampler_logprobs[batch.mask]
     effect = (adapted - base).abs().mean().item()
     gap, base_gap = (engine - adapted).abs().mean().item(), (engine - base).abs().mean().item()
-    assert effect < VISIBLE or gap < base_gap, (
-        f"the engine answers with the base model, not with the adapter: its log-probabilities are {base_gap:.3g} nats from "
-        f"the base and {gap:.3g} from the adapted policy"
+    visible = VISIBLE.get(str(policy.model.dtype), VISIBLE["16 bit"])
+    assert effect < visible or gap < base_gap, (
+        f"the engine answers with the base model, not with the adapter: its log-probabilities are {base_gap:.3g} nats "
+        f"from the base and {gap:.3g} from the adapted policy"
     )
     return {"adapter_effect": effect, "engine_gap": gap}

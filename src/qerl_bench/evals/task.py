@@ -51,8 +51,8 @@ class TaskEvaluation:
             found, judged = judge(task, prompts, rollouts, mode)
             scores.append(found)
             rows += judged
-            if mode == "greedy":
-                probe = adapter_probe(policy, rollouts)
+            if mode == "sampled":  # greedy tokens are near certain with and without the adapter
+                probe = adapter_probe(policy, rollouts, temperature)
         settings = {"samples": self.samples, "temperature": self.temperature, "max_tokens": task.max_completion_tokens}
         return Evaluation(scores=scores, samples=rows, settings=settings | probe)
 

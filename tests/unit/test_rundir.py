@@ -1,0 +1,402 @@
+"""The run directory: what survives a crash at the worst moment, and what is refused rather than overwritten."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from qerl_bench.errors import BadInput
+from qerl_bench.rundir import RunDir, check_checkpoint, check_run_dir, is_finished, last_checkpoint, write_atomically
+
+CFG = OmegaConf.create(
+    {
+        "name": "a",
+        "root": ".",
+        "steps": 10,
+        "seed": 0,
+        "save_every": 5,
+        "quant": {"name": "nvfp4"},
+        "logger": {"name": "jsonl"},
+    }
+)
+
+
+def _other(**changed: Any) -> Any:
+    return OmegaConf.merge(CFG, changed)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    with RunDir(tmp_path / "run", CFG) as opened:
+        yield opened
+
+
+def _write(text: str = "weights") -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "weights.bin").write_text(text)
+        (folder / "state.json").write_text("{}")
+
+    return write
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_one_line_of_json_each_and_on_disk_at_once(run: RunDir) -> None:
+    text = 'quotes " and \u2028 breaks\r\n\x00\x85 and \ud800'
+    run.append("rollouts.jsonl", [{"step": 1, "completion": text}, {"step": 1, "completion": ""}])
+    run.append("rollouts.jsonl", [{"step": 2, "completion": text}])
+    content = (run.path / "rollouts.jsonl").read_text()
+    assert content.count("\n") == 3 and content.endswith("\n") and content.isascii()
+    assert [record["completion"] for record in _lines(run.path / "rollouts.jsonl")] == [text, "", text]
+    assert run.resume_step() == 0
+
+
+def test_numbers_that_are_not_finite_become_null_with_a_warning(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="qerl_bench"):
+        run.append("metrics.jsonl", [{"kind": "train", "step": 3, "loss": math.nan, "grad_norm": -math.inf, "lr": 0.1}])
+    assert _lines(run.path / "metrics.jsonl") == [
+        {"kind": "train", "step": 3, "loss": None, "grad_norm": None, "lr": 0.1}
+    ]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2
+    assert "loss" in warned[0] and "3" in warned[0] and "nan" in warned[0] and "null" in warned[0]
+    assert "grad_norm" in warned[1] and "-inf" in warned[1]
+
+
+def test_finite_numbers_come_back_to_the_last_bit(run: RunDir) -> None:
+    values = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 2**53 + 1]
+    run.append("metrics.jsonl", [{"kind": "train", "step": 1, **{f"x{i}": value for i, value in enumerate(values)}}])
+    [record] = run.metrics()
+    assert [record[f"x{i}"] for i in range(len(values))] == values
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def _history(run: RunDir, last: int) -> None:
+    run.append("metrics.jsonl", [{"kind": "eval", "step": 0, "eval/accuracy_greedy": 0.1}])
+    for step in range(1, last + 1):
+        run.append("rollouts.jsonl", [{"step": step, "completion": "a"}, {"step": step, "completion": "b"}])
+        run.append("metrics.jsonl", [{"kind": "train", "step": step, "loss": step / 10}])
+
+
+def test_a_resume_keeps_what_came_before_the_checkpoint_and_nothing_else(run: RunDir) -> None:
+    _history(run, 7)
+    run.save_checkpoint(5, _write())
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 8, "lo')
+    with open(run.path / "rollouts.jsonl", "a") as file:
+        file.write('{"step": 8')
+    assert run.resume_step() == 5
+    assert [(record["kind"], record["step"]) for record in run.metrics()] == [("eval", 0)] + [
+        ("train", i) for i in range(1, 6)
+    ]
+    assert [record["step"] for record in _lines(run.path / "rollouts.jsonl")] == [i for i in range(1, 6) for _ in "ab"]
+    run.append("metrics.jsonl", [{"kind": "train", "step": 6, "loss": 0.0}])
+    assert run.metrics()[-1]["step"] == 6
+
+
+@pytest.mark.parametrize("half", ["", "{", '{"kind": "train", "step": 5}', "\x00\x00"])
+def test_half_a_line_is_dropped_even_if_it_could_be_read(run: RunDir, half: str) -> None:
+    """Without its newline a line was not written to its end, whatever it looks like."""
+    _history(run, 4)
+    run.save_checkpoint(5, _write())
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write(half)
+    run.resume_step()
+    assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3, 4]
+    assert (run.path / "metrics.jsonl").read_text().endswith("\n")
+
+
+def test_an_evaluation_at_the_checkpoint_is_done_again(run: RunDir) -> None:
+    """It is written after the last checkpoint: a run that dies before done.json evaluates once more, and records once."""
+    _history(run, 5)
+    run.save_checkpoint(5, _write())
+    run.append("metrics.jsonl", [{"kind": "eval", "step": 5, "eval/accuracy_greedy": 0.9}])
+    run.resume_step()
+    assert [(record["kind"], record["step"]) for record in run.metrics()][-1] == ("train", 5)
+    assert run.metrics()[0]["kind"] == "eval"
+
+
+def test_without_a_checkpoint_a_run_starts_again(run: RunDir) -> None:
+    _history(run, 3)
+    assert run.resume_step() == 0
+    assert run.metrics() == [] and _lines(run.path / "rollouts.jsonl") == []
+
+
+def test_a_fresh_run_resumes_at_zero(run: RunDir) -> None:
+    assert run.resume_step() == 0
+    assert run.metrics() == []
+    assert not (run.path / "metrics.jsonl").exists()
+
+
+def test_resuming_twice_changes_nothing(run: RunDir) -> None:
+    _history(run, 7)
+    run.save_checkpoint(5, _write())
+    run.resume_step()
+    first = (run.path / "metrics.jsonl").read_bytes(), (run.path / "rollouts.jsonl").read_bytes()
+    run.resume_step()
+    assert ((run.path / "metrics.jsonl").read_bytes(), (run.path / "rollouts.jsonl").read_bytes()) == first
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_sealed_by_a_manifest(run: RunDir) -> None:
+    run.save_checkpoint(5, _write())
+    folder = run.path / "checkpoints" / "step_000005"
+    assert last_checkpoint(run.path) == folder
+    assert _names(folder) == ["adapter/weights.bin", "manifest.json", "state.json"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest == {  # sha256sum of `weights` and of `{}`
+        "adapter/weights.bin": "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c",
+        "state.json": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+    }
+    check_checkpoint(folder)
+
+
+def test_the_newest_checkpoint_is_the_largest_number(run: RunDir) -> None:
+    for step in (5, 10, 9, 999_999, 1_000_000):
+        run.save_checkpoint(step, _write())
+        newest = last_checkpoint(run.path)
+        assert newest is not None and int(newest.name.removeprefix("step_")) == max(step, 10 if step == 9 else step)
+    assert run.resume_step() == 1_000_000
+
+
+def test_a_crash_while_saving_leaves_the_checkpoint_before_it(run: RunDir) -> None:
+    run.save_checkpoint(5, _write("five"))
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.save_checkpoint(10, fail)
+    newest = last_checkpoint(run.path)
+    assert newest is not None and newest.name == "step_000005"
+    check_run_dir(run.path, CFG)
+    assert run.resume_step() == 5
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step_000005"]
+    run.save_checkpoint(10, _write("ten"))
+    assert _names(run.path / "checkpoints" / "step_000010") == ["adapter/weights.bin", "manifest.json", "state.json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: (folder / "adapter" / "weights.bin").write_text("weightz"), "damaged: adapter/weights.bin"),
+        (lambda folder: (folder / "adapter" / "weights.bin").write_text(""), "damaged: adapter/weights.bin"),
+        (lambda folder: (folder / "state.json").unlink(), "damaged: state.json"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing or broken"),
+        (
+            lambda folder: (folder / "manifest.json").write_text('{"state.json": "44'),
+            "manifest.json is missing or broken",
+        ),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"\x80\x00\xff"), "manifest.json is missing or broken"),
+        (lambda folder: (folder / "manifest.json").write_text("[1, 2]"), "manifest.json is missing or broken"),
+        (lambda folder: (folder / "manifest.json").write_text(""), "manifest.json is missing or broken"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_a_remedy(
+    tmp_path: Path, damage: Callable[[Path], object], says: str
+) -> None:
+    with RunDir(tmp_path / "run", CFG) as run:
+        run.save_checkpoint(5, _write())
+        run.save_checkpoint(10, _write())
+    folder = tmp_path / "run" / "checkpoints" / "step_000010"
+    damage(folder)
+    before = _names(tmp_path)
+    with pytest.raises(BadInput) as caught:
+        RunDir(tmp_path / "run", CFG)
+    message = str(caught.value)
+    assert says in message and str(folder) in message and "Delete this folder" in message
+    assert _names(tmp_path) == before  # nothing was written
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+    with RunDir(tmp_path / "run", CFG) as run:
+        assert run.resume_step() == 5
+
+
+# --- one folder, one config, one process -----------------------------------------------------------------------------
+
+
+def test_another_config_is_refused_and_told_apart(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run", CFG):
+        pass
+    stored = (tmp_path / "run" / "config.yaml").read_bytes()
+    with pytest.raises(BadInput) as caught:
+        RunDir(tmp_path / "run", _other(steps=20, quant={"name": "nf4", "extra": 1}))
+    message = str(caught.value)
+    assert "3 differences" in message
+    for part in (
+        "steps is 10 there and 20 here",
+        "quant.name is 'nvfp4' there and 'nf4' here",
+        "quant.extra is None there and 1 here",
+    ):
+        assert part in message
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == stored
+    with pytest.raises(BadInput, match="seed is 0 there and 1 here"):
+        RunDir(tmp_path / "run", _other(seed=1))
+
+
+def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run", CFG):
+        pass
+    with RunDir(tmp_path / "run", _other(root="elsewhere", save_every=1, logger={"name": "wandb"}, name="b")) as run:
+        assert OmegaConf.load(run.path / "config.yaml")["save_every"] == 1
+
+
+def test_many_differences_are_counted_and_a_few_shown(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run", CFG):
+        pass
+    with pytest.raises(BadInput, match="9 differences") as caught:
+        RunDir(tmp_path / "run", _other(**{f"new{i}": i for i in range(9)}))
+    assert str(caught.value).count(" there and ") == 4
+
+
+def test_a_finished_run_keeps_its_config(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run", CFG) as run:
+        run.finish()
+    stored = (tmp_path / "run" / "config.yaml").read_bytes()
+    with RunDir(tmp_path / "run", _other(save_every=1)) as run:
+        assert run.finished
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == stored
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from omegaconf import OmegaConf
+from qerl_bench.errors import BadInput
+from qerl_bench.rundir import RunDir
+try:
+    RunDir(Path(sys.argv[1]), OmegaConf.create({"steps": 10}))
+except BadInput as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
+    def second() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(
+            [sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, env=environment
+        )
+
+    with RunDir(tmp_path, OmegaConf.create({"steps": 10})):
+        refused = second()
+        assert refused.returncode == 2, refused.stderr
+        assert "another process is running in" in refused.stdout and str(tmp_path) in refused.stdout
+    assert second().returncode == 0
+
+
+def test_a_refused_lock_is_not_kept_open(tmp_path: Path) -> None:
+    with RunDir(tmp_path / "run", CFG):
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(BadInput, match="another process"):
+                RunDir(tmp_path / "run", CFG)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    with RunDir(tmp_path / "run", CFG):
+        pass  # free again
+
+
+def test_the_lock_ends_with_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RunDir(tmp_path / "run", CFG):
+        raise RuntimeError
+    with RunDir(tmp_path / "run", CFG):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "runs" / "x"):
+        with pytest.raises(BadInput, match="root=DIR") as caught:
+            check_run_dir(path, CFG)
+        assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_checking_writes_nothing(tmp_path: Path) -> None:
+    check_run_dir(tmp_path / "runs" / "x", CFG)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- atomic writes, environment, the end -----------------------------------------------------------------------------
+
+
+def test_write_atomically_leaves_the_old_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "done.json"
+    write_atomically(path, "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("power cut")))
+        with pytest.raises(OSError, match="power cut"):
+            write_atomically(path, "new and much longer")
+    assert path.read_text() == "old"
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert [file.name for file in tmp_path.iterdir()] == ["done.json"]
+
+
+def test_done_json(run: RunDir) -> None:
+    assert not run.finished
+    run.append("metrics.jsonl", [{"kind": "eval", "step": 0, "time": 1.0, "eval/accuracy_greedy": 0.1}])
+    for step, peak in ((1, 2.0), (2, 3.5), (3, 3.0)):
+        run.append(
+            "metrics.jsonl", [{"kind": "train", "step": step, "time": 2.0, "loss": step / 2, "memory/peak_gib": peak}]
+        )
+    run.append(
+        "metrics.jsonl", [{"kind": "eval", "step": 3, "time": 3.0, "eval/accuracy_greedy": 0.6, "bad": math.nan}]
+    )
+    assert not is_finished(run.path)
+    run.finish()
+    done = json.loads((run.path / "done.json").read_text())
+    assert done["final"] == {"eval/accuracy_greedy": 0.6, "loss": 1.5, "memory/peak_gib": 3.0, "bad": None}
+    assert done["peak_memory_gib"] == 3.5
+    assert 0 <= done["wall_s"] < 60
+    assert run.finished and is_finished(run.path)
+
+
+def test_done_json_of_a_run_that_measured_nothing(run: RunDir) -> None:
+    run.finish()
+    done = json.loads((run.path / "done.json").read_text())
+    assert (done["final"], done["peak_memory_gib"]) == ({}, None)
+
+
+def test_environment(run: RunDir) -> None:
+    run.write_environment("cpu")
+    first = json.loads((run.path / "env.json").read_text())
+    assert first["device"] == "cpu" and first["gpu"] is None and first["driver"] is None
+    assert first["packages"]["torch"] and first["packages"]["hydra-core"] == "1.3.8"
+    assert first["argv"] == sys.argv and first["python"].startswith("3.")
+    assert first["commit"] is None or len(first["commit"]) == 40
+
+
+def test_an_earlier_environment_is_kept(run: RunDir) -> None:
+    """A run that was continued with other packages or on another machine says so."""
+    for device in ("first", "second", "third"):
+        run.write_environment(device)
+    found = {path.name: json.loads(path.read_text())["device"] for path in run.path.glob("env*.json")}
+    assert found.pop("env.json") == "third"
+    assert sorted(found.values()) == ["first", "second"]
