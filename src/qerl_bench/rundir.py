@@ -81,7 +81,12 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def last_checkpoint(path: Path) -> Path | None:
     """The newest checkpoint folder of a run, or None."""
-    return max((path / "checkpoints").glob("step_*"), default=None)
+    return max((path / "checkpoints").glob("step_*"), default=None, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint folder was written."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -89,8 +94,12 @@ def check_checkpoint(folder: Path) -> None:
     remedy = "Delete this folder to continue from the checkpoint before it (or from the start)"
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        raise BadInput(f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}") from None
+    except (OSError, ValueError):  # ValueError: neither text nor JSON
+        manifest = None
+    require(
+        isinstance(manifest, dict),
+        f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}",
+    )
     for name, digest in manifest.items():
         file = folder / name
         require(file.is_file() and sha256(file) == digest, f"checkpoint {folder} is damaged: {name}. {remedy}")
@@ -120,6 +129,7 @@ class RunDir:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise BadInput(f"another process is running in {path}; wait for it or choose another seed or name") from None
         if not is_finished(path):
             write_atomically(path / "config.yaml", OmegaConf.to_yaml(cfg))
@@ -135,13 +145,16 @@ class RunDir:
         return is_finished(self.path)
 
     def write_environment(self, device: str) -> None:
-        """env.json: what code, packages and machine made these numbers. An earlier attempt's is kept beside it."""
-        write_atomically(self.path / "env.json", json.dumps(environment(device), indent=1))
+        """env.json: what code, packages and machine made these numbers. An earlier attempt's becomes env_<n>.json."""
+        path = self.path / "env.json"
+        if path.exists():
+            os.replace(path, self.path / f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json")
+        write_atomically(path, json.dumps(environment(device), indent=1))
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one; records of later steps are cut away."""
         checkpoint = last_checkpoint(self.path)
-        step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+        step = 0 if checkpoint is None else step_of(checkpoint)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self._cut(self.path / name, step if checkpoint is not None else -1)
         shutil.rmtree(self.path / "checkpoints" / ".writing", ignore_errors=True)

@@ -85,10 +85,9 @@ def test_it_repeats_the_greedy_part_of_eval_task_row_by_row(policy, engine, task
     assert theirs.samples == [row for row in ours.samples if row["mode"] == "greedy"]
     assert theirs.scores == [score for score in ours.scores if score.metric == "eval/accuracy_greedy"]
     assert len({row["completion"] for row in theirs.samples}) > QUESTIONS // 2
-    for key in ("adapter_effect", "engine_gap"):
-        assert theirs.settings[key] == ours.settings[key]
-    assert theirs.settings["adapter_effect"] > 1
-    assert theirs.settings["engine_gap"] < 1e-4
+    for settings in (theirs.settings, ours.settings):  # probed on greedy and on sampled completions
+        assert settings["adapter_effect"] > 1
+        assert settings["engine_gap"] < 1e-4
 
 
 def test_right_answers_count_and_belong_to_their_questions(policy, engine, task, tmp_path):

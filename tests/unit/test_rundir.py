@@ -129,7 +129,7 @@ def test_half_a_line_is_dropped_even_if_it_could_be_read(run: RunDir, half: str)
 
 
 def test_an_evaluation_at_the_checkpoint_is_done_again(run: RunDir) -> None:
-    """It is written after the last checkpoint: a run that dies before done.json evaluates once more, and records once."""
+    """It is written after the last checkpoint: a run that dies before done.json evaluates again and records once."""
     _history(run, 5)
     run.save_checkpoint(5, _write())
     run.append("metrics.jsonl", [{"kind": "eval", "step": 5, "eval/accuracy_greedy": 0.9}])
