@@ -14,7 +14,7 @@ from qerl_bench.errors import require
 
 
 def resolve_device(wanted: str) -> str:
-    """"cpu" or "cuda" for `auto`, `cpu` or `cuda`. Raises BadInput if a GPU is asked for and there is none."""
+    """ "cpu" or "cuda" for `auto`, `cpu` or `cuda`. Raises BadInput if a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
     require(wanted != "cuda" or available, "device=cuda, but PyTorch finds no GPU on this machine; use device=cpu")
     return "cuda" if wanted != "cpu" and available else "cpu"

@@ -26,7 +26,7 @@ class Model(Protocol):
         ...
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Weights and tokenizer on `device`; `base` is the checkpoint folder that the warm start left, if there was one."""
+        """Weights and tokenizer on `device`; `base` is the checkpoint folder of the warm start, if there was one."""
         ...
 
 
@@ -48,7 +48,10 @@ class TinyModel:
     def __post_init__(self) -> None:
         for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size"):
             value = getattr(self, key)
-            require(isinstance(value, int) and value >= 1, f"model.{key} must be a whole number of at least 1, got {value!r}")
+            require(
+                isinstance(value, int) and value >= 1,
+                f"model.{key} must be a whole number of at least 1, got {value!r}",
+            )
         require(
             self.hidden_size % (2 * self.heads) == 0,
             f"model.hidden_size must be a multiple of 2 * model.heads, got {self.hidden_size} and {self.heads}",
@@ -134,10 +137,12 @@ class HubModel:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.id, revision=self.revision)
-            model = AutoModelForCausalLM.from_pretrained(self.id, revision=self.revision, dtype=getattr(torch, self.dtype))
+            model = AutoModelForCausalLM.from_pretrained(
+                self.id, revision=self.revision, dtype=getattr(torch, self.dtype)
+            )
         except OSError as error:
             raise BadInput(
-                f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine can "
-                "reach or a local folder: model.id=/path/to/model"
+                f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine "
+                "can reach or a local folder: model.id=/path/to/model"
             ) from error
         return placed(model, device, model.dtype), tokenizer

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before any training: refused here, in words, while nothing has been written yet."""
+"""Everything that can be found wrong before any training is refused here, in words, with nothing written yet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class SweepFailed(Exception):
     def __init__(self, total: int, failed: Sequence[Point]) -> None:
         listed = "\n".join(f"  {point.run_dir}/run.log" for point in failed)
         super().__init__(
-            f"{len(failed)} of {total} runs failed:\n{listed}\nThe same command runs these again and skips the finished ones."
+            f"{len(failed)} of {total} runs failed:\n{listed}\n"
+            "The same command runs these again and skips the finished ones."
         )
 
 
@@ -81,7 +82,9 @@ def check_points(job_overrides: Sequence[Sequence[str]], slots: int) -> list[Poi
             raise BadInput(f"{' '.join(overrides)}: {error}") from error
         if experiment.name in points:
             raise BadInput(f"{' '.join(overrides)} and {' '.join(points[experiment.name].overrides)} are the same run")
-        points[experiment.name] = Point(list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir))
+        points[experiment.name] = Point(
+            list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir)
+        )
     return list(points.values())
 
 

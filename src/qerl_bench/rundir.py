@@ -130,7 +130,9 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise BadInput(f"another process is running in {path}; wait for it or choose another seed or name") from None
+            raise BadInput(
+                f"another process is running in {path}; wait for it or choose another seed or name"
+            ) from None
         if not is_finished(path):
             write_atomically(path / "config.yaml", OmegaConf.to_yaml(cfg))
 
@@ -202,9 +204,15 @@ class RunDir:
     def finish(self) -> None:
         """Write done.json, the mark of a finished run, with the last value of every metric."""
         records = self.metrics()
-        final = {key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")}
+        final = {
+            key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")
+        }
         peaks = [record["memory/peak_gib"] for record in records if record.get("memory/peak_gib") is not None]
-        done = {"wall_s": round(time.time() - self.started, 3), "peak_memory_gib": max(peaks, default=None), "final": final}
+        done = {
+            "wall_s": round(time.time() - self.started, 3),
+            "peak_memory_gib": max(peaks, default=None),
+            "final": final,
+        }
         write_atomically(self.path / "done.json", json.dumps(done, indent=1))
 
 

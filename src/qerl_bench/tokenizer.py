@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 PAD_ID, END_ID = 256, 257
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 # Only the user's words: a model of this size has no use for an instruction that never changes.
-CHAT_TEMPLATE = "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}\n{% endif %}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}\n{% endif %}{% endfor %}"
+)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def base_checkpoint(model: Model, root: str) -> Path | None:
-    """The checkpoint folder of the model's warm start, made now if it is not in the cache; None if the model needs none.
+    """The checkpoint folder of the model's warm start, made now if the cache lacks it; None if the model needs none.
 
     The run lives in `root`/cache/runs under its own fingerprint. Of several processes that need it at once, one makes
     it and the others wait.

@@ -142,7 +142,9 @@ def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
         run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
     first, second = (records(path) for path in runs)
     assert first == second
-    adapters = [(path / "checkpoints" / "step_000006" / "adapter" / "adapter_model.safetensors").read_bytes() for path in runs]
+    adapters = [
+        (path / "checkpoints" / "step_000006" / "adapter" / "adapter_model.safetensors").read_bytes() for path in runs
+    ]
     assert adapters[0] == adapters[1]
     samples = [pd.read_parquet(path / "samples.parquet") for path in runs]
     pd.testing.assert_frame_equal(*samples)

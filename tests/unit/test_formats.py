@@ -14,13 +14,13 @@ from hydra.utils import instantiate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from qerl_kernels import e2m1, mxfp4, nvfp4
 
 from qerl_bench.errors import BadInput
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_kernels import e2m1, mxfp4, nvfp4
 
 CONF = Path(__file__).parents[2] / "conf" / "quant"
 NAMES = ("bf16", "nf4", "mxfp4", "nvfp4")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from qerl_kernels import e2m1, mxfp4, nvfp4
 
 pytestmark = pytest.mark.peers

@@ -33,7 +33,9 @@ class ProcessLauncherConf:
     slots: int | None = None  # runs side by side; null = one per visible GPU, or one on a machine without
 
 
-ConfigStore.instance().store(group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="process_launcher")
+ConfigStore.instance().store(
+    group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="process_launcher"
+)
 
 
 class ProcessLauncher(Launcher):
@@ -50,7 +52,13 @@ class ProcessLauncher(Launcher):
         slots = self.slots or max(1, len(gpus))
         points = check_points(job_overrides, slots)
         todo = [point for point in points if not point.finished]
-        log.info("sweep of %d runs: %d finished before, %d to do, %d at a time", len(points), len(points) - len(todo), len(todo), slots)
+        log.info(
+            "sweep of %d runs: %d finished before, %d to do, %d at a time",
+            len(points),
+            len(points) - len(todo),
+            len(todo),
+            slots,
+        )
         free: queue.Queue[int] = queue.Queue()
         for slot in range(slots):
             free.put(slot)
@@ -86,7 +94,7 @@ class ProcessLauncher(Launcher):
 
 
 def start(point: Point, slot: int, slots: int, gpus: list[str]) -> subprocess.Popen[bytes]:
-    """Start one run. A run that is alone talks to this terminal; runs side by side write to launch.log in their folder."""
+    """Start one run. Alone it talks to this terminal; runs side by side write to launch.log in their folders."""
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
@@ -101,12 +109,14 @@ def start(point: Point, slot: int, slots: int, gpus: list[str]) -> subprocess.Po
 
 
 def visible_gpus() -> list[str]:
-    """Ids of the GPUs that runs may use, without importing torch: CUDA_VISIBLE_DEVICES if set, else what nvidia-smi lists."""
+    """Ids of the GPUs that runs may use, found without torch: CUDA_VISIBLE_DEVICES, or else what nvidia-smi lists."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [gpu for gpu in chosen.split(",") if gpu.strip()]
     try:
-        listed = subprocess.run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True
+        )
     except FileNotFoundError:
         return []
     return listed.stdout.split() if listed.returncode == 0 else []

@@ -14,10 +14,10 @@ VISIBLE = {"torch.float32": 1e-3, "16 bit": 0.05}  # nats; a smaller mean effect
 
 
 def adapter_probe(policy: Policy, rollouts: list[Rollout], temperature: float = 1.0) -> dict[str, float]:
-    """Mean absolute log-probability gaps on a few completions that the engine wrote, log-probabilities at `temperature`.
+    """Mean absolute log-probability gaps, at `temperature`, on a few completions that the engine wrote.
 
-    `adapter_effect`: trainer with its adapter against trainer without it; 0 before training. `engine_gap`: engine against
-    trainer with its adapter; only rounding. Raises AssertionError if the adapter has visibly changed the policy and the
+    `adapter_effect`: trainer with its adapter against trainer without it; 0 before training. `engine_gap`: engine
+    against trainer with its adapter; only rounding. Raises AssertionError if the adapter has visibly changed the policy and the
     engine is nearer to the base model. Empty without an adapter.
     """
     if policy.adapter is None:

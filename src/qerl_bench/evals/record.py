@@ -24,7 +24,9 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
     os.replace(beside, path)
 
     path = run.path / "eval.json"
-    others = [entry for entry in json.loads(path.read_text()) if entry["step"] != step] if path.exists() and step > 0 else []
+    others = (
+        [entry for entry in json.loads(path.read_text()) if entry["step"] != step] if path.exists() and step > 0 else []
+    )
     entries = [
         {"task": task, "step": step, **asdict(score), "settings": evaluation.settings, "versions": versions()}
         for score in evaluation.scores

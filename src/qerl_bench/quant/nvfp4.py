@@ -46,6 +46,7 @@ class NVFP4:
 
     def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
         import torch
+
         from qerl_kernels import nvfp4
 
         dtype: torch.dtype = getattr(torch, self.compute_dtype)

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_bench.errors import require, require_package
+from qerl_bench.errors import BadInput, require, require_package
 from qerl_bench.rundir import RunDir
 from qerl_bench.sink.base import Sink
 from qerl_bench.sink.jsonl import JsonlSink
@@ -41,15 +41,20 @@ class WandbSink:
         import wandb
 
         identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run.path.name, "resume": "allow"}
-        self.mirror = wandb.init(
-            project=spec.project,
-            entity=spec.entity,
-            name=run.path.name,
-            dir=str(run.path),
-            mode=spec.mode,  # type: ignore[arg-type]
-            config=config,
-            **identity,  # type: ignore[arg-type]
-        )
+        try:
+            self.mirror = wandb.init(
+                project=spec.project,
+                entity=spec.entity,
+                name=run.path.name,
+                dir=str(run.path),
+                mode=spec.mode,  # type: ignore[arg-type]
+                config=config,
+                **identity,  # type: ignore[arg-type]
+            )
+        except wandb.errors.Error as error:
+            raise BadInput(
+                f"logger=wandb cannot start: {error}. Log in with `wandb login`, or use logger.mode=offline"
+            ) from error
         self.mirror.define_metric("*", step_metric="step")
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:

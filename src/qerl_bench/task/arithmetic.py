@@ -37,7 +37,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         require(
-            len(self.operations) > 0 and all(isinstance(n, int) and 1 <= n <= 8 for n in self.operations),
+            len(self.operations) > 0 and all(type(n) is int and 1 <= n <= 8 for n in self.operations),
             f"task.operations lists how many operations a problem has, each 1..8, got {self.operations}",
         )
         require(
@@ -46,10 +46,15 @@ class Arithmetic:
         )
         for key in ("max_start", "max_operand"):
             value = getattr(self, key)
-            require(isinstance(value, int) and 1 <= value <= 99, f"task.{key} must be 1..99, got {value!r}")
+            require(type(value) is int and 1 <= value <= 99, f"task.{key} must be 1..99, got {value!r}")
         require(
-            isinstance(self.max_completion_tokens, int) and self.max_completion_tokens >= 1,
+            type(self.max_completion_tokens) is int and self.max_completion_tokens >= 1,
             f"task.max_completion_tokens must be at least 1, got {self.max_completion_tokens!r}",
+        )
+        require(
+            0 < self.correct_weight < float("inf") and 0 <= self.format_weight < float("inf"),
+            "task needs a finite correct_weight > 0 and format_weight >= 0, "
+            f"got correct_weight={self.correct_weight}, format_weight={self.format_weight}",
         )
         shares = self.procedures
         require(
@@ -64,7 +69,9 @@ class Arithmetic:
         return [self._prompt(chain) for chain in self._chains("train", derive(seed, "train", step), count)]
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return [self._prompt(chain) for chain in self._chains("eval", derive("held-out"), 1024 if count is None else count)]
+        return [
+            self._prompt(chain) for chain in self._chains("eval", derive("held-out"), 1024 if count is None else count)
+        ]
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         draw = random.Random(derive(seed, "procedures", step))
@@ -89,13 +96,13 @@ class Arithmetic:
         while len(chains) < count:
             chain = random_chain(draw, draw.choice(self.operations), self.operators, self.max_start, self.max_operand)
             held_out = int(hashlib.sha256(chain.question.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
-            if held_out == (split == "eval"):
+            if held_out == (split == "eval") and all(op in self.operators for op, _ in chain.steps):
                 chains.setdefault(chain.question, chain)
             attempts += 1
             require(
                 attempts < 1000 * count + 1000,
                 f"task=arithmetic cannot make {count} different problems from operations={self.operations}, "
-                f"operators={self.operators!r}, max_start={self.max_start}, max_operand={self.max_operand}; widen one of them",
+                f"operators={self.operators!r}, max_start={self.max_start}, max_operand={self.max_operand}; widen one",
             )
         return list(chains.values())
 
@@ -114,7 +121,10 @@ class Chain:
 
 
 def random_chain(draw: random.Random, length: int, operators: str, max_start: int, max_operand: int) -> Chain:
-    """A chain whose running value stays within 0..199; products use factors 2..5 of values up to 30."""
+    """A chain whose running value is never negative; products use factors 2..5 of values up to 30.
+
+    Where the drawn operator would break that, another takes its place, for want of a better one + .
+    """
     start = value = draw.randint(1, max_start)
     steps, results = [], []
     for _ in range(length):

@@ -1,7 +1,7 @@
 """What a task is: prompts, a reward, and demonstrations for a warm start.
 
-A task spec is a frozen dataclass named by `_target_` in conf/task/*.yaml. It validates its own fields, imports no torch,
-and draws everything from explicit seeds, so any step's prompts can be recomputed after a resume.
+A task spec is a frozen dataclass named by `_target_` in conf/task/*.yaml. It validates its own fields, imports no
+torch, and draws everything from explicit seeds, so any step's prompts can be recomputed after a resume.
 """
 
 from __future__ import annotations
