@@ -17,8 +17,8 @@ def adapter_probe(policy: Policy, rollouts: list[Rollout], temperature: float = 
     """Mean absolute log-probability gaps, at `temperature`, on a few completions that the engine wrote.
 
     `adapter_effect`: trainer with its adapter against trainer without it; 0 before training. `engine_gap`: engine
-    against trainer with its adapter; only rounding. Raises AssertionError if the adapter has visibly changed the policy and the
-    engine is nearer to the base model. Empty without an adapter.
+    against trainer with its adapter; only rounding. Raises AssertionError if the adapter has visibly changed the policy
+    and the engine is nearer to the base model. Empty without an adapter.
     """
     if policy.adapter is None:
         return {}
