@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from qerl_bench.config import require_count
 from qerl_bench.errors import BadInput, require
 
 if TYPE_CHECKING:
@@ -47,11 +48,9 @@ class TinyModel:
 
     def __post_init__(self) -> None:
         for key in ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size"):
-            value = getattr(self, key)
-            require(
-                isinstance(value, int) and value >= 1,
-                f"model.{key} must be a whole number of at least 1, got {value!r}",
-            )
+            require_count(f"model.{key}", getattr(self, key))
+        for key in ("warm_start_steps", "seed"):
+            require_count(f"model.{key}", getattr(self, key), least=0)
         require(
             self.hidden_size % (2 * self.heads) == 0,
             f"model.hidden_size must be a multiple of 2 * model.heads, got {self.hidden_size} and {self.heads}",
@@ -59,10 +58,6 @@ class TinyModel:
         require(
             self.heads % self.kv_heads == 0,
             f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}",
-        )
-        require(
-            isinstance(self.warm_start_steps, int) and self.warm_start_steps >= 0,
-            f"model.warm_start_steps must be a whole number of at least 0, got {self.warm_start_steps!r}",
         )
         require(self.dtype in DTYPES, f"model.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
@@ -79,15 +74,15 @@ class TinyModel:
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         import torch
-        from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+        from transformers import Qwen2Config, Qwen2ForCausalLM
 
         from qerl_bench.tokenizer import END_ID, PAD_ID, byte_tokenizer
 
         dtype = getattr(torch, self.dtype)
+        tokenizer = byte_tokenizer()  # AutoTokenizer would make Qwen2's kind of the saved one: NFC, a 263rd token
         if base is not None:
             model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-            return placed(model, device, dtype), AutoTokenizer.from_pretrained(base)
-        tokenizer = byte_tokenizer()
+            return placed(model, device, dtype), tokenizer
         config = Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden_size,
@@ -108,10 +103,12 @@ class TinyModel:
 
 
 def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` on `device`, computing in `dtype`."""
+    """`model` on `device` with its weights in `dtype`. Buffers stay as they are: rotary frequencies need their FP32."""
     import torch
 
-    torch.nn.Module.to(model, device=torch.device(device), dtype=dtype)  # transformers' wrapper hides the arguments
+    torch.nn.Module.to(model, device=torch.device(device))  # transformers' wrapper hides the arguments
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -140,7 +137,7 @@ class HubModel:
             model = AutoModelForCausalLM.from_pretrained(
                 self.id, revision=self.revision, dtype=getattr(torch, self.dtype)
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # not there; no tokenizer in it, or an architecture that is not known
             raise BadInput(
                 f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine "
                 "can reach or a local folder: model.id=/path/to/model"
