@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -59,7 +60,9 @@ def peak_gib(device: str) -> float:
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     try:
-        status = Path("/proc/self/status").read_text()
+        peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
+        peak = None
+    if peak is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
+    return int(peak[1]) / 2**20
