@@ -1,0 +1,126 @@
+"""Which device, how long, how much memory; on machines that hide what is asked for, too."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_bench import device
+from qerl_bench.device import Phases, peak_gib, reset_peak, resolve_device
+from qerl_bench.errors import BadInput
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "expected"),
+    [
+        ("auto", True, "cuda"),
+        ("auto", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cpu", False, "cpu"),
+        ("cuda", True, "cuda"),
+    ],
+)
+def test_resolve_device(wanted: str, gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert resolve_device(wanted) == expected
+
+
+def test_a_gpu_that_is_missing_is_an_error_and_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadInput, match="device=cpu"):
+        resolve_device("cuda")
+
+
+def test_phases_measure_each_and_add_up_repeats() -> None:
+    phases = Phases("cpu")
+    with phases.phase("step"):
+        with phases.phase("rollout"):
+            time.sleep(0.02)
+        for _ in range(2):
+            with phases.phase("train"):
+                time.sleep(0.01)
+    assert set(phases.seconds) == set(phases.peak_gib) == {"step", "rollout", "train"}
+    assert 0.02 <= phases.seconds["rollout"] < 0.5
+    assert 0.02 <= phases.seconds["train"] < 0.5
+    assert phases.seconds["step"] >= phases.seconds["rollout"] + phases.seconds["train"]
+
+
+def test_a_phase_lets_exceptions_through() -> None:
+    phases = Phases("cpu")
+    with pytest.raises(KeyError), phases.phase("rollout"):
+        raise KeyError
+    assert "rollout" not in phases.seconds
+
+
+def _clearing_works() -> bool:
+    """Whether this system lets a process start its peak again."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return "VmHWM:" in Path("/proc/self/status").read_text()
+
+
+def test_peak_memory_belongs_to_its_phase() -> None:
+    if not _clearing_works():
+        pytest.skip("this system does not let a process reset its peak memory")
+    phases = Phases("cpu")
+    with phases.phase("before"):
+        pass
+    with phases.phase("big"):
+        block = torch.ones(2**27)  # 512 MiB, touched
+        del block
+    with phases.phase("after"):
+        pass
+    big, rest = phases.peak_gib["big"], max(phases.peak_gib["before"], phases.peak_gib["after"])
+    assert big > rest + 0.4
+
+
+def test_peak_memory_is_of_the_right_size() -> None:
+    reset_peak("cpu")
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
+    assert resident * 0.9 < peak_gib("cpu") < resident + 4
+
+
+@pytest.mark.parametrize("status", [None, "Name:\tpython\nVmRSS:\t 1000 kB\n"])
+def test_where_the_system_does_not_tell_the_peak_is_that_of_the_process(
+    status: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other systems have no /proc, and sandboxes leave lines out of it."""
+
+    class NoProc:
+        def __init__(self, path: str) -> None: ...
+
+        def read_text(self) -> str:
+            if status is None:
+                raise FileNotFoundError
+            return status
+
+        def write_text(self, text: str) -> None:
+            raise PermissionError
+
+    monkeypatch.setattr(device, "Path", NoProc)
+    reset_peak("cpu")
+    assert peak_gib("cpu") == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, rel=0.01)
+
+
+def test_the_gpu_is_synchronised_at_every_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def record(name: str, result: Any = None) -> Callable[[], Any]:
+        return lambda: (calls.append(name), result)[1]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", record("wait"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", record("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", record("read", 3 * 2**30))
+    phases = Phases("cuda")
+    with phases.phase("train"):
+        calls.append("work")
+    assert calls == ["reset", "wait", "work", "wait", "read"]
+    assert phases.peak_gib == {"train": 3.0}
