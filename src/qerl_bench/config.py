@@ -101,6 +101,10 @@ class Experiment:
         require_count("steps", self.steps)
         require_count("save_every", self.save_every)
         require_count("seed", self.seed, least=0)
+        require(
+            isinstance(self.root, str) and is_folder_name(self.name),
+            f"name must be a folder name below root/runs and root a path, got name={self.name!r}, root={self.root!r}",
+        )
         require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda, got {self.device!r}")
         require(
             self.lora.rank > 0 or self.quant.bits_per_weight is None,
@@ -123,7 +127,12 @@ class Experiment:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_folder_name(name: object) -> bool:
+    """Whether `name` is a relative path that leads downwards, such as x or a/b."""
+    return isinstance(name, str) and name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def require_count(key: str, value: object, least: int = 1) -> None:
@@ -133,7 +142,7 @@ def require_count(key: str, value: object, least: int = 1) -> None:
 
 
 def require_positive(key: str, value: object) -> None:
-    """Raise BadInput unless `value` is a positive number."""
+    """Raise BadInput unless `value` is a positive, finite number."""
     require(is_number(value) and value > 0, f"{key} must be a positive number, got {value!r}")  # type: ignore[operator]
 
 
@@ -155,7 +164,16 @@ def plain(cfg: DictConfig, key: str) -> Any:
 
 def fingerprint(cfg: DictConfig) -> str:
     """First 8 hex digits of the SHA-256 of the scientific config: equal for runs that differ in the seed alone."""
-    return hashlib.sha256(json.dumps(scientific(cfg), sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(canonical(scientific(cfg)), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def canonical(value: Any) -> Any:
+    """`value` with whole floats as integers: temperature=1 and temperature=1.0 are the same run."""
+    if isinstance(value, dict):
+        return {key: canonical(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [canonical(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def compose(overrides: list[str] | None = None) -> DictConfig:
@@ -178,8 +196,10 @@ def build(cfg: DictConfig) -> Experiment:
     Raises BadInput with the reason if a value or a combination of options cannot work.
     """
     nodes = {str(key): spec(cfg, str(key)) for key in cfg}
-    unknown = nodes.keys() - {field.name for field in fields(Experiment)}
+    known = {field.name for field in fields(Experiment)}
+    unknown, missing = nodes.keys() - known, known - nodes.keys()
     require(not unknown, f"there is no option {', '.join(sorted(unknown))}. All options: python src/run.py --cfg job")
+    require(not missing, f"the config lacks {', '.join(sorted(missing))}, which every run needs; leave ~ overrides out")
     return Experiment(**nodes)
 
 
@@ -198,4 +218,5 @@ def spec(cfg: DictConfig, key: str) -> Any:
         cause = error.__cause__
         if isinstance(cause, BadInput | OmegaConfBaseException):
             raise cause from None
-        raise BadInput(f"{key}: {cause or error}") from error
+        given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
+        raise BadInput(f"{key} does not work with {given}: {cause or error}") from error

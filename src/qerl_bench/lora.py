@@ -23,13 +23,17 @@ class Lora:
 
     def __post_init__(self) -> None:
         require(
-            isinstance(self.rank, int) and self.rank >= 1,
+            type(self.rank) is int and self.rank >= 1,
             f"lora.rank must be a whole number of at least 1, got {self.rank!r}; to train every weight instead of an "
             "adapter use lora=none",
         )
-        require(self.alpha > 0, f"lora.alpha must be positive, got {self.alpha!r}")
+        require(0 < self.alpha < float("inf"), f"lora.alpha must be positive, got {self.alpha!r}")
         require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout!r}")
-        require(len(self.targets) > 0, "lora.targets names no layer; to train without an adapter use lora=none")
+        require(
+            isinstance(self.targets, list) and len(self.targets) > 0 and all(isinstance(t, str) for t in self.targets),
+            f"lora.targets must list the names of layers, such as [q_proj, v_proj], got {self.targets!r}; to train without "
+            "an adapter use lora=none",
+        )
 
     def peft_config(self) -> LoraConfig:
         from peft import LoraConfig

@@ -52,7 +52,7 @@ class Grpo:
 def require_clip(epsilon_low: float, epsilon_high: float) -> None:
     """Raise BadInput unless both clip widths make sense."""
     require(0 < epsilon_low < 1, f"algo.epsilon_low must be between 0 and 1, got {epsilon_low!r}")
-    require(epsilon_high > 0, f"algo.epsilon_high must be positive, got {epsilon_high!r}")
+    require(0 < epsilon_high < float("inf"), f"algo.epsilon_high must be positive, got {epsilon_high!r}")
 
 
 def require_advantage_eps(eps: float) -> None:
