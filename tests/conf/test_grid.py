@@ -1,0 +1,339 @@
+"""Every combination of options, every experiment and every point of every sweep: composed and checked in one process
+that must not have loaded torch or any of its friends; and the name that a run gets from its config."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from qerl_bench import metrics
+from qerl_bench.config import CONF_DIR, build, compose, fingerprint
+from qerl_bench.errors import BadInput
+from qerl_bench.rundir import RunDir
+
+ROOT = CONF_DIR.parent
+AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "experiment")
+OPTIONS = {axis: sorted(path.stem for path in (CONF_DIR / axis).glob("*.yaml")) for axis in AXES}
+EXPERIMENTS = sorted(
+    str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in (CONF_DIR / "experiment").rglob("*.yaml")
+)
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+
+
+def pairwise(options: dict[str, list[str]]) -> list[dict[str, str]]:
+    """Few combinations in which every two options of different axes meet at least once (greedy, deterministic)."""
+    axes = sorted(options, key=lambda axis: -len(options[axis]))
+    missing = {
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(axes, 2)
+        for x, y in itertools.product(options[a], options[b])
+    }
+
+    def news(row: dict[str, str], axis: str, option: str) -> int:
+        return sum(frozenset({(axis, option), item}) in missing for item in row.items())
+
+    rows = []
+    while missing:
+        row = dict(min(sorted(pair) for pair in missing))
+        for axis in axes:
+            if axis not in row:
+                gains = [news(row, axis, option) for option in options[axis]]
+                row[axis] = options[axis][gains.index(max(gains))]
+        rows.append(row)
+        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+    return rows
+
+
+def sweep_points(sweep: dict[str, Any]) -> list[list[str]]:
+    """The command-line words of every point; of seeds, which are plain numbers, all with the first point only."""
+    values = {key: entry["values"] for key, entry in sweep["parameters"].items()}
+    fixed = [word for word in sweep["command"] if "=" in word]
+    seeds = values.pop("seed", [0])
+    points = list(itertools.product(*values.values()))
+    return [
+        [*(f"{key}={value}" for key, value in zip(values, point, strict=True)), f"seed={seed}", *fixed]
+        for i, point in enumerate(points)
+        for seed in (seeds if i == 0 else seeds[:1])
+    ]
+
+
+PROGRAM = """
+import itertools, json, sys, time
+import run  # the program itself: what it imports at its start counts too
+from hydra_plugins.process_launcher import launcher
+from qerl_bench.config import Experiment, build, compose, spec
+from qerl_bench.errors import BadInput
+
+asked = json.load(sys.stdin)
+started = time.perf_counter()
+found = {"composed": {}, "refused": {}, "grid": 0, "grid_refused": []}
+for name, overrides in asked["points"]:
+    try:
+        found["composed"][name] = build(compose(overrides)).name
+    except BadInput as error:
+        found["refused"][name] = str(error)
+
+# Options meet in two places only: interpolations, which the points above compose, and Experiment, which sees them all.
+base = compose()
+plain = {key: base[key] for key in base if key not in asked["options"]}
+plain |= {key: spec(base, key) for key in ("rollout", "optim")}
+built = {
+    axis: {option: spec(compose([f"{axis}={option}"]), axis) for option in options}
+    for axis, options in asked["options"].items()
+}
+for point in itertools.product(*(options.items() for options in built.values())):
+    found["grid"] += 1
+    try:
+        Experiment(**plain, **{axis: option for axis, (_, option) in zip(built, point)})
+    except BadInput:
+        found["grid_refused"].append([name for name, _ in point])
+found["seconds"] = time.perf_counter() - started
+found["modules"] = sorted(sys.modules)
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What one fresh process made of all of it."""
+    points = [(json.dumps(row, sort_keys=True), [f"{k}={v}" for k, v in row.items()]) for row in pairwise(OPTIONS)]
+    points += [(f"experiment={name}", [f"experiment={name}"]) for name in EXPERIMENTS]
+    for path in SWEEPS:
+        points += [(" ".join(words), words) for words in sweep_points(yaml.safe_load(path.read_text()))]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps({"points": points, "options": OPTIONS}),
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout), "asked": [name for name, _ in points]}
+
+
+def test_pairwise_meets_every_two_options() -> None:
+    rows = pairwise(OPTIONS)
+    for a, b in itertools.combinations(OPTIONS, 2):
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(OPTIONS[a], OPTIONS[b]))
+
+
+def test_there_is_something_to_compose() -> None:
+    assert {"quant", "aqn", "algo", "lora", "model", "engine", "task", "eval", "logger"} <= set(AXES)
+    assert all(OPTIONS.values()) and len(EXPERIMENTS) >= 2 and len(SWEEPS) >= 2
+
+
+def test_nothing_heavy_is_loaded(found: dict[str, Any]) -> None:
+    heavy = {
+        "torch",
+        "transformers",
+        "peft",
+        "vllm",
+        "wandb",
+        "bitsandbytes",
+        "lm_eval",
+        "datasets",
+        "triton",
+        "pandas",
+    }
+    assert not heavy & set(found["modules"])
+
+
+def test_it_takes_seconds(found: dict[str, Any]) -> None:
+    per_point = found["seconds"] / (len(found["asked"]) + len(list(itertools.chain(*OPTIONS.values()))))
+    assert per_point < 1.5, "composing has become slow"
+
+
+def _impossible(row: dict[str, str]) -> bool:
+    return row["lora"] == "none" and row["quant"] != "bf16"
+
+
+def test_every_two_options_compose_or_are_refused_for_the_one_known_reason(found: dict[str, Any]) -> None:
+    rows = {json.dumps(row, sort_keys=True): row for row in pairwise(OPTIONS)}
+    for name, row in rows.items():
+        if _impossible(row):
+            assert found["refused"][name].startswith("lora=none trains every weight, but quant="), row
+            assert (
+                row["quant"] in found["refused"][name] and "Use lora=default, or quant=bf16" in found["refused"][name]
+            )
+        else:
+            lora = 0 if row["lora"] == "none" else 32
+            expected = f"{row['quant']}-{row['aqn']}-{row['algo']}-r{lora}-s0-"
+            assert found["composed"][name].startswith(expected), row
+    names = [found["composed"][name] for name in rows if name in found["composed"]]
+    assert len(set(names)) >= len(names) - sum(row["logger"] != OPTIONS["logger"][0] for row in rows.values())
+
+
+def test_the_full_grid_is_possible_but_for_the_one_known_reason(found: dict[str, Any]) -> None:
+    size = 1
+    for options in OPTIONS.values():
+        size *= len(options)
+    assert found["grid"] == size
+    refused = [dict(zip(OPTIONS, point, strict=True)) for point in found["grid_refused"]]
+    assert all(_impossible(row) for row in refused)
+    packed = len(OPTIONS["quant"]) - 1
+    assert len(refused) == size // len(OPTIONS["quant"]) // len(OPTIONS["lora"]) * packed
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes(found: dict[str, Any], name: str) -> None:
+    assert f"experiment={name}" in found["composed"], found["refused"].get(f"experiment={name}")
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_sweep_composes_and_its_points_are_different_runs(found: dict[str, Any], path: Path) -> None:
+    sweep = yaml.safe_load(path.read_text())
+    points = [" ".join(words) for words in sweep_points(sweep)]
+    names = [found["composed"].get(point, found["refused"].get(point)) for point in points]
+    assert all(point in found["composed"] for point in points), names
+    assert len(set(names)) == len(points)
+    assert (ROOT / sweep["program"]).is_file()
+    assert sweep["metric"]["name"] in {**metrics.SAMPLED, **metrics.TRAINED, **metrics.EVALUATED}
+    assert "logger=wandb" in sweep["command"]  # or the agent waits for numbers that never come
+
+
+# --- names and fingerprints ------------------------------------------------------------------------------------------
+
+
+def _print(*overrides: str) -> str:
+    return fingerprint(compose(list(overrides)))
+
+
+def test_runs_of_the_same_science_share_a_fingerprint() -> None:
+    reference = _print()
+    same = ("seed=7", "root=/elsewhere", "logger=wandb", "logger=wandb logger.project=x", "save_every=3", "name=mine")
+    for words in (*same, "rollout.temperature=1", "task.correct_weight=1", "optim.weight_decay=0"):
+        assert _print(*words.split()) == reference, words
+    assert _print("optim.lr=0.0001") == _print("optim.lr=1e-4") != reference
+
+
+def test_runs_of_other_science_do_not() -> None:
+    others = [
+        "steps=151",
+        "optim.lr=1e-9",
+        "optim.schedule=linear",
+        "optim.warmup_steps=4",
+        "optim.weight_decay=0.01",
+        "optim.max_grad_norm=2",
+        "optim.micro_batch=32",
+        "lora.rank=16",
+        "lora.alpha=64",
+        "lora.dropout=0.1",
+        "lora.targets=[q_proj]",
+        "rollout.prompts=8",
+        "rollout.group_size=4",
+        "rollout.temperature=0.9",
+        "quant=nvfp4",
+        "quant=mxfp4",
+        "quant=nf4",
+        "aqn=exp",
+        "algo=dapo",
+        "algo=sft",
+        "algo.epsilon_low=0.1",
+        "model=qwen2.5-7b-instruct",
+        "model.layers=5",
+        "model.seed=1",
+        "task=gsm8k",
+        "task.max_start=21",
+        "task.procedures.guess=0.5",
+        "eval.questions=8",
+        "eval=none",
+        "engine.max_batch=1",
+        "device=cpu",
+    ]
+    prints = {_print(word): word for word in others}
+    assert len(prints) == len(others) and _print() not in prints
+
+
+def test_the_name_of_a_run() -> None:
+    cfg = compose(["quant=nvfp4", "aqn=exp", "lora.rank=16", "seed=3"])
+    assert cfg.name == f"nvfp4-exp-grpo-r16-s3-{fingerprint(cfg)}"
+    assert build(cfg).run_dir == Path(".") / "runs" / cfg.name
+    assert compose(["lora=none"]).name.startswith("bf16-none-grpo-r0-s0-")
+    assert compose(["quant=nvfp4", "aqn=exp", "lora.rank=16", "seed=4"]).name == cfg.name.replace("-s3-", "-s4-")
+
+
+def test_the_stored_config_has_the_fingerprint_of_the_run(tmp_path: Path) -> None:
+    cfg = compose(["quant=nvfp4", "aqn=exp", "optim.lr=1e-5", "eval.questions=null"])
+    with RunDir(tmp_path / "run", cfg) as run:
+        stored = OmegaConf.load(run.path / "config.yaml")
+    assert stored == cfg
+    assert fingerprint(stored) == cfg.name.rsplit("-", 1)[1]
+
+
+def test_hydra_composes_what_compose_composes() -> None:
+    """`--cfg job --resolve` of the program, flags behind the overrides as users write them."""
+    words = ["quant=mxfp4", "aqn=exp", "optim.lr=2e-5", "seed=2", "experiment=smoke"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "src" / "run.py"), *words, "--cfg", "job", "--resolve"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert OmegaConf.to_container(OmegaConf.create(done.stdout)) == OmegaConf.to_container(compose(words))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", [name for name in OPTIONS["quant"] if name != "bf16"])
+def test_packed_weights_cannot_be_trained(quant: str) -> None:
+    with pytest.raises(BadInput, match=f"quant={quant} keeps them packed"):
+        build(compose([f"quant={quant}", "lora=none"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("steps=5", "optim.warmup_steps=5 leaves nothing of steps=5"),
+        ("steps=0", "steps must be a whole number of at least 1, got 0"),
+        ("steps=1.5", "steps must be a whole number"),
+        ("steps=true", "steps must be a whole number"),
+        ("seed=-1", "seed must be a whole number of at least 0"),
+        ("save_every=0", "save_every must be"),
+        ("device=tpu", "device must be auto, cpu or cuda, got 'tpu'"),
+        ("rollout.group_size=1", "rollout.group_size must be at least 2, got 1"),
+        ("rollout.temperature=0", "rollout.temperature must be a positive number, got 0"),
+        ("rollout.temperature=inf", "rollout.temperature must be a positive number, got inf"),
+        ("optim.lr=inf", "optim.lr must be a positive number"),
+        ("optim.schedule=step", "optim.schedule must be constant, linear or cosine, got 'step'"),
+        ("optim.weight_decay=-1", "optim.weight_decay must be >= 0"),
+        ("lora.rank=0", "lora.rank must be a whole number of at least 1.*lora=none"),
+        ("lora.rank=true", "lora.rank must be a whole number"),
+        ("lora.targets=q_proj", "lora.targets must list the names of layers"),
+        ("lora.alpha=much", "alpha.*much"),
+        ("lora=none lora.rank=4", "lora=none has no rank, got lora.rank=4"),
+        ("aqn=exp aqn.sigma_end=1", "aqn needs 0 < sigma_end <= sigma_start"),
+        ("quant=nvfp4 quant.compute_dtype=fp8", "quant.compute_dtype must be one of"),
+        ("quant=mxfp4 quant.scale_rule=up", "quant.scale_rule must be one of"),
+        ("engine.max_batch=0", "engine.max_batch must be"),
+        ("eval.questions=0", "eval.questions must be"),
+        ("model.dtype=int8", "model.dtype must be one of"),
+        ("model.heads=3", "model.hidden_size must be a multiple of 2"),
+        ("logger=wandb logger.mode=loud", "logger.mode must be online or offline"),
+        ("task=gsm8k task.train_file=x", "both task.train_file and task.eval_file"),
+        ("+unknown=1", "there is no option unknown"),
+        ("+quant.unknown=1", "unknown"),
+        ("~logger", "lacks logger"),
+        ("name=../x", "name must be a folder name"),
+        ("name=''", "name must be a folder name"),
+        ("name=null", "name must be a folder name"),
+        ("root=null", "root a path"),
+        ("quant._target_=os.system", "quant._target_ must name a class of qerl_bench"),
+        ("quant._target_=qerl_bench.quant.base.NoSuchThing", "NoSuchThing"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(words: str, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        build(compose(words.split()))
+
+
+def test_supervised_training_needs_no_group() -> None:
+    assert build(compose(["algo=sft", "rollout.group_size=1"])).rollout.group_size == 1

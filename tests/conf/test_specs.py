@@ -1,0 +1,171 @@
+"""Option classes and their YAML: same fields, defaults in the YAML alone, nothing that changes after the check."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qerl_bench.config import CONF_DIR, Experiment, OptimSpec, RolloutSpec, build, compose
+from qerl_bench.errors import BadInput
+
+GROUPS = sorted(path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name != "experiment")
+FILES = pytest.mark.parametrize("path", GROUPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+HYDRA = {"defaults", "hydra"}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def _class(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _fields(spec: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(spec)}
+
+
+def _check_spec(spec: Any) -> None:
+    assert dataclasses.is_dataclass(spec), spec
+    parameters = spec.__dataclass_params__
+    assert parameters.frozen and parameters.eq, f"{spec.__name__} must be frozen"
+    for field in dataclasses.fields(spec):
+        assert field.kw_only, f"{spec.__name__}.{field.name} must be keyword-only"
+        empty = (dataclasses.MISSING, dataclasses.MISSING)
+        assert (field.default, field.default_factory) == empty, f"{spec.__name__}.{field.name} has a default in Python"
+
+
+@FILES
+def test_yaml_and_class_have_the_same_fields(path: Path) -> None:
+    node = _load(path)
+    assert set(node) - {"_target_"} == _fields(_class(node["_target_"]))
+
+
+@FILES
+def test_the_class_is_frozen_keyword_only_and_without_defaults(path: Path) -> None:
+    _check_spec(_class(_load(path)["_target_"]))
+
+
+@FILES
+def test_the_file_starts_with_target_and_name(path: Path) -> None:
+    node = _load(path)
+    assert list(node)[:2] == ["_target_", "name"]
+    assert node["_target_"].startswith("qerl_bench.")
+    assert node["name"] == path.stem or path.stem in ("default", "quick"), "runs are named by their options"
+
+
+def test_the_root_and_its_class_have_the_same_keys() -> None:
+    node = _load(CONF_DIR / "run.yaml")
+    groups = {folder.name for folder in CONF_DIR.iterdir() if folder.is_dir()} - {"experiment"}
+    assert (set(node) - HYDRA) | groups == _fields(Experiment)
+    assert {next(iter(entry)) for entry in node["defaults"] if isinstance(entry, dict)} >= groups
+    for key, spec in (("rollout", RolloutSpec), ("optim", OptimSpec)):
+        assert node[key]["_target_"] == f"qerl_bench.config.{spec.__name__}"
+        assert set(node[key]) - {"_target_"} == _fields(spec)
+
+
+@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec])
+def test_the_specs_of_the_root_are_frozen_too(spec: Any) -> None:
+    _check_spec(spec)
+
+
+def test_a_built_experiment_cannot_be_changed() -> None:
+    experiment = build(compose())
+    for part in (experiment, experiment.optim, experiment.rollout, experiment.quant, experiment.lora, experiment.task):
+        field = dataclasses.fields(part)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, field, "other")
+
+
+def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
+    needed = {
+        "quant": ("bits_per_weight", "unsupported_reason", "check_width", "pack", "operand", "output_scale"),
+        "aqn": ("sigma",),
+        "algo": ("on_policy", "advantages", "loss"),
+        "model": ("load", "warm_start_overrides"),
+        "engine": ("build",),
+        "task": ("check", "train_prompts", "eval_prompts", "demonstrations", "reward"),
+        "eval": ("check", "evaluate"),
+        "logger": ("check", "build"),
+    }
+    for path in GROUPS:
+        spec = _class(_load(path)["_target_"])
+        for name in needed.get(path.parent.name, ()):
+            assert hasattr(spec, name), f"{spec.__name__} lacks {name}"
+
+
+# --- the learning rate -----------------------------------------------------------------------------------------------
+
+
+def _optim(**changed: Any) -> OptimSpec:
+    options = {
+        "lr": 1.0,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "micro_batch": 8,
+    }
+    return OptimSpec(**{**options, **changed})
+
+
+def _rates(total: int, **changed: Any) -> list[float]:
+    return [_optim(**changed).lr_at(step, total) for step in range(1, total + 1)]
+
+
+def test_a_constant_rate() -> None:
+    assert _rates(4) == [1.0] * 4
+    assert _rates(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_a_linear_rate_falls_evenly_and_would_reach_zero_one_step_after_the_end() -> None:
+    assert _rates(4, schedule="linear") == pytest.approx([4 / 5, 3 / 5, 2 / 5, 1 / 5])
+    assert _rates(5, schedule="linear", warmup_steps=1) == pytest.approx([0.5, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
+
+
+def test_a_cosine_rate() -> None:
+    expected = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in (1, 2, 3)]
+    assert _rates(3, schedule="cosine") == pytest.approx(expected)
+    assert _optim(schedule="cosine").lr_at(3, 3) > 0
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_every_step_learns_something_and_none_exceeds_the_peak(schedule: str, warmup: int) -> None:
+    for total in range(warmup + 1, warmup + 20):
+        rates = _rates(total, schedule=schedule, warmup_steps=warmup, lr=3e-4)
+        assert all(0 < rate <= 3e-4 for rate in rates)
+        falling = rates[warmup:]
+        assert all(a >= b for a, b in itertools.pairwise(falling))
+        assert all(a < b for a, b in itertools.pairwise(rates[:warmup]))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": 0.0},
+        {"lr": math.nan},
+        {"lr": math.inf},
+        {"lr": "1e-5"},
+        {"lr": True},
+        {"warmup_steps": -1},
+        {"weight_decay": -0.1},
+        {"weight_decay": math.nan},
+        {"max_grad_norm": 0},
+        {"micro_batch": 0},
+        {"micro_batch": 1.0},
+        {"schedule": None},
+    ],
+    ids=str,
+)
+def test_rates_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=f"optim.{next(iter(changed))}"):
+        _optim(**changed)
