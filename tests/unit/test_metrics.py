@@ -17,7 +17,8 @@ from qerl_bench import metrics
 from qerl_bench.batch import make_batch
 from qerl_bench.device import Phases
 from qerl_bench.experiment import sampled_batch, train_step
-from qerl_bench.policy import Policy, entropy_of
+from qerl_bench.head import entropy_of
+from qerl_bench.policy import Policy
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
