@@ -36,7 +36,6 @@ SAMPLED = {
     "mismatch/ess": Metric("share", "(sum w)^2 / (n sum w^2) over tokens, w = exp(trainer - sampler); 1 = no mismatch"),
     "clip_ratio/low_mean": Metric("share", "tokens with ratio < 1 - epsilon_low and negative advantage, over all updates"),
     "clip_ratio/high_mean": Metric("share", "tokens with ratio > 1 + epsilon_high and positive advantage, over all updates"),
-    "kl": Metric("nats/token", "policy against the base without its adapter, kl.estimator, unweighted, over all updates"),
     "completions/garbled_frac": Metric("share", "completions with broken tags, or tokens repeated over and over"),
     "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
     "dynamic/groups_kept": Metric("count", "groups that are trained on"),
@@ -61,6 +60,9 @@ TRAINED = {
     "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens over time/train_s"),
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
     "memory/peak_gib": Metric("GiB", "peak of the step"),
+}
+PENALISED = {  # only with kl.coef > 0
+    "kl": Metric("nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"),
 }
 EVALUATED = {
     "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),

@@ -28,10 +28,10 @@ class Packing:
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> Packing:
-        """From the completion mask (B, T): a sequence ends with its last completion token."""
+        """From the completion mask (B, T): a sequence ends with its last completion token (or, without any, its first)."""
         batch, width = mask.shape
         columns = torch.arange(width, device=mask.device)
-        lengths = ((columns + 1) * mask).amax(1)  # (B,)
+        lengths = ((columns + 1) * mask).amax(1).clamp(min=1)  # (B,)
         return cls(batch, width, (columns < lengths[:, None]).flatten().nonzero()[:, 0])
 
     @property
