@@ -21,8 +21,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qerl_bench.algo.kl import KlPenalty
 from qerl_bench.aqn.base import NoiseSchedule
-from qerl_bench.errors import BadInput, require
+from qerl_bench.errors import BadInput, require, require_package
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
 
@@ -55,6 +56,11 @@ class OptimSpec:
     weight_decay: float
     max_grad_norm: float
     micro_batch: int
+    optimizer: str
+    updates: int
+    packing: bool
+    gradient_checkpointing: bool
+    on_nonfinite: str
 
     def __post_init__(self) -> None:
         require_positive("optim.lr", self.lr)
@@ -66,6 +72,18 @@ class OptimSpec:
         require(is_number(self.weight_decay) and self.weight_decay >= 0, f"optim.weight_decay must be >= 0, got {self.weight_decay!r}")
         require_positive("optim.max_grad_norm", self.max_grad_norm)
         require_count("optim.micro_batch", self.micro_batch)
+        require(
+            self.optimizer in ("adamw", "adamw_8bit"), f"optim.optimizer must be adamw or adamw_8bit, got {self.optimizer!r}"
+        )
+        if self.optimizer == "adamw_8bit":
+            require_package("bitsandbytes", "optim.optimizer=adamw_8bit", "bitsandbytes")
+        require_count("optim.updates", self.updates)
+        for key in ("packing", "gradient_checkpointing"):
+            value = getattr(self, key)
+            require(isinstance(value, bool), f"optim.{key} must be true or false, got {value!r}")
+        require(
+            self.on_nonfinite in ("stop", "skip"), f"optim.on_nonfinite must be stop or skip, got {self.on_nonfinite!r}"
+        )
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Learning rate of optimiser step `step`, counted 1..total_steps."""
@@ -87,6 +105,7 @@ class Experiment:
     save_every: int
     rollout: RolloutSpec
     optim: OptimSpec
+    kl: KlPenalty
     quant: WeightFormat
     aqn: NoiseSchedule
     algo: Any
@@ -110,6 +129,21 @@ class Experiment:
             self.lora.rank > 0 or self.quant.bits_per_weight is None,
             f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no gradient "
             "step fits. Use lora=default, or quant=bf16.",
+        )
+        require(
+            self.lora.rank > 0 or self.model.dtype == "float32",
+            f"lora=none trains the weights themselves, and steps of RL are lost in {self.model.dtype}'s rounding. Use "
+            "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
+        )
+        require(
+            self.kl.coef == 0 or (self.lora.rank > 0 and self.algo.on_policy),
+            "kl.coef > 0 compares a sampled completion with the base model, which is the policy with its adapter switched "
+            f"off. It needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
+        )
+        require(
+            self.optim.updates == 1 or self.lora.rank == 0 or self.lora.dropout == 0,
+            f"optim.updates={self.optim.updates} compares log-probabilities between updates, and lora.dropout="
+            f"{self.lora.dropout} would change them at random; set lora.dropout=0",
         )
         require(
             self.optim.warmup_steps < self.steps,

@@ -61,7 +61,7 @@ def perturbed(norms: dict[str, torch.nn.Module], sigma: float, seed: int) -> Ite
             count += weight.numel()
             changed += int(bool((difference != 0).any()))
             norm.weight = torch.nn.Parameter(noisy, requires_grad=False)
-            hooks.append(norm.register_forward_hook(_keep_input_dtype))
+            hooks.append(norm.register_forward_hook(keep_input_dtype))
         assert changed == len(norms), f"noise of sigma {sigma} changed {changed} of {len(norms)} norms"
         yield NoiseReport(sigma, (squared / count) ** 0.5, changed)
     finally:
@@ -71,5 +71,6 @@ def perturbed(norms: dict[str, torch.nn.Module], sigma: float, seed: int) -> Ite
             norm.weight = clean[name]
 
 
-def _keep_input_dtype(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def keep_input_dtype(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    """Forward hook for a norm whose scale is FP32 in a 16-bit model: the layers behind it get what they are used to."""
     return output.to(inputs[0].dtype)
