@@ -89,7 +89,7 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
     needed = {
         "quant": ("bits_per_weight", "unsupported_reason", "check_width", "pack", "operand", "output_scale"),
         "aqn": ("sigma",),
-        "algo": ("on_policy", "advantages", "loss"),
+        "algo": ("on_policy", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),
         "task": ("check", "train_prompts", "eval_prompts", "demonstrations", "reward"),
@@ -106,15 +106,8 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
 
 
 def _optim(**changed: Any) -> OptimSpec:
-    options = {
-        "lr": 1.0,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "micro_batch": 8,
-    }
-    return OptimSpec(**{**options, **changed})
+    base = dataclasses.replace(build(compose()).optim, lr=1.0, schedule="constant", warmup_steps=0)
+    return dataclasses.replace(base, **changed)
 
 
 def _rates(total: int, **changed: Any) -> list[float]:
