@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -105,9 +106,13 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
 # --- the learning rate -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _default_optim() -> OptimSpec:
+    return build(compose()).optim
+
+
 def _optim(**changed: Any) -> OptimSpec:
-    base = dataclasses.replace(build(compose()).optim, lr=1.0, schedule="constant", warmup_steps=0)
-    return dataclasses.replace(base, **changed)
+    return dataclasses.replace(_default_optim(), **{"lr": 1.0, "schedule": "constant", "warmup_steps": 0, **changed})
 
 
 def _rates(total: int, **changed: Any) -> list[float]:
