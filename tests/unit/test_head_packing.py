@@ -18,7 +18,9 @@ from qerl_bench.packing import Packing, packed_hidden
 VOCABULARY = 97
 
 
-def _inputs(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
+def _inputs(
+    tokens: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     linear = torch.nn.Linear(16, VOCABULARY, dtype=dtype)
     with torch.no_grad():
@@ -145,7 +147,9 @@ def _ragged(policy: Any) -> Any:
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_packed_training_equals_padded_training(make_policy: Callable[..., Any], quant: str, checkpointing: str) -> None:
+def test_packed_training_equals_padded_training(
+    make_policy: Callable[..., Any], quant: str, checkpointing: str
+) -> None:
     """Log-probabilities, entropies and every gradient; in training mode, where gradient checkpointing is at work."""
     found = {}
     for packing, checkpoint in (("false", "false"), ("true", checkpointing)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cispo:
-    """-clip(r, 1 - epsilon_low, 1 + epsilon_high) A log p with the weight held constant, averaged over the step's tokens."""
+    """-clip(r, 1 - epsilon_low, 1 + epsilon_high) A log p with a constant weight, averaged over the step's tokens."""
 
     name: str
     epsilon_low: float

@@ -11,8 +11,8 @@ def require_clip(epsilon_low: float, epsilon_high: float, delta: float | None) -
     require(0 < epsilon_high < float("inf"), f"algo.epsilon_high must be positive, got {epsilon_high!r}")
     require(
         delta is None or delta > 1 + epsilon_high,
-        f"algo.delta caps the ratio beyond the clip: it must be above 1 + epsilon_high = {1 + epsilon_high:g}, got {delta!r}; "
-        "for no cap use algo.delta=null",
+        f"algo.delta caps the ratio beyond the clip: it must be above 1 + epsilon_high = {1 + epsilon_high:g}, got "
+        f"{delta!r}; for no cap use algo.delta=null",
     )
 
 

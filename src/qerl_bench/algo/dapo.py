@@ -35,7 +35,7 @@ class Dapo:
         require_advantage_eps(self.advantage_eps)
         require(
             isinstance(self.max_refills, int) and self.max_refills >= 0,
-            f"algo.max_refills must be a whole number of at least 0 (0 = no dynamic sampling), got {self.max_refills!r}",
+            f"algo.max_refills must be a whole number >= 0 (0 = no dynamic sampling), got {self.max_refills!r}",
         )
         require(
             self.when_degenerate in ("stop", "continue"),
@@ -56,7 +56,7 @@ class Dapo:
         return group_advantages(rewards, self.advantage_eps)
 
     def overlong(self, lengths: torch.Tensor) -> torch.Tensor:
-        """0 up to length_limit - overlong_tokens, then rising linearly to 1 at the limit (DAPO eq. 13, sign reversed)."""
+        """0 up to length_limit - overlong_tokens, then linearly up to 1 at the limit (DAPO eq. 13, negated)."""
         return ((lengths - self.length_limit + self.overlong_tokens) / self.overlong_tokens).clamp(0, 1)
 
     def weights(self, lengths: torch.Tensor) -> torch.Tensor:
