@@ -32,7 +32,7 @@ class Cispo:
 
     def __post_init__(self) -> None:
         require(0 < self.epsilon_low <= 1, f"algo.epsilon_low must be in (0, 1], got {self.epsilon_low!r}")
-        require(self.epsilon_high > 0, f"algo.epsilon_high must be positive, got {self.epsilon_high!r}")
+        require(0 < self.epsilon_high < float("inf"), f"algo.epsilon_high must be positive, got {self.epsilon_high!r}")
         require_advantage_eps(self.advantage_eps)
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,10 @@ class Dapo:
             f"algo.overlong_tokens must be a whole number from 0 (no penalty) to below algo.length_limit="
             f"{self.length_limit}, got {self.overlong_tokens!r}",
         )
-        require(self.overlong_factor >= 0, f"algo.overlong_factor must be at least 0, got {self.overlong_factor!r}")
+        require(
+            0 <= self.overlong_factor < float("inf"),
+            f"algo.overlong_factor must be at least 0, got {self.overlong_factor!r}",
+        )
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         from qerl_bench.algo.group import group_advantages

@@ -28,7 +28,7 @@ class KlPenalty:
 
     def __post_init__(self) -> None:
         number = isinstance(self.coef, int | float) and not isinstance(self.coef, bool)
-        require(number and self.coef >= 0, f"kl.coef must be a number of at least 0, got {self.coef!r}")
+        require(number and 0 <= self.coef < float("inf"), f"kl.coef must be a number of at least 0, got {self.coef!r}")
         require(self.estimator in ("k1", "k2", "k3"), f"kl.estimator must be k1, k2 or k3, got {self.estimator!r}")
         require(
             isinstance(self.ratio_weighted, bool),
