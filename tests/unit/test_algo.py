@@ -34,7 +34,7 @@ DAPO = Dapo(
     max_refills=0,
     when_degenerate="stop",
     length_limit=10,
-    overlong_tokens=0,
+    overlong_share=0.0,
     overlong_factor=1.0,
 )
 BNPO = Bnpo(name="bnpo", **CLIP, chunk=2)
@@ -351,7 +351,8 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(algo: Any, reward: flo
         (DAPO, {"epsilon_high": 0.0}),
         (DAPO, {"max_refills": -1}),
         (DAPO, {"when_degenerate": "cry"}),
-        (DAPO, {"overlong_tokens": 10}),
+        (DAPO, {"overlong_share": 1.0}),
+        (DAPO, {"length_limit": 0}),
         (DAPO, {"overlong_factor": -0.1}),
         (BNPO, {"chunk": 0}),
         (DR_GRPO, {"length_limit": 0}),
@@ -455,12 +456,12 @@ def test_dr_grpo_and_rloo_do_not_divide_by_the_spread() -> None:
 
 def test_overlong_penalty_by_hand() -> None:
     """Limit 10, stretch 4: nothing up to 6 tokens, then a quarter a token, all of it at 10."""
-    algo = replace(DAPO, overlong_tokens=4)
-    assert algo.overlong(torch.tensor([1, 6, 7, 8, 10, 12])).tolist() == [0, 0, 0.25, 0.5, 1, 1]
+    algo = replace(DAPO, overlong_share=0.4)
+    assert algo.overlong(torch.tensor([1, 6, 7, 8, 10, 12])).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1])
     lengths = torch.tensor([[3, 10, 8, 6]])
     shaped = torch.tensor([[1.0, 1 - 2 * 1.0, 1 - 2 * 0.5, 1.0]])
     found = replace(algo, overlong_factor=2.0).advantages(torch.ones(1, 4), lengths)
-    assert torch.equal(found, DAPO.advantages(shaped, lengths))
+    assert torch.allclose(found, DAPO.advantages(shaped, lengths), rtol=0, atol=1e-5)
 
 
 # --- KL --------------------------------------------------------------------------------------------------------------

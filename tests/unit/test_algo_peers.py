@@ -41,7 +41,7 @@ DAPO = Dapo(
     max_refills=0,
     when_degenerate="stop",
     length_limit=LIMIT,
-    overlong_tokens=4,
+    overlong_share=4 / LIMIT,
     overlong_factor=1.0,
 )
 BNPO = Bnpo(name="bnpo", **SHARED, chunk=1)
