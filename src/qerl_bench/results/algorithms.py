@@ -100,4 +100,5 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def _quotient(gain: float, error: float) -> float:
-    return gain / error if error > 0 else math.nan
+    """0 where nothing changed; infinite where every question changed alike."""
+    return gain / error if error > 0 else math.copysign(math.inf, gain) if gain != 0 else 0.0
