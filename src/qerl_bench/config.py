@@ -21,7 +21,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_bench.aqn.base import NoiseSchedule
+from qerl_bench.aqn.base import Schedule
+from qerl_bench.aqn.injection import Injection
 from qerl_bench.errors import BadInput, require
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
@@ -54,6 +55,7 @@ class OptimSpec:
     warmup_steps: int
     weight_decay: float
     max_grad_norm: float
+    entropy_coef: float
     micro_batch: int
 
     def __post_init__(self) -> None:
@@ -65,6 +67,10 @@ class OptimSpec:
         require_count("optim.warmup_steps", self.warmup_steps, least=0)
         require(is_number(self.weight_decay) and self.weight_decay >= 0, f"optim.weight_decay must be >= 0, got {self.weight_decay!r}")
         require_positive("optim.max_grad_norm", self.max_grad_norm)
+        require(
+            is_number(self.entropy_coef) and 0 <= self.entropy_coef < math.inf,
+            f"optim.entropy_coef must be a number >= 0, got {self.entropy_coef!r}",
+        )
         require_count("optim.micro_batch", self.micro_batch)
 
     def lr_at(self, step: int, total_steps: int) -> float:
@@ -88,7 +94,8 @@ class Experiment:
     rollout: RolloutSpec
     optim: OptimSpec
     quant: WeightFormat
-    aqn: NoiseSchedule
+    aqn: Schedule
+    inject: Injection
     algo: Any
     lora: Any
     model: Any
@@ -120,6 +127,7 @@ class Experiment:
             f"algo={self.algo.name} compares the completions of one prompt with each other: rollout.group_size must be "
             f"at least 2, got {self.rollout.group_size}",
         )
+        self.aqn.check_with(self.quant, self.inject)
 
     @property
     def run_dir(self) -> Path:

@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl_bench.aqn.inject import NoiseReport, block_norms, perturbed
+from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, noise_sites, perturbed
 from qerl_bench.config import Experiment
 from qerl_bench.quant.linear import LayerReport, quantize_model
 from qerl_bench.records import Message
@@ -30,7 +30,7 @@ class TokenStats:
     """Per-token numbers of the policy at given tokens, each (B, T) in FP32 and 0 where the mask is false."""
 
     logprobs: torch.Tensor  # with gradient
-    entropy: torch.Tensor  # nats, full vocabulary, at the rollout temperature
+    entropy: torch.Tensor  # nats, full vocabulary, at the rollout temperature; with gradient if asked for
     entropy_t1: torch.Tensor  # the same at temperature 1
     likeliest: torch.Tensor  # 1 where greedy decoding would have chosen the token
 
@@ -95,8 +95,13 @@ class Policy:
         self.model.train(on)
 
     def noise(self, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
-        """Context in which the norm scales carry noise of standard deviation `sigma`."""
+        """Context in which the norm scales carry one draw of noise of standard deviation `sigma`."""
         return perturbed(self.norms, sigma, seed)
+
+    def noise_of(self, experiment: Experiment) -> Noise:
+        """The noise of a whole run: its schedule at work, injected the way the run asks for."""
+        sites = noise_sites(self.model, self.model.config.num_hidden_layers, experiment.inject.norms)
+        return Noise(experiment.inject, experiment.aqn.steering(self, experiment.steps), sites, experiment.seed)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -107,11 +112,13 @@ class Policy:
         with self.adapter.disable_adapter():
             yield
 
-    def token_stats(self, input_ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> TokenStats:
+    def token_stats(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, temperature: float, entropy_gradient: bool = False
+    ) -> TokenStats:
         """Log-probability and entropy of each masked token of right-padded `input_ids` (B, T) given those before it.
 
         Padding sits behind every real token, so causal attention alone keeps it out. The vocabulary projection runs
-        only where `mask` (B, T) is true.
+        only where `mask` (B, T) is true. `entropy` carries a gradient only if `entropy_gradient` asks for it.
         """
         hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
         predicts = mask[:, 1:]  # position t predicts token t + 1
@@ -119,8 +126,9 @@ class Policy:
         targets = input_ids[:, 1:][predicts]  # (M,)
         scaled = torch.log_softmax(logits / temperature, dim=-1)
         logprobs = scaled.gather(-1, targets[:, None])[:, 0]
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = entropy_of(scaled)
+        with torch.no_grad():
             entropy_t1 = entropy if temperature == 1.0 else entropy_of(torch.log_softmax(logits, dim=-1))
             likeliest = (logits.argmax(-1) == targets).float()
 

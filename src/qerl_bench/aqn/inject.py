@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from qerl_bench.aqn.injection import Injection
 from qerl_bench.seeding import derive
 
 log = logging.getLogger(__name__)
-Tensors = dict[str, torch.Tensor]
+Norms = Mapping[str, torch.nn.Module]  # by their names in the model
+Tensors = dict[str, torch.Tensor]  # the same names; each in the shape of the norm's scale
 BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
 FINAL_NORM = "model.norm"
 
@@ -37,9 +38,6 @@ class NoiseReport:
     sigma_realised: float  # root mean square of (noisy - clean) over all scales, as stored; over |clean| if relative
     norms_perturbed: int  # norms in which at least one scale changed
     scales_changed: float  # share of the scales that changed
-
-
-NO_NOISE = NoiseReport(0.0, 0.0, 0, 0.0)
 
 
 def block_norms(model: torch.nn.Module, layers: int) -> dict[str, torch.nn.Module]:
@@ -71,30 +69,32 @@ class Noise:
     the norms, so every device and process sees the same noise.
     """
 
-    def __init__(self, injection: Injection, steering: Steering, norms: dict[str, torch.nn.Module], seed: int) -> None:
+    def __init__(self, injection: Injection, steering: Steering, norms: Norms, seed: int) -> None:
         self.injection = injection
         self.steering = steering
         self.norms = norms
         self.seed = seed
-        self.added: Tensors = {}  # the sampler's latest draw, FP32, each norm's in the shape of its scale
+        self.added: Tensors = {}  # the sampler's latest draw
         self.held: Tensors = {}  # noisy copies that are never refreshed from the clean scale (inject.accumulate)
         if injection.norms == "missed":
-            log.warning("inject.norms=missed: the noise reaches no norm, as in QeRL's released code; aqn/sigma is what it asks for")
+            log.warning("inject.norms=missed: noise reaches no norm, as in QeRL's released code; aqn/sigma is only asked for")
 
     def sampler(self, step: int, draw: int) -> AbstractContextManager[NoiseReport]:
         """Context in which the policy samples with draw number `draw` of step `step`."""
         sigma = self.steering.sigma(step)
-        if not self.norms:
-            return nullcontext(NoiseReport(sigma, 0.0, 0, 0.0))
-        self.added = self._draw(sigma, derive(self.seed, "noise", step, draw)) if sigma > 0 else {}
-        for name in self.added:
-            if self._accumulates(name):
-                before = self.held.get(name, self.norms[name].weight)
-                self.held[name] = self._sum(before, self.added[name]).detach()
+        if sigma > 0:
+            seed = derive(self.seed, "noise", step, draw)
+            self.added = drawn(self.norms, sigma, seed, self.injection.relative, self.steering.factors)
+        else:
+            self.added = {}
+        for name in self.added.keys() & self._accumulating():
+            before = self.held.get(name, self.norms[name].weight.detach())
+            self.held[name] = summed(before, self.added[name], self.injection.add_dtype)
         noisy = self._noisy()
-        if not noisy:
-            return nullcontext(NO_NOISE)
-        return self._reporting(noisy, self._report(sigma, noisy))
+        report = compared(self.norms, noisy, sigma, self.injection.relative)
+        if self.injection.add_dtype == "float32":
+            require_reached(report, len(self.added))
+        return _reporting(self.norms, noisy, report)
 
     def trainer(self) -> AbstractContextManager[None]:
         """Context in which the trainer computes with the sampler's latest noise; scales that are trained get gradients."""
@@ -108,63 +108,86 @@ class Noise:
         self.held = dict(state["held"])
         self.steering.restore(state["steering"])
 
-    def _draw(self, sigma: float, seed: int) -> Tensors:
-        """Noise of standard deviation `sigma` times each norm's factor, relative to |scale| if asked for."""
-        weights = {name: norm.weight.detach() for name, norm in self.norms.items()}
-        sizes = [weight.numel() for weight in weights.values()]
-        generator = torch.Generator().manual_seed(seed)
-        device = next(iter(weights.values())).device
-        flat = torch.randn(sum(sizes), generator=generator, dtype=torch.float32).to(device)
-        drawn: Tensors = {}
-        for (name, weight), normal in zip(weights.items(), flat.split(sizes), strict=True):
-            unit = weight.float().abs() if self.injection.relative else 1.0
-            factor = self.steering.factors.get(name, 1.0)
-            if factor > 0:
-                drawn[name] = sigma * factor * unit * normal.view(weight.shape)
-        return drawn
-
-    def _sum(self, scale: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """Scale plus noise in the precision asked for; FP32 sums stay FP32 whatever the dtype of the scale."""
-        if self.injection.add_dtype == "bfloat16":
-            return (scale.bfloat16() + added.bfloat16()).to(scale.dtype)
-        return scale.float() + added
+    def _accumulating(self) -> set[str]:
+        """The norms whose noisy copy is never refreshed."""
+        return {"none": set(), "final": {FINAL_NORM}, "all": set(self.norms)}[self.injection.accumulate]
 
     def _noisy(self) -> Tensors:
-        """The scales to compute with; empty without noise."""
-        fresh = {n: self._sum(self.norms[n].weight, added) for n, added in self.added.items() if n not in self.held}
-        return {name: (fresh | self.held)[name] for name in self.norms if name in fresh or name in self.held}
+        """The scales to compute with, for the norms that carry noise now."""
+        fresh = {
+            name: summed(self.norms[name].weight, added, self.injection.add_dtype)
+            for name, added in self.added.items()
+            if name not in self.held
+        }
+        return fresh | self.held
 
-    def _accumulates(self, name: str) -> bool:
-        return self.injection.accumulate == "all" or (self.injection.accumulate == "final" and name == FINAL_NORM)
 
-    @contextmanager
-    def _reporting(self, noisy: Tensors, report: NoiseReport) -> Iterator[NoiseReport]:
-        with installed(self.norms, noisy):
-            yield report
+def perturbed(norms: Norms, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
+    """Inside the context every norm's scale w is w + sigma * z in FP32; afterwards it is the very tensor it was.
 
-    @torch.no_grad()
-    def _report(self, sigma: float, noisy: Tensors) -> NoiseReport:
-        """Compare every scale with its clean self; one transfer from the device for all of them."""
-        clean = {name: self.norms[name].weight for name in self.norms}
-        change = {name: noisy[name].double() - clean[name].double() if name in noisy else None for name in clean}
-        changed = torch.stack([(d != 0).sum() for d in change.values() if d is not None])
-        squares = []
-        for name, difference in change.items():
-            if difference is not None:
-                unit = clean[name].double().abs() if self.injection.relative else torch.ones_like(difference)
-                squares.append(torch.where(unit > 0, difference / unit, 0.0).square().sum())
-        count = sum(weight.numel() for weight in clean.values())
-        totals = torch.cat([changed.double(), torch.stack(squares).sum()[None]]).tolist()
-        *changes, square = totals
-        perturbed = sum(number > 0 for number in changes)
-        if self.injection.add_dtype == "float32" and sigma > 0:
-            expected = len(self.added)
-            assert perturbed >= expected, f"noise of sigma {sigma} changed {perturbed} of {expected} norms"
-        return NoiseReport(sigma, (square / count) ** 0.5, perturbed, sum(changes) / count)
+    One draw without a run around it. Raises AssertionError if a norm stays as it was.
+    """
+    noisy = {}
+    if sigma > 0:
+        noisy = {name: summed(norms[name].weight, z, "float32") for name, z in drawn(norms, sigma, seed).items()}
+    report = compared(norms, noisy, sigma)
+    require_reached(report, len(noisy))
+    return _reporting(norms, noisy, report)
+
+
+def drawn(
+    norms: Norms, sigma: float, seed: int, relative: bool = False, factors: Mapping[str, float] | None = None
+) -> Tensors:
+    """FP32 noise for each norm's scale: normal, of standard deviation `sigma` times the norm's factor (1 if not named).
+
+    `relative` multiplies it by |scale|. Norms of factor 0 are left out. One transfer to the device for all of them.
+    """
+    factors = factors or {}
+    weights = {name: norm.weight.detach() for name, norm in norms.items()}
+    if not weights:
+        return {}
+    sizes = [weight.numel() for weight in weights.values()]
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(sum(sizes), generator=generator, dtype=torch.float32).to(next(iter(weights.values())).device)
+    noise = {}
+    for (name, weight), z in zip(weights.items(), normal.split(sizes), strict=True):
+        scaled = sigma * factors.get(name, 1.0) * z.view(weight.shape)
+        noise[name] = scaled * weight.float().abs() if relative else scaled
+    return {name: z for name, z in noise.items() if factors.get(name, 1.0) > 0}
+
+
+def summed(scale: torch.Tensor, noise: torch.Tensor, add_dtype: str) -> torch.Tensor:
+    """Scale plus noise: in FP32 and left in FP32, or, like the released code, both rounded to BF16 and added there."""
+    if add_dtype == "bfloat16":
+        return (scale.bfloat16() + noise.bfloat16()).to(scale.dtype)
+    return scale.float() + noise
+
+
+@torch.no_grad()
+def compared(norms: Norms, noisy: Tensors, sigma: float, relative: bool = False) -> NoiseReport:
+    """What became of the scales: `noisy` against each norm's own. One transfer from the device for all of them."""
+    if not noisy:
+        return NoiseReport(sigma, 0.0, 0, 0.0)
+    counts, squares = [], []
+    for name, scale in noisy.items():
+        clean = norms[name].weight.double()
+        change = scale.double() - clean
+        counts.append((change != 0).sum().double())
+        size = change / clean.abs() if relative else change
+        squares.append(torch.where(change != 0, size, 0.0).square().sum())
+    *changed, square = torch.stack([*counts, torch.stack(squares).sum()]).tolist()
+    scales = sum(norm.weight.numel() for norm in norms.values())
+    return NoiseReport(sigma, (square / scales) ** 0.5, sum(count > 0 for count in changed), sum(changed) / scales)
+
+
+def require_reached(report: NoiseReport, norms: int) -> None:
+    """Noise that silently does nothing is the defect that this harness exists to avoid."""
+    reached = report.norms_perturbed
+    assert reached >= norms, f"noise of sigma {report.sigma} changed {reached} of {norms} norms"
 
 
 @contextmanager
-def installed(norms: dict[str, torch.nn.Module], scales: Tensors) -> Iterator[None]:
+def installed(norms: Norms, scales: Tensors) -> Iterator[None]:
     """Inside the context each norm named in `scales` multiplies by that tensor; afterwards by its own parameter again.
 
     The forward pass holds no tensor more than before: the noisy scale stands where the parameter stood. Other readers of
@@ -183,6 +206,12 @@ def installed(norms: dict[str, torch.nn.Module], scales: Tensors) -> Iterator[No
             hook.remove()
         for name, parameter in clean.items():
             norms[name]._parameters["weight"] = parameter
+
+
+@contextmanager
+def _reporting(norms: Norms, noisy: Tensors, report: NoiseReport) -> Iterator[NoiseReport]:
+    with installed(norms, noisy):
+        yield report
 
 
 def combined(reports: list[NoiseReport]) -> dict[str, float]:
