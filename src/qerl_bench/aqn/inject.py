@@ -83,7 +83,7 @@ class Noise:
         """Context in which the policy samples with draw number `draw` of step `step`."""
         sigma = self.steering.sigma(step)
         if sigma > 0:
-            seed = derive(self.seed, "noise", step, draw)
+            seed = derive(self.seed, "noise", "run" if self.injection.cadence == "run" else step, draw)
             self.added = drawn(self.norms, sigma, seed, self.injection.relative, self.steering.factors)
         else:
             self.added = {}

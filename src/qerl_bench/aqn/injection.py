@@ -15,7 +15,7 @@ from qerl_bench.errors import require
 Item = TypeVar("Item")
 CHOICES = {
     "norms": ("blocks", "blocks_final", "missed"),
-    "cadence": ("step", "batch", "group"),
+    "cadence": ("run", "step", "batch", "group"),
     "site": ("sampler", "old", "trainer"),
     "accumulate": ("none", "final", "all"),
     "add_dtype": ("float32", "bfloat16"),
@@ -45,13 +45,19 @@ class Injection:
             f"inject.batch_prompts must be a whole number of at least 1, got {self.batch_prompts!r}",
         )
         require(
-            self.site == "sampler" or self.cadence == "step",
+            self.site == "sampler" or self.cadence in ("run", "step"),
             f"inject.site={self.site} repeats the sampler's noise in the training pass, whose micro-batches mix prompts: it "
-            f"needs one draw per step, but inject.cadence={self.cadence}. Use inject.cadence=step, or inject.site=sampler",
+            f"needs one draw for the whole step, but inject.cadence={self.cadence}. Use inject.cadence=step, or inject.site=sampler",
+        )
+
+        require(
+            self.accumulate == "none" or self.cadence != "run",
+            f"inject.cadence=run keeps one draw for the whole run, so nothing can accumulate: got "
+            f"inject.accumulate={self.accumulate}. Use inject.accumulate=none",
         )
 
     def draws(self, prompts: Sequence[Item]) -> Iterator[list[Item]]:
         """The prompts of one step, in order, cut into those that share a draw of noise."""
-        size = {"step": len(prompts), "batch": self.batch_prompts, "group": 1}[self.cadence]
+        size = {"run": len(prompts), "step": len(prompts), "batch": self.batch_prompts, "group": 1}[self.cadence]
         for start in range(0, len(prompts), size):
             yield list(prompts[start : start + size])
