@@ -6,11 +6,11 @@ error of the entropy always moves sigma by the same factor.
 
     m_t = (1 - s) m_(t-1) + s H_t                 smoothed measurement, m_1 = H_1
     e_t = (target_t - m_t) / target_t             relative error
-    I_t = I_(t-1) + k_i e_t                       integral, in log sigma
-    sigma_(t+1) = exp(I_t + k_p e_t), clamped to [sigma_min, sigma_max]
+    I_t = I_(t-1) + k_i e_t                       integral, in log sigma, clamped to the bounds
+    log sigma_(t+1) = I_t + k_p e_t               clamped to [log sigma_min, log sigma_max]
 
-Anti-windup: the integral never leaves [log sigma_min, log sigma_max], and it stands still while the output is at a bound
-and the error pushes further out, so the loop answers at once when the error changes its sign.
+Anti-windup: because the integral itself never leaves the bounds, the loop answers in the very step in which the error
+changes its sign, however long it has been at a bound.
 
 Noise can only add entropy. While a policy is more random than its target the loop rests at sigma_min and says so
 (`aqn/saturated` = -1). Every decision is in metrics.jsonl: target, smoothed measurement, next sigma, saturation.
@@ -105,13 +105,10 @@ class EntropyLoop:
         self.smoothed = entropy if first else (1 - spec.smoothing) * self.smoothed + spec.smoothing * entropy
         error = (target - self.smoothed) / target
         low, high = math.log(spec.sigma_min), math.log(spec.sigma_max)
-        wanted = self.integral + spec.integral_gain * error
-        proportional = spec.proportional_gain * error
-        outside = _side(wanted + proportional, low, high)
-        if outside == 0 or outside * error < 0:
-            self.integral = wanted
-        self.integral = min(max(self.integral, low), high)
-        self.output = math.exp(min(max(wanted + proportional, low), high))
+        integral, proportional = self.integral + spec.integral_gain * error, spec.proportional_gain * error
+        outside = _side(integral + proportional, low, high)
+        self.integral = min(max(integral, low), high)
+        self.output = math.exp(min(max(self.integral + proportional, low), high))
         if outside != self.saturated:
             bound = {1: "sigma_max: more noise is wanted", -1: "sigma_min: less noise is wanted", 0: "steering again"}
             log.info("step %d: entropy %.4g, target %.4g, %s", step, self.smoothed, target, bound[outside])
