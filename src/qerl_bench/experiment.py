@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from qerl_bench import metrics
-from qerl_bench.aqn.inject import Noise, combined
+from qerl_bench.aqn.inject import combined
 from qerl_bench.batch import Batch, make_batch
 from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
@@ -55,10 +55,9 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.root), device)
         engine = experiment.engine.build(policy)
         optimizer = make_optimizer(policy, experiment.optim)
-        noise = policy.noise_of(experiment)
         first = run.resume_step()
         if first > 0:
-            load_checkpoint(run, policy, optimizer, noise)
+            load_checkpoint(run, policy, optimizer)
             log.info("continuing after step %d", first)
         with ExitStack() as stack:
             sinks = experiment.logger.build(run, as_dict(cfg))
@@ -69,12 +68,12 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             steps = Steps(first, experiment.steps)
             stack.callback(steps.close)
             for step in range(first + 1, experiment.steps + 1):
-                measured = train_step(experiment, policy, engine, optimizer, noise, run, step)
+                measured = train_step(experiment, policy, engine, optimizer, run, step)
                 for sink in sinks:
                     sink.log("train", step, measured)
                 steps.report(step, measured)
                 if step % experiment.save_every == 0 or step == experiment.steps:
-                    run.save_checkpoint(step, lambda folder, step=step: save(folder, experiment, policy, optimizer, noise, step))
+                    run.save_checkpoint(step, lambda folder, step=step: save(folder, experiment, policy, optimizer, step))
             steps.close()
             evaluate(experiment, policy, engine, run, sinks, step=experiment.steps)
         run_figures(run.path)
@@ -87,7 +86,6 @@ def train_step(
     policy: Policy,
     engine: RolloutEngine,
     optimizer: torch.optim.Optimizer,
-    noise: Noise,
     run: RunDir,
     step: int,
 ) -> dict[str, float]:
@@ -95,7 +93,7 @@ def train_step(
     phases = Phases(str(policy.device.type))
     with phases.phase("step"):
         if experiment.algo.on_policy:
-            batch, found = sampled_batch(experiment, policy, engine, noise, run, step, phases)
+            batch, found = sampled_batch(experiment, policy, engine, run, step, phases)
         else:
             batch, found = demonstrated_batch(experiment, policy, step), {}
         with phases.phase("train"):
@@ -108,7 +106,6 @@ def train_step(
                 step,
                 experiment.steps,
                 experiment.rollout.temperature,
-                noise,
             )
     found |= {f"time/{name}_s": seconds for name, seconds in phases.seconds.items()}
     found["speed/train_tok_s"] = int(batch.lengths.sum()) / phases.seconds["train"]
@@ -121,7 +118,7 @@ def train_step(
 
 
 def sampled_batch(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, noise: Noise, run: RunDir, step: int, phases: Phases
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, phases: Phases
 ) -> tuple[Batch, dict[str, float]]:
     """Sample from the noisy policy, judge, and turn rewards into advantages."""
     rollout, task = experiment.rollout, experiment.task
@@ -136,7 +133,7 @@ def sampled_batch(
     for draw, sharing in enumerate(experiment.inject.draws(prompts)):
         with ExitStack() as noise_in:
             with phases.phase("sync"):
-                reports.append(noise_in.enter_context(noise.sampler(step, draw)))
+                reports.append(noise_in.enter_context(policy.aqn.sampler(step, draw)))
             with phases.phase("rollout"):
                 rollouts += engine.generate(sharing, sampling)
     with phases.phase("reward"):
@@ -156,7 +153,7 @@ def sampled_batch(
         experiment.algo.advantages(totals).flatten(),
     )
     found = metrics.of_rollouts(rollouts, rewards, rollout.group_size)
-    found |= combined(reports) | noise.steering.observe(step, found["entropy"])
+    found |= combined(reports) | policy.aqn.steering.observe(step, found["entropy"])
     return batch, found
 
 
@@ -185,23 +182,21 @@ def evaluate(
     log.info("step %d: %s (%d questions)", step, shown, evaluation.scores[0].n)
 
 
-def save(
-    folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, noise: Noise, step: int
-) -> None:
+def save(folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Fill a checkpoint folder with everything that the next step depends on."""
     policy.save(folder)
-    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": noise.state()}
+    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.aqn.state()}
     torch.save(state, folder / "trainer.pt")
     position = {
         "step": step,
         "prompts_seen": step * experiment.rollout.prompts,
-        "sigma": noise.steering.sigma(step),
+        "sigma": policy.aqn.steering.sigma(step),
         "lr": experiment.optim.lr_at(step, experiment.steps),
     }
     (folder / "state.json").write_text(json.dumps(position, indent=1))
 
 
-def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer, noise: Noise) -> None:
+def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Bring policy, optimiser, noise and random state back to the run's last checkpoint."""
     folder = last_checkpoint(run.path)
     assert folder is not None
@@ -209,7 +204,7 @@ def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimize
     state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
-    noise.restore(state["noise"])
+    policy.aqn.restore(state["noise"])
 
 
 def close_all(sinks: list[Sink], failed: bool) -> None:

@@ -36,7 +36,12 @@ class TokenStats:
 
 
 class Policy:
-    """A causal LM with a packed base. `model` holds the adapter modules; `adapter` is PEFT's handle on them, or None."""
+    """A causal LM with a packed base. `model` holds the adapter modules; `adapter` is PEFT's handle on them, or None.
+
+    `aqn` is the noise of the run that the policy was built for.
+    """
+
+    aqn: Noise
 
     def __init__(
         self,
@@ -61,15 +66,17 @@ class Policy:
         model, tokenizer = experiment.model.load(base, device)
         layers = quantize_model(model, experiment.quant)
         model.eval()
-        if experiment.lora.rank == 0:
-            return cls(model, tokenizer, None, layers)
-        model.requires_grad_(False)
-        with torch.random.fork_rng():
-            torch.manual_seed(derive(experiment.seed, "adapter"))
-            adapter = get_peft_model(model, experiment.lora.peft_config())
-        adapter.eval()
-        assert isinstance(adapter, PeftModel)
-        return cls(model, tokenizer, adapter, layers)
+        adapter = None
+        if experiment.lora.rank > 0:
+            model.requires_grad_(False)
+            with torch.random.fork_rng():
+                torch.manual_seed(derive(experiment.seed, "adapter"))
+                adapter = get_peft_model(model, experiment.lora.peft_config())
+            adapter.eval()
+            assert isinstance(adapter, PeftModel)
+        policy = cls(model, tokenizer, adapter, layers)
+        policy.aqn = policy.noise_of(experiment)
+        return policy
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:

@@ -8,7 +8,6 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.algo.base import Algorithm
-from qerl_bench.aqn.inject import Noise
 from qerl_bench.batch import Batch
 from qerl_bench.config import OptimSpec
 from qerl_bench.policy import Policy
@@ -28,33 +27,33 @@ def update(
     step: int,
     total_steps: int,
     temperature: float,
-    noise: Noise,
 ) -> dict[str, float]:
     """Train on `batch` once and return the training metrics of step `step`, measured on the policy before the update.
 
-    `noise` is what the batch was sampled with; how much of the training pass sees it is its `inject.site`.
+    `inject.site` says how much of the training pass sees the noise that the batch was sampled with.
     """
     totals = batch.totals
     lr = optim.lr_at(step, total_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
+    site = policy.aqn.injection.site
     policy.train_mode(True)
     tokens = metrics.TokenTable()
     loss_sum = 0.0
     for micro in batch.micro_batches(optim.micro_batch):
-        with noise.trainer() if noise.injection.site == "trainer" else nullcontext():
+        with policy.aqn.trainer() if site == "trainer" else nullcontext():
             stats = policy.token_stats(micro.input_ids, micro.mask, temperature, optim.entropy_coef > 0)
             trained = stats.logprobs.detach()
             old = trained  # one update per rollout: the policy before it is the policy itself
-            if noise.injection.site == "old":
-                with noise.trainer(), torch.no_grad():
+            if site == "old":
+                with policy.aqn.trainer(), torch.no_grad():
                     old = policy.token_stats(micro.input_ids, micro.mask, temperature).logprobs
             loss, indicators = algo.loss(stats.logprobs, old, micro.advantages, micro.mask, totals)
             if optim.entropy_coef > 0:
                 loss = loss - optim.entropy_coef * stats.entropy.sum() / totals.tokens
             loss.backward()
         clean = stats
-        if noise.injection.site == "trainer":
+        if site == "trainer":
             with torch.no_grad():
                 clean = policy.token_stats(micro.input_ids, micro.mask, temperature)
         loss_sum += loss.item()

@@ -273,7 +273,8 @@ def test_which_log_probabilities_carry_the_noise(
         [noisy.logprobs[0, 3:6].tolist(), noisy.logprobs[1, 2:4].tolist()],
     )  # fmt: skip
     algo: Any = _Recorder()
-    found = update(policy, make_optimizer(policy, experiment.optim), algo, batch, experiment.optim, 1, 4, 1.0, noise)
+    policy.aqn = noise
+    found = update(policy, make_optimizer(policy, experiment.optim), algo, batch, experiment.optim, 1, 4, 1.0)
     expected = {"sampler": (clean, clean), "old": (clean, noisy), "trainer": (noisy, noisy)}[site]
     for seen, stats in zip((algo.new, algo.old), expected, strict=True):
         assert torch.allclose(seen[algo.mask], stats.logprobs.detach()[batch.mask], rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench import metrics
 from qerl_bench.aqn.entropy import EntropyLoop, EntropyTarget
 from qerl_bench.aqn.feeds import error_of_norms
 from qerl_bench.errors import BadInput
@@ -38,6 +39,10 @@ def _plant(sigma: float, step: int, noise: float, rng: random.Random) -> float:
 
 
 # --- the loop --------------------------------------------------------------------------------------------------------
+
+
+def test_decisions_are_documented_metrics() -> None:
+    assert set(EntropyLoop(_spec(), 5).observe(1, 0.24)) == set(metrics.STEERED)
 
 
 def test_two_decisions_by_hand() -> None:

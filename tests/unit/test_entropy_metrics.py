@@ -37,7 +37,7 @@ def test_entropies_against_brute_force(
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
     words = ("aqn=constant", "aqn.level=0.3", "quant=bf16", f"inject.site={site}", f"rollout.temperature={temperature}")
     experiment = make_experiment(*words)
-    noise = policy.noise_of(experiment)
+    noise = policy.aqn = policy.noise_of(experiment)
     prompts = experiment.task.train_prompts(1, 2, 0)
     sampling = Sampling(samples=3, temperature=temperature, max_tokens=6, seed=1)
     with noise.sampler(1, 0):
@@ -56,7 +56,7 @@ def test_entropies_against_brute_force(
         torch.linspace(-1, 1, len(rollouts)),
     )
     optimizer = make_optimizer(policy, experiment.optim)
-    trained = update(policy, optimizer, experiment.algo, batch, experiment.optim, 1, 4, temperature, noise)
+    trained = update(policy, optimizer, experiment.algo, batch, experiment.optim, 1, 4, temperature)
     assert sampled["entropy"] == pytest.approx(noisy, rel=1e-4)
     assert trained["entropy_clean"] == pytest.approx(clean, rel=1e-4)
     assert trained["entropy_t1"] == pytest.approx(clean_t1, rel=1e-4)
@@ -81,9 +81,7 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
     gradients: list[torch.Tensor] = []
     optimizer = make_optimizer(policy, experiment.optim)
     optimizer.step = lambda *_: gradients.append(parameter.grad.clone())  # type: ignore[method-assign,union-attr]
-    found = update(
-        policy, optimizer, experiment.algo, batch, experiment.optim, 1, 4, 1.0, policy.noise_of(experiment)
-    )
+    found = update(policy, optimizer, experiment.algo, batch, experiment.optim, 1, 4, 1.0)
     before = _brute(policy, rollouts, 1.0)
     assert found["loss"] == pytest.approx(-coefficient * before, rel=1e-4)
     direction = gradients[0] / gradients[0].norm()

@@ -199,7 +199,7 @@ def installed(norms: Norms, scales: Tensors) -> Iterator[None]:
         for name, scale in scales.items():
             norms[name]._parameters["weight"] = scale  # type: ignore[assignment]  # a plain tensor, so gradients flow on
             if scale.dtype != clean[name].dtype:  # type: ignore[union-attr]
-                hooks.append(norms[name].register_forward_hook(_keep_input_dtype))
+                hooks.append(norms[name].register_forward_hook(keep_input_dtype))
         yield
     finally:
         for hook in hooks:
@@ -224,5 +224,6 @@ def combined(reports: list[NoiseReport]) -> dict[str, float]:
     }
 
 
-def _keep_input_dtype(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def keep_input_dtype(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    """Forward hook of a norm whose scale is more precise than the activations."""
     return output.to(inputs[0].dtype)
