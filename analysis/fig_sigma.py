@@ -17,7 +17,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write sigma.pdf, sigma.png, sigma.csv and entropy_effect.csv.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs with aqn=none and aqn=constant")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
-    parser.add_argument("--step", type=int, default=1, help="training step to look at (default: 1, before any training)")
+    parser.add_argument(
+        "--step", type=int, default=1, help="training step to look at (default: 1, before any training)"
+    )
     parser.add_argument("--sigma", type=float, default=1e-2, help="noise to compare with none (default: 1e-2)")
     options = parser.parse_args(arguments)
 

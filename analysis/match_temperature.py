@@ -14,7 +14,9 @@ from qerl_bench.results.noise import interval, matched_temperature, sigma_table
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Print the temperature for experiment=control/temperature.")
-    parser.add_argument("runs", nargs="+", type=Path, help="folders with runs of aqn=none or aqn=constant, several temperatures")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="folders with runs of aqn=none or aqn=constant, several temperatures"
+    )
     parser.add_argument("--noisy", default="nvfp4", help="format of the arm to match (default: nvfp4)")
     parser.add_argument("--sigma", type=float, default=1e-2, help="its noise (default: 1e-2)")
     parser.add_argument("--clean", default="bf16", help="format of the control (default: bf16)")
@@ -26,7 +28,10 @@ def main(arguments: list[str] | None = None) -> None:
     require(not arm.empty, f"no run of quant={options.noisy} with sigma {options.sigma:g} at temperature 1")
     target = interval(arm["entropy"].tolist())
     matched = matched_temperature(table, options.clean, target.mean)
-    print(f"{options.noisy} with sigma {options.sigma:g}: entropy {target.mean:.4f} +- {target.half:.4f} ({target.n} seeds)")
+    print(
+        f"{options.noisy} with sigma {options.sigma:g}: entropy {target.mean:.4f} +- {target.half:.4f} nats/token, "
+        f"{target.n} seeds"
+    )
     print(f"{options.clean} without noise has it at rollout.temperature={matched:.3f}")
 
 

@@ -35,7 +35,7 @@ SAMPLED = {
     "clip_ratio/low_mean": Metric("share", "tokens with ratio < 1 - epsilon_low and negative advantage"),
     "clip_ratio/high_mean": Metric("share", "tokens with ratio > 1 + epsilon_high and positive advantage"),
     "aqn/sigma": Metric("norm scale", "noise standard deviation that the schedule asks for"),
-    "aqn/sigma_realised": Metric("norm scale", "root mean square change of the scales, as stored (inject.relative: over |scale|)"),
+    "aqn/sigma_realised": Metric("norm scale", "rms change of the scales, as stored (inject.relative: over |scale|)"),
     "aqn/norms_perturbed": Metric("count", "norms in which at least one scale changed"),
     "aqn/scales_changed": Metric("share", "norm scales that changed at all: adding in BF16 rounds small noise away"),
     "time/rollout_s": Metric("s", "sampling"),

@@ -1,4 +1,4 @@
-"""Every switch of `inject`: which norms, how large, how often drawn anew, who sees it, what stays, in which precision."""
+"""Every switch of `inject`: which norms, how large, how often drawn anew, who sees it, what stays, how precise."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from qerl_bench.errors import BadInput
 from qerl_bench.update import make_optimizer, update
 
 PLAIN = Injection(
-    norms="blocks", relative=False, cadence="step", batch_prompts=2, site="sampler", accumulate="none", add_dtype="float32"
+    norms="blocks",
+    relative=False,
+    cadence="step",
+    batch_prompts=2,
+    site="sampler",
+    accumulate="none",
+    add_dtype="float32",
 )
 
 
-def _norms(
-    count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32, scale: float = 1.0
-) -> dict[str, Any]:
+def _norms(count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> dict[str, Any]:
     names = [*(f"model.layers.{i}.input_layernorm" for i in range(count - 1)), "model.norm"]
     norms = {name: Qwen2RMSNorm(width).to(dtype) for name in names}
     for norm in norms.values():
@@ -52,7 +56,9 @@ def _scales(noise: Noise, step: int, draw: int = 0) -> torch.Tensor:
 # --- which norms -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("choice", "count", "final"), [("blocks", 6, False), ("blocks_final", 7, True), ("missed", 0, False)])
+@pytest.mark.parametrize(
+    ("choice", "count", "final"), [("blocks", 6, False), ("blocks_final", 7, True), ("missed", 0, False)]
+)
 def test_which_norms_are_perturbed(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], choice: str, count: int, final: bool
 ) -> None:
@@ -143,7 +149,12 @@ def test_bfloat16_addition_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("cadence", "expected"),
-    [("run", [[1, 2, 3, 4, 5]]), ("step", [[1, 2, 3, 4, 5]]), ("batch", [[1, 2], [3, 4], [5]]), ("group", [[1], [2], [3], [4], [5]])],
+    [
+        ("run", [[1, 2, 3, 4, 5]]),
+        ("step", [[1, 2, 3, 4, 5]]),
+        ("batch", [[1, 2], [3, 4], [5]]),
+        ("group", [[1], [2], [3], [4], [5]]),
+    ],
 )
 def test_prompts_that_share_a_draw(cadence: str, expected: list[list[int]]) -> None:
     assert list(replace(PLAIN, cadence=cadence).draws([1, 2, 3, 4, 5])) == expected
@@ -297,7 +308,9 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self.names.append(str(func))
-        self.bytes += sum(t.nbytes for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, torch.Tensor))
+        self.bytes += sum(
+            t.nbytes for t in (made if isinstance(made, tuple) else (made,)) if isinstance(t, torch.Tensor)
+        )
         return made
 
 

@@ -86,7 +86,7 @@ def test_shapes_by_hand(kind: type[StagedDecay], expected: list[float]) -> None:
 
 
 def test_shapes_differ_as_they_are_described() -> None:
-    """Half-way through the stages: log has fallen furthest of the three that have no ratio in them, then linear, cosine."""
+    """In its first half cosine falls slowest, then linear, then log; the exponential falls fastest."""
     exp, linear, cosine, log = (_ladder(_decay(kind, stages=11)) for kind in DECAYS)
     assert exp[4] < log[4] < linear[4] < cosine[4]
     assert linear[5] > cosine[7]  # cosine falls below linear in its second half

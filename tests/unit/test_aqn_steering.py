@@ -1,4 +1,4 @@
-"""Schedules that look at something: the entropy loop, sigma by layer error, and noise of the size of a format's error."""
+"""Schedules that look at something: the entropy loop, sigma by layer error, noise as large as a format's error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_decisions_are_documented_metrics() -> None:
 
 
 def test_two_decisions_by_hand() -> None:
-    """target 0.3 then 0.275 (5 steps); e = 0.2 and then (0.275 - 0.255) / 0.275 with the measurement smoothed by halves."""
+    """Targets 0.3 and 0.275; errors 0.2 and then, the measurement smoothed by halves, (0.275 - 0.255) / 0.275."""
     loop = EntropyLoop(_spec(smoothing=0.5, proportional_gain=2.0), 5)
     assert loop.sigma(1) == 1e-2
     first = loop.observe(1, 0.24)
@@ -186,7 +186,9 @@ def test_layerwise_noise_follows_the_measured_errors(
 # --- noise of the size of a format's error ---------------------------------------------------------------------------
 
 
-def test_noise_of_the_size_of_a_formats_error(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
+def test_noise_of_the_size_of_a_formats_error(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
     """||W diag(factor) - W|| over all fed layers against ||Q(W) - W||, the two measured independently."""
     policy = make_policy(quant="bf16", width=64)
     experiment = make_experiment(
@@ -207,7 +209,9 @@ def test_noise_of_the_size_of_a_formats_error(make_policy: Callable[..., Any], m
     model["q_proj"].weight.data.copy_(weights["model.layers.0.self_attn.q_proj"])
     packed = quantize_model(model, NVFP4(name="nvfp4", compute_dtype="bfloat16"))["q_proj"].relative_error
     assert (sum(noisy) / 50) ** 0.5 == pytest.approx(packed, rel=0.08)
-    assert all(torch.equal(policy.model.get_submodule(name).base_layer.weight, weight) for name, weight in weights.items())
+    assert all(
+        torch.equal(policy.model.get_submodule(name).base_layer.weight, weight) for name, weight in weights.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The three entropies of a step, of the noisy policy, of the clean one and at T = 1, against loops over whole sequences."""
+"""The three entropies of a step, of the noisy policy, of the clean one and at T = 1, against loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qerl_bench.update import make_optimizer, update
 
 
 def _brute(policy: Any, rollouts: list[Any], temperature: float) -> float:
-    """Mean over all completion tokens of -sum p log p in FP64, one forward pass over each prefix, no cache, no padding."""
+    """Mean over completion tokens of -sum p log p in FP64: a forward pass for each prefix, no cache, no padding."""
     entropies = []
     for rollout in rollouts:
         ids = rollout.prompt_ids + rollout.token_ids
@@ -75,7 +75,10 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
         experiment.task.train_prompts(1, 1, 0), Sampling(samples=3, temperature=1.0, max_tokens=5, seed=1)
     )
     batch = make_batch(
-        [rollout.prompt_ids for rollout in rollouts], [rollout.token_ids for rollout in rollouts], policy.pad_id, policy.device
+        [rollout.prompt_ids for rollout in rollouts],
+        [rollout.token_ids for rollout in rollouts],
+        policy.pad_id,
+        policy.device,
     )
     parameter = next(p for name, p in policy.model.named_parameters() if "layers.1.mlp.down_proj.lora_B" in name)
     gradients: list[torch.Tensor] = []

@@ -24,7 +24,9 @@ from qerl_bench.results.noise import (
 )
 
 
-def _run(folder: Path, aqn: dict[str, Any], train: list[dict[str, float]], quant: str = "nvfp4", seed: int = 0, **more: Any) -> Any:
+def _run(
+    folder: Path, aqn: dict[str, Any], train: list[dict[str, float]], quant: str = "nvfp4", seed: int = 0, **more: Any
+) -> Any:
     temperature, held_out = more.get("temperature", 1.0), more.get("held_out")
     folder.mkdir(parents=True)
     config = {
@@ -37,7 +39,11 @@ def _run(folder: Path, aqn: dict[str, Any], train: list[dict[str, float]], quant
     }
     lines = [{"kind": "train", "step": step, **values} for step, values in enumerate(train, start=1)]
     if held_out is not None:
-        lines = [{"kind": "eval", "step": 0, HELD_OUT: 0.1}, *lines, {"kind": "eval", "step": len(train), HELD_OUT: held_out}]
+        lines = [
+            {"kind": "eval", "step": 0, HELD_OUT: 0.1},
+            *lines,
+            {"kind": "eval", "step": len(train), HELD_OUT: held_out},
+        ]
     (folder / "config.yaml").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return load_run(folder)
@@ -101,7 +107,9 @@ def test_the_figure_shows_the_means_and_leaves_rounding_out(table: pd.DataFrame)
     assert line.get_xdata().tolist() == [0.0, 1e-2]
     assert line.get_ydata().tolist() == pytest.approx([0.3, 0.312])
     assert drawn["BF16"].lines[0].get_ydata().tolist() == pytest.approx([0.3])
-    assert [c.lines[0].get_ydata().tolist() for c in accuracy.containers if HELD_OUT in c.get_label()] == [pytest.approx([0.7])]
+    assert [c.lines[0].get_ydata().tolist() for c in accuracy.containers if HELD_OUT in c.get_label()] == [
+        pytest.approx([0.7])
+    ]
     assert [c.lines[0].get_xdata().tolist() for c in mismatch.containers] == [[1e-2]]
     with pytest.raises(BadInput, match="every run has sigma 0"):
         sigma_figure(table[table["sigma"] == 0])

@@ -1,7 +1,7 @@
 """What a noise schedule is: a standard deviation for every step of a run. How the noise goes in is `injection.py`.
 
-A schedule is a frozen spec; `steering` makes what runs it. Most schedules are functions of the step alone (open loop); one
-that reacts to what it sees brings its own steering, whose state travels in checkpoints.
+A schedule is a frozen spec; `steering` makes what runs it. Most schedules are functions of the step alone (open loop);
+one that reacts to what it sees brings its own steering, whose state travels in checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Steering(Protocol):
         ...
 
     def observe(self, step: int, entropy: float) -> dict[str, float]:
-        """Hear the entropy (nats/token) of step `step`'s sampling policy; return metrics of the decision taken, if any."""
+        """Hear the entropy (nats/token) of the policy that sampled `step`; return metrics of the decision, if any."""
         ...
 
     def state(self) -> dict[str, float]:

@@ -18,7 +18,9 @@ class Constant(Schedule):
 
     def __post_init__(self) -> None:
         ok = isinstance(self.level, int | float) and not isinstance(self.level, bool)
-        require(ok and math.isfinite(self.level) and self.level >= 0, f"aqn.level must be a number >= 0, got {self.level!r}")
+        require(
+            ok and math.isfinite(self.level) and self.level >= 0, f"aqn.level must be a number >= 0, got {self.level!r}"
+        )
 
     def sigma(self, step: int, total_steps: int) -> float:
         return float(self.level)

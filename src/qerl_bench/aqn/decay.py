@@ -6,8 +6,8 @@ figures neither has one. The differences are switches here:
 - `exponent`: how far stage k = 1..K-1 has come. "K-2" is t = (k - 1) / (K - 2), as in the code: the last stage has
   sigma_end. "K-1" is t = (k - 1) / (K - 1), as in eq. 8 and Algorithm 1: the last stage stops short of sigma_end.
 - `boundaries`: which stage a step belongs to. "even" gives every stage the same share of the run. "code" is
-  floor(step * K / total), capped at K - 1, with steps counted from 1 as the code counts them: every stage begins one step
-  early, and the last one is longer by the step that the first one lost.
+  floor(step * K / total), capped at K - 1, with steps counted from 1 as the code counts them: every stage begins one
+  step early, and the last one is longer by the step that the first one lost.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StagedDecay(Schedule):
         )
         require(
             isinstance(self.stages, int) and self.stages >= 2,
-            f"aqn.stages must be a whole number of at least 2 (one silent stage and one with noise), got {self.stages!r}; "
-            "for no noise use aqn=none, for the same noise in every step aqn=constant",
+            f"aqn.stages must be a whole number of at least 2 (one silent stage and one with noise), got {self.stages!r};"
+            " for no noise use aqn=none, for the same noise in every step aqn=constant",
         )
         require(self.exponent in ("K-2", "K-1"), f"aqn.exponent must be K-2 or K-1, got {self.exponent!r}")
         require(self.boundaries in ("even", "code"), f"aqn.boundaries must be even or code, got {self.boundaries!r}")

@@ -54,7 +54,9 @@ class EntropyTarget(Schedule):
             value = getattr(self, key)
             require(_finite(value) and value > 0, f"aqn.{key} must be a positive number, got {value!r}")
         require(
-            _finite(self.sigma_start) and _finite(self.sigma_max) and self.sigma_min <= self.sigma_start <= self.sigma_max,
+            _finite(self.sigma_start)
+            and _finite(self.sigma_max)
+            and self.sigma_min <= self.sigma_start <= self.sigma_max,
             f"aqn needs sigma_min <= sigma_start <= sigma_max, got {self.sigma_min!r}, {self.sigma_start!r} and "
             f"{self.sigma_max!r}",
         )
@@ -64,13 +66,13 @@ class EntropyTarget(Schedule):
         )
         require(
             _finite(self.smoothing) and 0 < self.smoothing <= 1,
-            f"aqn.smoothing is the weight of the newest measurement, in (0, 1], got {self.smoothing!r}; 1 = no smoothing",
+            f"aqn.smoothing is the weight of the newest measurement, in (0, 1] (1 = none), got {self.smoothing!r}",
         )
 
     def check_with(self, quant: WeightFormat, injection: Injection) -> None:
         require(
             injection.norms != "missed",
-            "aqn=entropy steers by what its noise does, but inject.norms=missed lets none through; use inject.norms=blocks",
+            "aqn=entropy steers by what its noise does, but inject.norms=missed lets none in; use inject.norms=blocks",
         )
 
     def target(self, step: int, total_steps: int) -> float:
@@ -85,7 +87,7 @@ class EntropyTarget(Schedule):
 class EntropyLoop:
     """The controller at work. `observe` is called once per step and decides the next step's sigma."""
 
-    factors: Mapping[str, float] = {}  # noqa: RUF012 - the same for every norm, never written
+    factors: Mapping[str, float] = {}
 
     def __init__(self, spec: EntropyTarget, total_steps: int) -> None:
         self.spec = spec

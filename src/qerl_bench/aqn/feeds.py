@@ -1,8 +1,8 @@
 """Which linear layers a norm's noise reaches, and how large their quantization error is.
 
-Noise on a norm of relative size s changes the weights behind it by s in the Frobenius norm, ||W diag(s z)|| = s ||W|| on
-average. That is the same measure as a layer's relative quantization error, so the two can be compared and matched. The
-layers behind no norm (o_proj, down_proj) get no noise from a norm, and the head behind the final norm is not quantized.
+Noise on a norm of relative size s changes the weights behind it by s in the Frobenius norm, ||W diag(s z)|| = s ||W||
+on average. That is the same measure as a layer's relative quantization error, so the two can be compared and matched.
+The layers behind no norm (o_proj, down_proj) get no noise from one, and the head behind the final norm is not quantized.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatError(Schedule):
-    """sigma of norm n is the relative error of packing the weights it feeds in `format`, measured when the run starts."""
+    """sigma of a norm is the relative error of packing the weights it feeds in `format`, measured as the run starts."""
 
     name: str
     format: WeightFormat
@@ -37,8 +37,8 @@ class FormatError(Schedule):
     def check_with(self, quant: WeightFormat, injection: Injection) -> None:
         require(
             quant.bits_per_weight is None,
-            f"aqn=format_error stands in for a format's error on unquantized weights, but quant={quant.name} already makes "
-            "one. Use quant=bf16; aqn=layerwise follows the error of a 4-bit base",
+            f"aqn=format_error stands in for a format's error on unquantized weights, but quant={quant.name} makes its "
+            "own. Use quant=bf16; aqn=layerwise follows the error of a 4-bit base",
         )
         require(
             injection.relative,

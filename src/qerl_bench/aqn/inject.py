@@ -77,7 +77,9 @@ class Noise:
         self.added: Tensors = {}  # the sampler's latest draw
         self.held: Tensors = {}  # noisy copies that are never refreshed from the clean scale (inject.accumulate)
         if injection.norms == "missed":
-            log.warning("inject.norms=missed: noise reaches no norm, as in QeRL's released code; aqn/sigma is only asked for")
+            log.warning(
+                "inject.norms=missed: noise reaches no norm, as in QeRL's released code; aqn/sigma is only asked for"
+            )
 
     def sampler(self, step: int, draw: int) -> AbstractContextManager[NoiseReport]:
         """Context in which the policy samples with draw number `draw` of step `step`."""
@@ -97,7 +99,7 @@ class Noise:
         return _reporting(self.norms, noisy, report)
 
     def trainer(self) -> AbstractContextManager[None]:
-        """Context in which the trainer computes with the sampler's latest noise; scales that are trained get gradients."""
+        """Context in which the trainer computes with the sampler's latest noise; trained scales get gradients."""
         return installed(self.norms, self._noisy())
 
     def state(self) -> dict[str, Any]:
@@ -190,14 +192,14 @@ def require_reached(report: NoiseReport, norms: int) -> None:
 def installed(norms: Norms, scales: Tensors) -> Iterator[None]:
     """Inside the context each norm named in `scales` multiplies by that tensor; afterwards by its own parameter again.
 
-    The forward pass holds no tensor more than before: the noisy scale stands where the parameter stood. Other readers of
+    The forward pass holds no tensor more than before: the noisy scale stands where the parameter stood. Others who read
     `norm.weight`, such as an engine that copies weights, see the noisy scale too.
     """
     clean = {name: norms[name]._parameters["weight"] for name in scales}
     hooks = []
     try:
         for name, scale in scales.items():
-            norms[name]._parameters["weight"] = scale  # type: ignore[assignment]  # a plain tensor, so gradients flow on
+            norms[name]._parameters["weight"] = scale  # type: ignore[assignment]  # a tensor: gradients flow on
             if scale.dtype != clean[name].dtype:  # type: ignore[union-attr]
                 hooks.append(norms[name].register_forward_hook(keep_input_dtype))
         yield

@@ -38,8 +38,8 @@ class Layerwise(Schedule):
     def check_with(self, quant: WeightFormat, injection: Injection) -> None:
         require(
             quant.bits_per_weight is not None,
-            f"aqn=layerwise follows each layer's quantization error, but quant={quant.name} quantizes nothing. Use a 4-bit "
-            "format, or aqn=format_error for noise on unquantized weights with the size of a format's error",
+            f"aqn=layerwise follows each layer's quantization error, but quant={quant.name} quantizes nothing. Use a "
+            "4-bit format, or aqn=format_error for noise on unquantized weights with the size of a format's error",
         )
 
     def sigma(self, step: int, total_steps: int) -> float:

@@ -13,7 +13,7 @@ from qerl_bench.aqn.decay import StagedDecay
 
 @dataclass(frozen=True, kw_only=True)
 class LogarithmicDecay(StagedDecay):
-    """sigma_start - (sigma_start - sigma_end) * ln(1 + i) / ln(1 + n), i = t n the stages passed, n = K - 2 or K - 1."""
+    """sigma_start - (sigma_start - sigma_end) * ln(1 + t n) / ln(1 + n), n = K - 2 or K - 1, t n the stages passed."""
 
     def at(self, t: float) -> float:
         passed = math.log1p(t * self.last) / math.log1p(self.last)

@@ -1,7 +1,7 @@
-"""What runs say about noise: its effect on entropy seed by seed, the sweep over sigma, the closed loop, and a matched control.
+"""What runs say about noise: its effect on entropy, the sweep over sigma, the closed loop, and a matched temperature.
 
-Every interval is Student's t over seeds. Differences are taken within a seed first: runs of one seed share their prompts
-and random numbers, so the spread between seeds cancels.
+Every interval is Student's t over seeds. Differences are taken within a seed first: runs of one seed share prompts and
+random numbers, so the spread between seeds cancels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def interval(values: Sequence[float]) -> Interval:
 def sigma_table(runs: Iterable[Run], step: int) -> pd.DataFrame:
     """One row per run without a schedule (aqn=none, or aqn=constant, whose level is its sigma): MEASURED at `step`.
 
-    Columns run, steps, quant, seed, sigma, temperature, MEASURED, and HELD_OUT after training, NaN where a run has none.
+    Columns run, steps, quant, seed, sigma, temperature, MEASURED, and HELD_OUT after training; NaN where it has none.
     """
     rows = []
     for run in runs:
@@ -91,8 +91,15 @@ def entropy_effect(table: pd.DataFrame, sigma: float) -> pd.DataFrame:
         seeds = sorted(set(off.index) & set(on.index))
         if not seeds:
             continue
-        require(off.index.is_unique and on.index.is_unique, f"quant={quant} has two runs of one sigma and seed: leave one out")
-        numbers = {"off": off[seeds].tolist(), "on": on[seeds].tolist(), "difference": (on[seeds] - off[seeds]).tolist()}
+        require(
+            off.index.is_unique and on.index.is_unique,
+            f"quant={quant} has two runs of one sigma and seed: leave one out",
+        )
+        numbers = {
+            "off": off[seeds].tolist(),
+            "on": on[seeds].tolist(),
+            "difference": (on[seeds] - off[seeds]).tolist(),
+        }
         row: dict[str, object] = {"quant": quant, "seeds": len(seeds)}
         for name, values in numbers.items():
             found = interval(values)
@@ -106,7 +113,9 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
     """Entropy, accuracy and mismatch against sigma, mean over seeds with 95 % intervals; a line per format."""
     plain = table[table["temperature"] == 1.0]
     smallest = plain.loc[plain["sigma"] > 0, "sigma"].min()
-    require(not math.isnan(smallest), "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=...")
+    require(
+        not math.isnan(smallest), "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=..."
+    )
     shown = [("entropy", "entropy_clean"), ("accuracy", HELD_OUT), ("mismatch/kl", None)]
     with paper_style():
         figure, axes = panels(1, 3, 2.1)
@@ -124,13 +133,17 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
         axes[0, 1].set_ylabel("accuracy")
         axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
         axes[0, 2].set_yscale("log")
-        note = "solid: as sampled, noise in; dashed: noise off (entropy: same tokens; accuracy: held out, after training)"
+        note = (
+            "solid: as sampled, noise in; dashed: noise off (entropy: same tokens; accuracy: held out, after training)"
+        )
         legend_above(figure, [axes[0, 0]], [note])
     return figure
 
 
-def _line(ax, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:  # noqa: ANN001
-    points = [(sigma, interval(values.tolist())) for sigma, values in group.dropna(subset=metric).groupby("sigma")[metric]]
+def _line(ax, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:
+    points = [
+        (sigma, interval(values.tolist())) for sigma, values in group.dropna(subset=metric).groupby("sigma")[metric]
+    ]
     if metric == "mismatch/kl":
         points = [(sigma, found) for sigma, found in points if sigma > 0]  # without noise it is rounding alone
     if not points:
@@ -152,8 +165,8 @@ def _line(ax, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> N
 def loop_report(run: Run, tolerance: float = 0.1, window: int = 10) -> dict[str, float | str]:
     """How well aqn=entropy held its target: settling step, and what followed it.
 
-    The measurement is the mean of entropy / target over `window` steps. The loop has settled at the first step from which
-    on this mean stays within `tolerance` of 1 for `window` steps. `held` is the share of the steps from there to the end
+    The measurement is the mean of entropy / target over `window` steps. The loop has settled at the first step from
+    which on it stays within `tolerance` of 1 for `window` steps. `held` is the share of the steps from there to the end
     whose window lies within `tolerance`; `mean_ratio` the mean of entropy / target over them.
     """
     entropy, target = run.series("train", "entropy"), run.series("train", "aqn/entropy_target")
@@ -183,7 +196,10 @@ def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float
     """
     rows = table[(table["quant"] == quant) & (table["sigma"] == 0)]
     curve = rows.groupby("temperature")["entropy"].mean().sort_index()
-    require(len(curve) >= 2, f"quant={quant} without noise has fewer than two temperatures: run more, rollout.temperature=1,1.1,1.2")
+    require(
+        len(curve) >= 2,
+        f"quant={quant} without noise has fewer than two temperatures: run more, rollout.temperature=1,1.1,1.2",
+    )
     for (low, below), (high, above) in zip(curve.items(), list(curve.items())[1:], strict=False):
         if min(below, above) <= target <= max(below, above):
             share = (target - below) / (above - below) if above != below else 0.0
