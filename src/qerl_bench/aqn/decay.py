@@ -37,7 +37,7 @@ class StagedDecay(Schedule):
         )
         require(
             isinstance(self.stages, int) and self.stages >= 2,
-            f"aqn.stages must be a whole number of at least 2 (one silent stage and one with noise), got {self.stages!r};"
+            f"aqn.stages must be a whole number of at least 2 (a silent stage and one with noise), got {self.stages!r};"
             " for no noise use aqn=none, for the same noise in every step aqn=constant",
         )
         require(self.exponent in ("K-2", "K-1"), f"aqn.exponent must be K-2 or K-1, got {self.exponent!r}")

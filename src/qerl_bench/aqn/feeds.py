@@ -2,7 +2,7 @@
 
 Noise on a norm of relative size s changes the weights behind it by s in the Frobenius norm, ||W diag(s z)|| = s ||W||
 on average. That is the same measure as a layer's relative quantization error, so the two can be compared and matched.
-The layers behind no norm (o_proj, down_proj) get no noise from one, and the head behind the final norm is not quantized.
+The layers behind no norm (o_proj, down_proj) get no noise from one; the head behind the final norm is not quantized.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Injection:
         )
         require(
             self.site == "sampler" or self.cadence in ("run", "step"),
-            f"inject.site={self.site} repeats the sampler's noise in the training pass, whose micro-batches mix prompts: "
+            f"inject.site={self.site} repeats the sampler's noise in training, whose micro-batches mix prompts: "
             f"it needs one draw for the whole step, but inject.cadence={self.cadence}. Use inject.cadence=step, or "
             "inject.site=sampler",
         )
