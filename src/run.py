@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.config import build, register_resolvers, resolved
-from qerl_bench.errors import BadInput
+from qerl_bench.errors import BadInput, TrainingStopped
 from qerl_bench.preflight import SweepFailed, explain, flags_first, preflight
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     except (BadInput, HydraException, OmegaConfBaseException) as error:
         print(explain(error), file=sys.stderr)
         return 2
-    except SweepFailed as error:
+    except (SweepFailed, TrainingStopped) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl_bench.algo.base import Totals
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -19,16 +17,14 @@ class Batch:
     advantages: torch.Tensor  # (B,) FP32
     lengths: torch.Tensor  # (B,) prompt + completion tokens
 
-    @property
-    def totals(self) -> Totals:
-        return Totals(sequences=len(self.lengths), tokens=int(self.mask.sum()))
-
-    def micro_batches(self, size: int) -> list[Batch]:
-        """Slices of at most `size` sequences of similar length, each cut to its longest; longest first."""
+    def micro_batches(self, size: int, among: torch.Tensor) -> list[torch.Tensor]:
+        """The rows where `among` (B,) is true as index tensors of at most `size`, of similar length, longest first."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
-        return [self._rows(rows) for rows in order.split(size)]
+        chosen = order[among[order]]
+        return list(chosen.split(size)) if len(chosen) > 0 else []
 
-    def _rows(self, rows: torch.Tensor) -> Batch:
+    def rows(self, rows: torch.Tensor) -> Batch:
+        """These sequences alone, cut to the longest of them."""
         width = int(self.lengths[rows].max())
         return Batch(
             self.input_ids[rows, :width],

@@ -21,9 +21,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from qerl_bench.algo.kl import KlPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.injection import Injection
-from qerl_bench.errors import BadInput, require
+from qerl_bench.errors import BadInput, require, require_package
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
 
@@ -57,6 +58,11 @@ class OptimSpec:
     max_grad_norm: float
     entropy_coef: float
     micro_batch: int
+    optimizer: str
+    updates: int
+    packing: bool
+    gradient_checkpointing: bool
+    on_nonfinite: str
 
     def __post_init__(self) -> None:
         require_positive("optim.lr", self.lr)
@@ -72,6 +78,18 @@ class OptimSpec:
             f"optim.entropy_coef must be a number >= 0, got {self.entropy_coef!r}",
         )
         require_count("optim.micro_batch", self.micro_batch)
+        require(
+            self.optimizer in ("adamw", "adamw_8bit"), f"optim.optimizer must be adamw or adamw_8bit, got {self.optimizer!r}"
+        )
+        if self.optimizer == "adamw_8bit":
+            require_package("bitsandbytes", "optim.optimizer=adamw_8bit", "bitsandbytes")
+        require_count("optim.updates", self.updates)
+        for key in ("packing", "gradient_checkpointing"):
+            value = getattr(self, key)
+            require(isinstance(value, bool), f"optim.{key} must be true or false, got {value!r}")
+        require(
+            self.on_nonfinite in ("stop", "skip"), f"optim.on_nonfinite must be stop or skip, got {self.on_nonfinite!r}"
+        )
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Learning rate of optimiser step `step`, counted 1..total_steps."""
@@ -93,6 +111,7 @@ class Experiment:
     save_every: int
     rollout: RolloutSpec
     optim: OptimSpec
+    kl: KlPenalty
     quant: WeightFormat
     aqn: Schedule
     inject: Injection
@@ -117,6 +136,21 @@ class Experiment:
             self.lora.rank > 0 or self.quant.bits_per_weight is None,
             f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no gradient "
             "step fits. Use lora=default, or quant=bf16.",
+        )
+        require(
+            self.lora.rank > 0 or self.model.dtype == "float32",
+            f"lora=none trains the weights themselves, and steps of RL are lost in {self.model.dtype}'s rounding. Use "
+            "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
+        )
+        require(
+            self.kl.coef == 0 or (self.lora.rank > 0 and self.algo.on_policy),
+            "kl.coef > 0 compares a sampled completion with the base model, which is the policy with its adapter switched "
+            f"off. It needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
+        )
+        require(
+            self.optim.updates == 1 or self.lora.rank == 0 or self.lora.dropout == 0,
+            f"optim.updates={self.optim.updates} compares log-probabilities between updates, and lora.dropout="
+            f"{self.lora.dropout} would change them at random; set lora.dropout=0",
         )
         require(
             self.optim.warmup_steps < self.steps,

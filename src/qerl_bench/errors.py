@@ -22,3 +22,7 @@ def require_package(name: str, option: str, extra: str) -> None:
 
     if find_spec(name) is None:
         raise BadInput(f"{option} needs the package {name}, which is not installed: pip install 'qerl-bench[{extra}]'")
+
+
+class TrainingStopped(RuntimeError):
+    """Raised by a run that cannot go on; `src/run.py` prints its message, without a traceback, and exits with code 1."""

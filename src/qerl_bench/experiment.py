@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import torch
 from omegaconf import DictConfig
 
 from qerl_bench import metrics
-from qerl_bench.aqn.inject import combined
+from qerl_bench.algo.dynamic import fill
+from qerl_bench.aqn.inject import NoiseReport, combined
 from qerl_bench.batch import Batch, make_batch
 from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
 from qerl_bench.engine.base import RolloutEngine, Sampling
-from qerl_bench.errors import require
+from qerl_bench.errors import TrainingStopped, require
 from qerl_bench.evals.record import record_evaluation
+from qerl_bench.forensics import NonFinite, dump
 from qerl_bench.policy import Policy
 from qerl_bench.progress import Steps
+from qerl_bench.records import Group
 from qerl_bench.results.figures import run_figures
 from qerl_bench.results.table import render, summary
 from qerl_bench.rundir import RunDir, as_dict, last_checkpoint
@@ -97,20 +101,11 @@ def train_step(
         else:
             batch, found = demonstrated_batch(experiment, policy, step), {}
         with phases.phase("train"):
-            found |= update(
-                policy,
-                optimizer,
-                experiment.algo,
-                batch,
-                experiment.optim,
-                step,
-                experiment.steps,
-                experiment.rollout.temperature,
-            )
+            found |= update(experiment, policy, optimizer, batch, step, partial(not_finite, experiment, run, step))
     found |= {f"time/{name}_s": seconds for name, seconds in phases.seconds.items()}
     found["speed/train_tok_s"] = int(batch.lengths.sum()) / phases.seconds["train"]
     if experiment.algo.on_policy:
-        found["speed/rollout_tok_s"] = batch.totals.tokens / phases.seconds["rollout"]
+        found["speed/rollout_tok_s"] = found["completions/tokens"] / phases.seconds["rollout"]
         found["memory/rollout_gib"] = phases.peak_gib["rollout"]
     found["memory/train_gib"] = phases.peak_gib["train"]
     found["memory/peak_gib"] = max(phases.peak_gib.values())
@@ -121,27 +116,41 @@ def sampled_batch(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, phases: Phases
 ) -> tuple[Batch, dict[str, float]]:
     """Sample from the noisy policy, judge, and turn rewards into advantages."""
-    rollout, task = experiment.rollout, experiment.task
-    prompts = task.train_prompts(step, rollout.prompts, experiment.seed)
+    rollout, task, algo = experiment.rollout, experiment.task, experiment.algo
     sampling = Sampling(
         samples=rollout.group_size,
         temperature=rollout.temperature,
         max_tokens=task.max_completion_tokens,
         seed=derive(experiment.seed, "rollout", step),
     )
-    rollouts, reports = [], []
-    for draw, sharing in enumerate(experiment.inject.draws(prompts)):
-        with ExitStack() as noise_in:
-            with phases.phase("sync"):
-                reports.append(noise_in.enter_context(policy.aqn.sampler(step, draw)))
-            with phases.phase("rollout"):
-                rollouts += engine.generate(sharing, sampling)
-    with phases.phase("reward"):
-        rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
-    totals = torch.tensor([reward.total for reward in rewards]).view(rollout.prompts, rollout.group_size)  # (P, G)
+    seen: set[str] = set()
+    draws: list[NoiseReport] = []
+
+    def sample(refill: int) -> list[Group]:
+        """The prompts of this step, or new ones for a refill, completed and judged."""
+        seed = experiment.seed if refill == 0 else derive(experiment.seed, "refill", refill)
+        prompts = [prompt for prompt in task.train_prompts(step, rollout.prompts, seed) if prompt.id not in seen]
+        seen.update(prompt.id for prompt in prompts)
+        rollouts = []
+        for number, sharing in experiment.inject.draws(prompts, len(draws)):
+            with ExitStack() as noise_in:
+                with phases.phase("sync"):
+                    draws.append(noise_in.enter_context(policy.aqn.sampler(step, number)))
+                with phases.phase("rollout"):
+                    rollouts += engine.generate(sharing, sampling)
+        with phases.phase("reward"):
+            rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+        bounds = [slice(i, i + rollout.group_size) for i in range(0, len(rollouts), rollout.group_size)]
+        return [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in bounds]
+
+    groups, sampled, refills = fill(sample, algo, rollout.prompts)
+    rewards = torch.tensor([[reward.total for reward in group.rewards] for group in groups])  # (P, G)
+    lengths = torch.tensor([[len(r.token_ids) for r in group.rollouts] for group in groups])  # (P, G)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    judged = [(r, w) for group in sampled for r, w in zip(group.rollouts, group.rewards, strict=True)]
     kept = [
         {"step": step, "prompt": r.prompt.id, "completion": r.text, "gold": r.prompt.answer, "reward": w.total, **w.parts}
-        for r, w in list(zip(rollouts, rewards, strict=True))[:KEPT_ROLLOUTS]
+        for r, w in judged[:KEPT_ROLLOUTS]
     ]
     run.append("rollouts.jsonl", kept)
     batch = make_batch(
@@ -150,10 +159,11 @@ def sampled_batch(
         policy.pad_id,
         policy.device,
         [r.logprobs for r in rollouts],
-        experiment.algo.advantages(totals).flatten(),
+        algo.advantages(rewards, lengths).flatten(),
     )
-    found = metrics.of_rollouts(rollouts, rewards, rollout.group_size)
-    found |= combined(reports) | policy.aqn.steering.observe(step, found["entropy"])
+    found = metrics.of_rollouts([r for r, _ in judged], [w for _, w in judged], rollout.group_size)
+    found |= {"dynamic/refills": refills, "dynamic/groups_kept": len(groups)}
+    found |= combined(draws) | policy.aqn.steering.observe(step, found["entropy"])
     return batch, found
 
 
@@ -166,6 +176,14 @@ def demonstrated_batch(experiment: Experiment, policy: Policy, step: int) -> Bat
         policy.pad_id,
         policy.device,
     )
+
+
+def not_finite(experiment: Experiment, run: RunDir, step: int, case: NonFinite) -> None:
+    """Keep what is needed to understand it, then stop the run or leave this update out."""
+    message = dump(run, step, case)
+    if experiment.optim.on_nonfinite == "stop":
+        raise TrainingStopped(f"{message}. To leave such updates out instead: optim.on_nonfinite=skip")
+    log.warning("%s. This update is left out.", message)
 
 
 def evaluate(

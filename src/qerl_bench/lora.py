@@ -20,6 +20,7 @@ class Lora:
     alpha: float
     dropout: float
     targets: list[str]
+    train_norms: bool
 
     def __post_init__(self) -> None:
         require(
@@ -29,6 +30,7 @@ class Lora:
         )
         require(0 < self.alpha < float("inf"), f"lora.alpha must be positive, got {self.alpha!r}")
         require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout!r}")
+        require(isinstance(self.train_norms, bool), f"lora.train_norms must be true or false, got {self.train_norms!r}")
         require(
             isinstance(self.targets, list) and len(self.targets) > 0 and all(isinstance(t, str) for t in self.targets),
             f"lora.targets must list the names of layers, such as [q_proj, v_proj], got {self.targets!r}; to train without "
@@ -54,6 +56,9 @@ class FullParameter:
 
     name: str
     rank: int
+
+    dropout = 0.0
+    train_norms = False  # apart from the other weights
 
     def __post_init__(self) -> None:
         require(self.rank == 0, f"lora=none has no rank, got lora.rank={self.rank!r}; for an adapter use lora=default")

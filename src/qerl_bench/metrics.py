@@ -5,6 +5,7 @@ Averages are taken once over all tokens or completions of a step, never over ave
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,18 @@ SAMPLED = {
     "reward/frac_zero_std": Metric("share", "groups whose completions all got the same reward: no learning signal"),
     "accuracy": Metric("share", "completions with the correct answer"),
     "entropy": Metric("nats/token", "of the policy that sampled, noise in, at rollout temperature; full vocabulary"),
+    "completions/tokens": Metric("tokens", "completion tokens sampled"),
     "completions/mean_length": Metric("tokens", "mean completion length, stop token included"),
     "completions/truncated_frac": Metric("share", "completions cut at the token limit"),
     "mismatch/kl": Metric("nats/token", "KL(sampler || trainer), k3 estimate: mean of exp(d) - d - 1, d = trainer - sampler"),
     "mismatch/logp_abs_mean": Metric("nats", "mean |trainer - sampler| log-probability of the sampled tokens"),
     "mismatch/logp_abs_max": Metric("nats", "largest |trainer - sampler| log-probability of the sampled tokens"),
     "mismatch/ess": Metric("share", "(sum w)^2 / (n sum w^2) over tokens, w = exp(trainer - sampler); 1 = no mismatch"),
-    "clip_ratio/low_mean": Metric("share", "tokens with ratio < 1 - epsilon_low and negative advantage"),
-    "clip_ratio/high_mean": Metric("share", "tokens with ratio > 1 + epsilon_high and positive advantage"),
+    "clip_ratio/low_mean": Metric("share", "tokens with ratio < 1 - epsilon_low and negative advantage, over all updates"),
+    "clip_ratio/high_mean": Metric("share", "tokens with ratio > 1 + epsilon_high and positive advantage, over all updates"),
+    "completions/garbled_frac": Metric("share", "completions with broken tags, or tokens repeated over and over"),
+    "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
+    "dynamic/groups_kept": Metric("count", "groups that are trained on"),
     "aqn/sigma": Metric("norm scale", "noise standard deviation that the schedule asks for"),
     "aqn/sigma_realised": Metric("norm scale", "rms change of the scales, as stored (inject.relative: over |scale|)"),
     "aqn/norms_perturbed": Metric("count", "norms in which at least one scale changed"),
@@ -51,8 +56,9 @@ STEERED = {  # with aqn=entropy
     "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
 }
 TRAINED = {
-    "loss": Metric("-", "the algorithm's loss over the whole step"),
-    "grad_norm": Metric("-", "global gradient norm before clipping"),
+    "loss": Metric("-", "the objective over the whole step, KL penalty included; mean over its updates"),
+    "grad_norm": Metric("-", "global gradient norm before clipping; mean over the step's updates"),
+    "updates_skipped": Metric("count", "updates of the step that were not applied because something was not finite"),
     "lr": Metric("-", "learning rate of this step"),
     "entropy_clean": Metric("nats/token", "as entropy on the same tokens, noise off, before the update"),
     "entropy_t1": Metric("nats/token", "as entropy_clean at temperature 1"),
@@ -62,12 +68,18 @@ TRAINED = {
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
     "memory/peak_gib": Metric("GiB", "peak of the step"),
 }
+PENALISED = {  # only with kl.coef > 0
+    "kl": Metric("nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"),
+}
 EVALUATED = {
     "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
     "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
     "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over sampled completions"),
     "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
 }
+
+
+LOOP = 8  # tokens in the windows by which a loop is recognised
 
 
 class TokenTable:
@@ -95,8 +107,7 @@ def of_tokens(table: TokenTable, sampled: bool) -> dict[str, float]:
     found = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not sampled:
         return found
-    clipping = {name: table[name].mean().item() for name in table.names() if name.startswith("clip_ratio/")}
-    return found | clipping | mismatch(table["logprobs"], table["sampler_logprobs"])
+    return found | mismatch(table["logprobs"], table["sampler_logprobs"])
 
 
 def mismatch(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
@@ -124,9 +135,27 @@ def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int)
         "reward/frac_zero_std": mean([float(max(group) == min(group)) for group in groups]),
         "accuracy": mean([float(reward.correct) for reward in rewards]),
         "entropy": sum(sum(rollout.entropies) for rollout in rollouts) / tokens,
+        "completions/tokens": tokens,
         "completions/mean_length": tokens / len(rollouts),
         "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
+        "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
     }
+
+
+def garbled(rollout: Rollout) -> bool:
+    """Broken tags in a finished completion, or a loop: over half of all windows of LOOP tokens seen before.
+
+    A tag is broken if it is closed before it is opened, opened and not closed, or written more than once. No tags at all
+    are bad format, not garbling; and a completion cut at the limit is truncated, which is counted apart.
+    """
+    for tag in ("think", "answer"):
+        opened, closed = rollout.text.count(f"<{tag}>"), rollout.text.count(f"</{tag}>")
+        ordered = opened == 0 or rollout.text.index(f"<{tag}>") < (rollout.text.find(f"</{tag}>") if closed else math.inf)
+        if rollout.finished and (opened != closed or opened > 1 or not ordered):
+            return True
+    ids = rollout.token_ids
+    windows = [tuple(ids[i : i + LOOP]) for i in range(len(ids) - LOOP + 1)]
+    return len(windows) >= LOOP and len(set(windows)) < len(windows) / 2
 
 
 def mean(values: list[float]) -> float:

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, noise_sites, perturbed
+from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, keep_input_dtype, noise_sites, perturbed
 from qerl_bench.config import Experiment
+from qerl_bench.head import token_scores
+from qerl_bench.packing import Packing, enable, packed_hidden
 from qerl_bench.quant.linear import LayerReport, quantize_model
 from qerl_bench.records import Message
 from qerl_bench.seeding import derive
@@ -30,7 +32,7 @@ class TokenStats:
     """Per-token numbers of the policy at given tokens, each (B, T) in FP32 and 0 where the mask is false."""
 
     logprobs: torch.Tensor  # with gradient
-    entropy: torch.Tensor  # nats, full vocabulary, at the rollout temperature; with gradient if asked for
+    entropy: torch.Tensor  # nats, full vocabulary, at the rollout temperature; with gradient only where asked for
     entropy_t1: torch.Tensor  # the same at temperature 1
     likeliest: torch.Tensor  # 1 where greedy decoding would have chosen the token
 
@@ -49,12 +51,17 @@ class Policy:
         tokenizer: PreTrainedTokenizerBase,
         adapter: PeftModel | None,
         layers: dict[str, LayerReport],
+        packing: bool,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.adapter = adapter
         self.layers = layers
+        self.packing = packing
+        if packing:
+            enable(model)
         self.norms = block_norms(model, model.config.num_hidden_layers)
+        self.base_scales: list[torch.nn.Parameter] = []  # of `norms`, where training changes them
         self.device = next(model.parameters()).device
         self.stop_ids = stop_ids(model, tokenizer)
         pad_id = tokenizer.pad_token_id
@@ -66,6 +73,8 @@ class Policy:
         model, tokenizer = experiment.model.load(base, device)
         layers = quantize_model(model, experiment.quant)
         model.eval()
+        if experiment.optim.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapter = None
         if experiment.lora.rank > 0:
             model.requires_grad_(False)
@@ -74,9 +83,18 @@ class Policy:
                 adapter = get_peft_model(model, experiment.lora.peft_config())
             adapter.eval()
             assert isinstance(adapter, PeftModel)
-        policy = cls(model, tokenizer, adapter, layers)
+        policy = cls(model, tokenizer, adapter, layers, experiment.optim.packing)
+        if experiment.lora.train_norms:
+            policy.train_norms()
         policy.aqn = policy.noise_of(experiment)
         return policy
+
+    def train_norms(self) -> None:
+        """Let the norm scales of the blocks learn too, in FP32: steps of RL are too small for 16 bits."""
+        for norm in self.norms.values():
+            self.base_scales.append(norm.weight)  # type: ignore[arg-type]
+            norm.weight = torch.nn.Parameter(norm.weight.detach().float().clone())  # type: ignore[union-attr]
+            norm.register_forward_hook(keep_input_dtype)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -112,42 +130,51 @@ class Policy:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Context in which the model is its frozen base."""
+        """Context in which the model is its frozen base, norm scales included."""
         if self.adapter is None:
             yield
             return
-        with self.adapter.disable_adapter():
-            yield
+        trained = [norm.weight for norm in self.norms.values()]
+        try:
+            for norm, scale in zip(self.norms.values(), self.base_scales or trained, strict=True):
+                norm.weight = scale
+            with self.adapter.disable_adapter():
+                yield
+        finally:
+            for norm, scale in zip(self.norms.values(), trained, strict=True):
+                norm.weight = scale
 
     def token_stats(
         self, input_ids: torch.Tensor, mask: torch.Tensor, temperature: float, entropy_gradient: bool = False
     ) -> TokenStats:
         """Log-probability and entropy of each masked token of right-padded `input_ids` (B, T) given those before it.
 
-        Padding sits behind every real token, so causal attention alone keeps it out. The vocabulary projection runs
-        only where `mask` (B, T) is true. `entropy` carries a gradient only if `entropy_gradient` asks for it.
+        Padding sits behind every real token, so causal attention alone keeps it out; with packing it is not even
+        computed. The vocabulary projection runs only where `mask` (B, T) is true, a few tokens at a time.
         """
-        hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state  # (B, T, H)
-        predicts = mask[:, 1:]  # position t predicts token t + 1
-        logits = self.model.lm_head(hidden[:, :-1][predicts]).float()  # (M, V)
-        targets = input_ids[:, 1:][predicts]  # (M,)
-        scaled = torch.log_softmax(logits / temperature, dim=-1)
-        logprobs = scaled.gather(-1, targets[:, None])[:, 0]
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = entropy_of(scaled)
-        with torch.no_grad():
-            entropy_t1 = entropy if temperature == 1.0 else entropy_of(torch.log_softmax(logits, dim=-1))
-            likeliest = (logits.argmax(-1) == targets).float()
+        predicts = mask.roll(-1, dims=1)  # (B, T) position t predicts token t + 1; column 0 of `mask` is never true
+        if self.packing:
+            packing = Packing.of(mask)
+            hidden = packed_hidden(self.model, input_ids, packing)[packing.pack(predicts)]  # (M, H)
+        else:
+            hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state[predicts]  # (M, H)
+        vocabulary = self.model.config.vocab_size
+        scores = token_scores(
+            self.model.lm_head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient
+        )
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
 
-        return TokenStats(spread(logprobs), spread(entropy), spread(entropy_t1), spread(likeliest))
+        return TokenStats(*(spread(score) for score in scores))
 
     def save(self, folder: Path) -> None:
-        """Write the trained part: `adapter/` in PEFT's format, or `model/` in transformers' where everything is trained."""
+        """Write the trained part: `adapter/` in PEFT's format, and the norms if they are trained; or `model/`, all of it."""
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+            if self.base_scales:
+                scales = {f"{name}.weight": norm.weight.detach() for name, norm in self.norms.items()}
+                save_file(scales, folder / "norms.safetensors")  # type: ignore[arg-type]
         else:
             self.model.save_pretrained(str(folder / "model"))
             self.tokenizer.save_pretrained(str(folder / "model"))
@@ -157,6 +184,11 @@ class Policy:
         if self.adapter is not None:
             state = load_file(folder / "adapter" / "adapter_model.safetensors")
             set_peft_model_state_dict(self.adapter, state)
+            if self.base_scales:
+                scales = load_file(folder / "norms.safetensors")
+                with torch.no_grad():
+                    for name, norm in self.norms.items():
+                        norm.weight.copy_(scales[f"{name}.weight"])  # type: ignore[operator]
         else:
             state = load_file(folder / "model" / "model.safetensors")
             missing, unexpected = self.model.load_state_dict(state, strict=False)
@@ -165,11 +197,6 @@ class Policy:
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapter's tensors under PEFT's names; empty where there is no adapter."""
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter)
-
-
-def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V); impossible tokens (-inf) count 0."""
-    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

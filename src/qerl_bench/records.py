@@ -52,3 +52,16 @@ class Reward:
     total: float
     correct: bool
     parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The G completions of one prompt and what they earned."""
+
+    rollouts: list[Rollout]
+    rewards: list[Reward]
+
+    @property
+    def degenerate(self) -> bool:
+        """All rewards are equal, so that no completion is better than another."""
+        return len({reward.total for reward in self.rewards}) == 1

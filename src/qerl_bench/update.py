@@ -1,73 +1,190 @@
-"""One optimiser step: forward and backward over micro-batches, clip, step. The gradient does not depend on the split."""
+"""One training step: forward and backward over micro-batches, clip, step, as often as a rollout is used.
+
+The gradient does not depend on the split into micro-batches, on packing, or on which completions are left out of the
+backward pass because their advantage is zero.
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import math
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.algo.base import Algorithm
+from qerl_bench.algo.base import Terms
+from qerl_bench.algo.objective import objective
 from qerl_bench.batch import Batch
-from qerl_bench.config import OptimSpec
+from qerl_bench.config import Experiment, OptimSpec
+from qerl_bench.forensics import NonFinite, first_in_backward, first_in_forward
 from qerl_bench.policy import Policy
+
+BETAS = (0.9, 0.99)  # as in QeRL's scripts
+
+
+@dataclass
+class Micro:
+    """A micro-batch through all updates of a step."""
+
+    batch: Batch
+    weights: torch.Tensor  # (B,) what each token of a completion counts in the loss of the step
+    teaches: bool  # its gradient can be other than zero
+    old: torch.Tensor | None = None  # (B, T) log-probabilities before the first update
+    reference: torch.Tensor | None = None  # (B, T) of the base without its adapter
+
+
+class Skipped(Exception):
+    """This update must not be applied."""
 
 
 def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
-    """AdamW (betas 0.9, 0.99 as in QeRL's scripts) over the trainable parameters."""
-    return torch.optim.AdamW(policy.trainable, lr=optim.lr, betas=(0.9, 0.99), weight_decay=optim.weight_decay)
+    """AdamW over the trainable parameters, its states in FP32 or, as bitsandbytes keeps them, in blocks of 8 bits."""
+    kind = torch.optim.AdamW
+    if optim.optimizer == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[assignment]
+    return kind(policy.trainable, lr=optim.lr, betas=BETAS, weight_decay=optim.weight_decay)
 
 
 def update(
+    experiment: Experiment,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    algo: Algorithm,
     batch: Batch,
-    optim: OptimSpec,
     step: int,
-    total_steps: int,
-    temperature: float,
+    on_nonfinite: Callable[[NonFinite], None],
 ) -> dict[str, float]:
-    """Train on `batch` once and return the training metrics of step `step`, measured on the policy before the update.
+    """Train on `batch` and return the training metrics of `step`.
 
-    `inject.site` says how much of the training pass sees the noise that the batch was sampled with.
+    The log-probabilities before the first of `optim.updates` updates are the old ones of all. `on_nonfinite` is called
+    with the findings if a loss or gradient is not finite; if it returns, that update is skipped.
     """
-    totals = batch.totals
-    lr = optim.lr_at(step, total_steps)
+    optim = experiment.optim
+    lr = optim.lr_at(step, experiment.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    site = policy.aqn.injection.site
+    micros = split(experiment, batch)
+    measured = Measured()
     policy.train_mode(True)
-    tokens = metrics.TokenTable()
-    loss_sum = 0.0
-    for micro in batch.micro_batches(optim.micro_batch):
-        with policy.aqn.trainer() if site == "trainer" else nullcontext():
-            stats = policy.token_stats(micro.input_ids, micro.mask, temperature, optim.entropy_coef > 0)
-            trained = stats.logprobs.detach()
-            old = trained  # one update per rollout: the policy before it is the policy itself
-            if site == "old":
-                with policy.aqn.trainer(), torch.no_grad():
-                    old = policy.token_stats(micro.input_ids, micro.mask, temperature).logprobs
-            loss, indicators = algo.loss(stats.logprobs, old, micro.advantages, micro.mask, totals)
-            if optim.entropy_coef > 0:
-                loss = loss - optim.entropy_coef * stats.entropy.sum() / totals.tokens
-            loss.backward()
-        clean = stats
+    for _ in range(optim.updates):
+        optimizer.zero_grad(set_to_none=True)
+        with suppress(Skipped):
+            for micro in micros:
+                train_on(experiment, policy, micro, measured, on_nonfinite)
+            norm = torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm)
+            measured.grad_norms.append(float(norm))
+            if not math.isfinite(float(norm)):
+                on_nonfinite(NonFinite(what="gradient", tensor=first_in_backward(policy.model), tensors={}))
+                raise Skipped
+            optimizer.step()
+            measured.applied += 1
+    optimizer.zero_grad(set_to_none=True)
+    policy.train_mode(False)
+    return {"lr": lr, "updates_skipped": optim.updates - measured.applied, **measured.metrics(optim.updates, experiment)}
+
+
+def split(experiment: Experiment, batch: Batch) -> list[Micro]:
+    """Micro-batches, first those with a gradient. Weights come from the whole step, so leaving rows out changes nothing."""
+    weights = experiment.algo.weights(batch.mask.sum(1))
+    teaches = torch.ones_like(batch.advantages, dtype=torch.bool)
+    if experiment.algo.on_policy and experiment.kl.coef == 0 and experiment.optim.entropy_coef == 0:
+        teaches = batch.advantages != 0
+    return [
+        Micro(batch.rows(rows), weights[rows], teaches=taught)
+        for taught, among in ((True, teaches), (False, ~teaches))
+        for rows in batch.micro_batches(experiment.optim.micro_batch, among)
+    ]
+
+
+def train_on(
+    experiment: Experiment,
+    policy: Policy,
+    micro: Micro,
+    measured: Measured,
+    on_nonfinite: Callable[[NonFinite], None],
+) -> None:
+    """Forward and, where it teaches, backward of one micro-batch; raises Skipped if its loss is not finite.
+
+    `inject.site` says how much of this sees the noise that the batch was sampled with.
+    """
+    batch, temperature, first = micro.batch, experiment.rollout.temperature, micro.old is None
+    site, bonus = experiment.inject.site, experiment.optim.entropy_coef
+    seen = policy.aqn.trainer if site == "trainer" else nullcontext
+    if not (micro.teaches or first):
+        return  # its loss is 0 before and after, and its metrics are known
+    with torch.set_grad_enabled(micro.teaches), seen():
+        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, bonus > 0)
+    if first:
+        trained, clean = stats.logprobs.detach(), stats
+        micro.old = trained
+        if site == "old":
+            with torch.no_grad(), policy.aqn.trainer():
+                micro.old = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs
         if site == "trainer":
             with torch.no_grad():
-                clean = policy.token_stats(micro.input_ids, micro.mask, temperature)
-        loss_sum += loss.item()
-        tokens.add(
-            micro.mask,
+                clean = policy.token_stats(batch.input_ids, batch.mask, temperature)
+        if experiment.kl.coef > 0:
+            with torch.no_grad(), policy.without_adapter():
+                micro.reference = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs
+        measured.tokens.add(
+            batch.mask,
             logprobs=trained,
-            sampler_logprobs=micro.sampler_logprobs,
+            sampler_logprobs=batch.sampler_logprobs,
             entropy=clean.entropy,
             entropy_t1=clean.entropy_t1,
-            **indicators,
         )
-    policy.train_mode(False)
-    grad_norm = torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    measured = metrics.of_tokens(tokens, sampled=algo.on_policy)
-    return {"loss": loss_sum, "grad_norm": float(grad_norm), "lr": lr, **measured}
+    assert micro.old is not None
+    terms = Terms(
+        logprobs=stats.logprobs,
+        old_logprobs=micro.old,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        reference_logprobs=micro.reference,
+    )
+    loss, columns = objective(experiment.algo, experiment.kl, terms, micro.weights)
+    if bonus > 0:
+        loss = loss - bonus * (micro.weights[:, None] * stats.entropy).sum()
+    measured.add(loss, columns, batch.mask)
+    if not bool(loss.isfinite()):
+        where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
+        tensors = {
+            "input_ids": batch.input_ids,
+            "mask": batch.mask,
+            "lengths": batch.lengths,
+            "advantages": batch.advantages,
+            "weights": micro.weights,
+            "sampler_logprobs": batch.sampler_logprobs,
+            "old_logprobs": micro.old,
+            "logprobs": stats.logprobs.detach(),
+        }
+        on_nonfinite(NonFinite(what="loss", tensor=where, tensors=tensors))
+        raise Skipped
+    if micro.teaches:
+        with seen():  # gradient checkpointing computes the forward pass again
+            loss.backward()
+
+
+class Measured:
+    """Sums over all updates of a step. Tokens that no longer count in later updates still count in their averages."""
+
+    def __init__(self) -> None:
+        self.tokens = metrics.TokenTable()  # of the first update: the policy before the step
+        self.loss = 0.0
+        self.sums: dict[str, float] = {}
+        self.grad_norms: list[float] = []
+        self.applied = 0
+
+    def add(self, loss: torch.Tensor, columns: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
+        self.loss += loss.item()
+        for name, column in columns.items():
+            self.sums[name] = self.sums.get(name, 0.0) + column.detach()[mask].double().sum().item()
+
+    def metrics(self, updates: int, experiment: Experiment) -> dict[str, float]:
+        tokens = len(self.tokens["logprobs"])
+        return {
+            "loss": self.loss / updates,
+            "grad_norm": sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else math.nan,
+            **{name: value / (updates * tokens) for name, value in self.sums.items()},
+            **metrics.of_tokens(self.tokens, sampled=experiment.algo.on_policy),
+        }

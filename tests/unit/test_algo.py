@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,47 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.algo.base import Totals
+from qerl_bench.algo.base import Terms
+from qerl_bench.algo.bnpo import Bnpo
+from qerl_bench.algo.cispo import Cispo
 from qerl_bench.algo.dapo import Dapo
+from qerl_bench.algo.dr_grpo import DrGrpo
 from qerl_bench.algo.grpo import Grpo
+from qerl_bench.algo.gspo import Gspo
+from qerl_bench.algo.kl import KlPenalty
+from qerl_bench.algo.objective import objective
+from qerl_bench.algo.reinforce_pp import ReinforcePp
+from qerl_bench.algo.rloo import Rloo
 from qerl_bench.algo.sft import Sft
 from qerl_bench.errors import BadInput
 
-GRPO = Grpo(name="grpo", epsilon_low=0.2, epsilon_high=0.2, advantage_eps=1e-4)
-DAPO = Dapo(name="dapo", epsilon_low=0.2, epsilon_high=0.28, advantage_eps=1e-4)
+NARROW: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+CLIP: dict[str, Any] = {**NARROW, "delta": None, "advantage_eps": 1e-4}
+GRPO = Grpo(name="grpo", **CLIP)
+DAPO = Dapo(
+    name="dapo",
+    **{**CLIP, "epsilon_high": 0.28},
+    max_refills=0,
+    when_degenerate="stop",
+    length_limit=10,
+    overlong_tokens=0,
+    overlong_factor=1.0,
+)
+BNPO = Bnpo(name="bnpo", **CLIP, chunk=2)
+DR_GRPO = DrGrpo(name="dr_grpo", **NARROW, delta=None, length_limit=10)
+GSPO = Gspo(name="gspo", **CLIP)
+CISPO = Cispo(name="cispo", epsilon_low=1.0, epsilon_high=0.2, advantage_eps=1e-4)
+RLOO = Rloo(name="rloo", **NARROW)
+REINFORCE_PP = ReinforcePp(name="reinforce_pp", **NARROW, advantage_eps=1e-4, group_baseline=False)
 SFT = Sft(name="sft")
-ALGORITHMS = pytest.mark.parametrize("algo", [GRPO, DAPO, SFT], ids=lambda algo: algo.name)
+ON_POLICY = [GRPO, DAPO, BNPO, DR_GRPO, GSPO, CISPO, RLOO, REINFORCE_PP]
+ALGORITHMS = pytest.mark.parametrize("algo", [*ON_POLICY, SFT], ids=lambda algo: algo.name)
+NO_KL = KlPenalty(coef=0.0, estimator="k3", ratio_weighted=True)
+
+
+def step_loss(algo: Any, kl: KlPenalty = NO_KL, **terms: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of a step that is one micro-batch."""
+    return objective(algo, kl, Terms(**terms), algo.weights(terms["mask"].sum(1)))
 
 
 def _example() -> dict[str, torch.Tensor]:
@@ -46,7 +78,7 @@ def _example() -> dict[str, torch.Tensor]:
 
 def test_grpo_by_hand() -> None:
     example = _example()
-    loss, indicators = GRPO.loss(**example, totals=Totals(sequences=4, tokens=8))
+    loss, indicators = step_loss(GRPO, **example)
     rows = [-(1.0 + 1.2) / 2, (0.8 + 1.0 + 1.25) / 3, -0.5 * 1.2, 0.5 * (1.0 + 0.9) / 2]
     assert loss.item() == pytest.approx(sum(rows) / 4, abs=1e-12)
     loss.backward()
@@ -63,7 +95,7 @@ def test_grpo_by_hand() -> None:
 
 def test_dapo_by_hand() -> None:
     example = _example()
-    loss, indicators = DAPO.loss(**example, totals=Totals(sequences=4, tokens=8))
+    loss, indicators = step_loss(DAPO, **example)
     tokens = [-1.0, -1.28, 0.8, 1.0, 1.25, -0.5 * 1.25, 0.5 * 1.0, 0.5 * 0.9]
     assert loss.item() == pytest.approx(sum(tokens) / 8, abs=1e-12)
     loss.backward()
@@ -76,14 +108,16 @@ def test_dapo_by_hand() -> None:
 def test_sft_by_hand() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -9.0, -9.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
-    loss, indicators = SFT.loss(logprobs, logprobs.detach(), torch.zeros(2), mask, Totals(sequences=2, tokens=3))
+    loss, indicators = step_loss(
+        SFT, logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=torch.zeros(2), mask=mask
+    )
     assert loss.item() == pytest.approx(3.5 / 3, abs=1e-12)
     assert indicators == {}
     loss.backward()
     expected = torch.tensor([[-1 / 3, -1 / 3, 0], [-1 / 3, 0, 0]], dtype=torch.float64)
     assert torch.allclose(logprobs.grad, expected, rtol=0, atol=1e-15)
     with pytest.raises(AssertionError):
-        SFT.advantages(torch.zeros(1, 2))
+        SFT.advantages(torch.zeros(1, 2), torch.ones(1, 2))
 
 
 def test_on_policy_step_is_the_plain_policy_gradient() -> None:
@@ -91,12 +125,12 @@ def test_on_policy_step_is_the_plain_policy_gradient() -> None:
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1], [1, 0]], dtype=torch.bool)
     advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    loss, indicators = GRPO.loss(logprobs, logprobs.detach(), advantages, mask, Totals(sequences=2, tokens=3))
+    loss, indicators = step_loss(
+        GRPO, logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=advantages, mask=mask
+    )
     loss.backward()
     assert loss.item() == pytest.approx((-2.0 + 1.0) / 2, abs=1e-12)
-    assert torch.allclose(
-        logprobs.grad, torch.tensor([[-0.5, -0.5], [0.5, 0.0]], dtype=torch.float64), rtol=0, atol=1e-12
-    )
+    assert torch.allclose(logprobs.grad, torch.tensor([[-0.5, -0.5], [0.5, 0.0]], dtype=torch.float64), rtol=0, atol=1e-12)
     assert not any(indicator.any() for indicator in indicators.values())
 
 
@@ -117,9 +151,12 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
     mask = torch.ones(1, 2, dtype=torch.bool)
     old = torch.zeros_like(logprobs)
     for sign in (advantage, -advantage, 0.0):
-        _, indicators = algo.loss(logprobs, old, torch.tensor([sign], dtype=torch.float64), mask, Totals(1, 2))
+        terms = Terms(
+            logprobs=logprobs, old_logprobs=old, advantages=torch.tensor([sign], dtype=torch.float64), mask=mask
+        )
+        indicators = algo.token_loss(terms).indicators
         clipped = {key: value.tolist() for key, value in indicators.items()}
-        expected = {key: [[False, False]] for key in clipped}
+        expected = dict.fromkeys(clipped, [[False, False]])
         if sign == advantage:
             expected[name] = [[False, True]]
         assert clipped == expected
@@ -127,26 +164,26 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
 
 def test_a_ratio_exactly_on_the_boundary_is_not_clipped() -> None:
     """epsilon 0.5 puts the boundaries on numbers that exp can hit: exp(0) = 1 is inside, and halves are exact."""
-    algo = Grpo(name="grpo", epsilon_low=0.5, epsilon_high=1.0, advantage_eps=1e-4)
+    algo = Grpo(name="grpo", **{**CLIP, "epsilon_low": 0.5, "epsilon_high": 1.0})
     for ratio, advantage in ((0.5, -1.0), (2.0, 1.0)):
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         assert logprobs.exp().item() == ratio
         mask = torch.ones(1, 1, dtype=torch.bool)
-        _, indicators = algo.loss(
-            logprobs, torch.zeros(1, 1, dtype=torch.float64), torch.tensor([advantage]), mask, Totals(1, 1)
-        )
+        old = torch.zeros(1, 1, dtype=torch.float64)
+        terms = Terms(logprobs=logprobs, old_logprobs=old, advantages=torch.tensor([advantage]), mask=mask)
+        indicators = algo.token_loss(terms).indicators
         assert not any(bool(indicator.any()) for indicator in indicators.values())
 
 
 def test_padding_has_no_part_in_anything() -> None:
     """Whatever stands off the mask, extreme ratios included, changes neither loss nor gradient nor indicators."""
-    for algo in (GRPO, DAPO, SFT):
+    for algo in (*ON_POLICY, SFT):
         results = []
         for filler in (-1.0, -60.0, 0.0):
             example = _example()
             with torch.no_grad():
                 example["logprobs"][~example["mask"]] = filler
-            loss, indicators = algo.loss(**example, totals=Totals(sequences=4, tokens=8))
+            loss, indicators = step_loss(algo, **example)
             loss.backward()
             results.append((loss.item(), example["logprobs"].grad, {k: v.tolist() for k, v in indicators.items()}))
         for other in results[1:]:
@@ -181,18 +218,22 @@ def _random_step(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Ten
 
 @ALGORITHMS
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(step=steps())
-def test_loss_and_gradient_do_not_depend_on_the_split(algo: Any, step: tuple[list[int], list[int], int]) -> None:
+@given(step=steps(), coef=st.sampled_from([0.0, 0.1]))
+def test_loss_and_gradient_do_not_depend_on_the_split(algo: Any, step: tuple[list[int], list[int], int], coef: float) -> None:
     lengths, cuts, seed = step
     logprobs, old, advantages, mask = _random_step(lengths, seed)
-    totals = Totals(sequences=len(lengths), tokens=int(mask.sum()))
+    kl, reference = replace(NO_KL, coef=coef), old - 0.1
+    weights = algo.weights(mask.sum(1))
 
     def run(bounds: list[int]) -> tuple[float, torch.Tensor, dict[str, list[Any]]]:
         leaf = logprobs.clone().requires_grad_()
         value, marks = 0.0, {}
         for low, high in zip([0, *bounds], [*bounds, len(lengths)], strict=True):
             rows = slice(low, high)
-            loss, indicators = algo.loss(leaf[rows], old[rows], advantages[rows], mask[rows], totals)
+            terms = Terms(
+                logprobs=leaf[rows], old_logprobs=old[rows], advantages=advantages[rows], mask=mask[rows], reference_logprobs=reference[rows]
+            )
+            loss, indicators = objective(algo, kl, terms, weights[rows])
             loss.backward()
             value += loss.item()
             for name, indicator in indicators.items():
@@ -213,20 +254,34 @@ def test_loss_against_loops(algo: Any, step: tuple[list[int], list[int], int]) -
     """The definitions once more, token by token, without tensors."""
     lengths, _, seed = step
     logprobs, old, advantages, mask = _random_step(lengths, seed)
-    loss, _ = algo.loss(logprobs, old, advantages, mask, Totals(len(lengths), int(mask.sum())))
+    loss, _ = step_loss(algo, logprobs=logprobs, old_logprobs=old, advantages=advantages, mask=mask)
     rows: list[list[float]] = []
     for row in range(len(lengths)):
+        new_row, old_row = logprobs[row][mask[row]].tolist(), old[row][mask[row]].tolist()
+        a, total = advantages[row].item(), sum(new_row) - sum(old_row)
         terms = []
-        for column in mask[row].nonzero().flatten().tolist():
+        for new, before in zip(new_row, old_row, strict=True):
+            ratio = math.exp(new - before)
+            if algo.name == "gspo":
+                ratio = math.exp(total / len(new_row))
+            if algo.name == "rloo":
+                ratio = math.exp(total)
             if algo.name == "sft":
-                terms.append(-logprobs[row, column].item())
-                continue
-            ratio, a = math.exp(logprobs[row, column].item() - old[row, column].item()), advantages[row].item()
-            clipped = max(1 - algo.epsilon_low, min(1 + algo.epsilon_high, ratio))
-            terms.append(-min(ratio * a, clipped * a))
+                terms.append(-new)
+            elif algo.name == "cispo":
+                terms.append(-max(1 - algo.epsilon_low, min(1 + algo.epsilon_high, ratio)) * a * new)
+            else:
+                clipped = max(1 - algo.epsilon_low, min(1 + algo.epsilon_high, ratio))
+                terms.append(-min(ratio * a, clipped * a))
         rows.append(terms)
-    if algo.name == "grpo":
-        expected = sum(sum(terms) / len(terms) if terms else 0.0 for terms in rows) / len(rows)
+    means = [sum(terms) / len(terms) if terms else 0.0 for terms in rows]
+    if algo.name in ("grpo", "gspo", "rloo"):
+        expected = sum(means) / len(rows)
+    elif algo.name == "dr_grpo":
+        expected = sum(map(sum, rows)) / (len(rows) * algo.length_limit)
+    elif algo.name == "bnpo":
+        chunks = [rows[i : i + algo.chunk] for i in range(0, len(rows), algo.chunk)]
+        expected = sum(sum(map(sum, chunk)) / max(1, sum(map(len, chunk))) for chunk in chunks) / len(chunks)
     else:
         expected = sum(map(sum, rows)) / sum(map(len, rows))
     assert loss.item() == pytest.approx(expected, abs=1e-12)
@@ -234,7 +289,11 @@ def test_loss_against_loops(algo: Any, step: tuple[list[int], list[int], int]) -
 
 # --- advantages ------------------------------------------------------------------------------------------------------
 
-GROUPED = pytest.mark.parametrize("algo", [GRPO, DAPO], ids=lambda algo: algo.name)
+GROUPED = pytest.mark.parametrize("algo", [GRPO, DAPO, BNPO, GSPO, CISPO], ids=lambda algo: algo.name)
+
+
+def lengths_of(rewards: torch.Tensor) -> torch.Tensor:
+    return torch.ones(rewards.shape, dtype=torch.long)
 
 
 @GROUPED
@@ -246,7 +305,7 @@ def test_advantages_by_hand(algo: Any) -> None:
         [0.75 / (first + 1e-4), *[-0.25 / (first + 1e-4)] * 3],
         [0.5 / (second + 1e-4), -0.5 / (second + 1e-4)] * 2,
     ]
-    assert torch.allclose(algo.advantages(rewards), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(algo.advantages(rewards, lengths_of(rewards)), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @GROUPED
@@ -256,7 +315,7 @@ def test_advantages_sum_to_zero_within_each_group(algo: Any, data: st.DataObject
     groups, size = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 16))
     values = st.lists(st.sampled_from([0.0, 0.2, 1.0, 1.2]), min_size=groups * size, max_size=groups * size)
     rewards = torch.tensor(data.draw(values)).view(groups, size)  # FP32, as in a run
-    assert algo.advantages(rewards).sum(1).abs().max() < 1e-4
+    assert algo.advantages(rewards, lengths_of(rewards)).sum(1).abs().max() < 1e-4
 
 
 @GROUPED
@@ -267,16 +326,201 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(algo: Any, reward: flo
     for size in range(2, 33):
         rewards = torch.full((2, size), reward, dtype=dtype)
         rewards[1, 0] += 0.5
-        advantages = algo.advantages(rewards)
+        advantages = algo.advantages(rewards, lengths_of(rewards))
         assert torch.equal(advantages[0], torch.zeros(size, dtype=dtype)), size
         assert advantages[1, 0] > 0.5 and (advantages[1, 1:] < 0).all()
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"epsilon_low": 0.0}, {"epsilon_low": 1.0}, {"epsilon_high": 0.0}, {"epsilon_high": -1.0}, {"advantage_eps": 0.0}],
+    ("algo", "changed"),
+    [
+        *[(GRPO, {"epsilon_low": value}) for value in (0.0, 1.0)],
+        *[(GRPO, {"epsilon_high": value}) for value in (0.0, -1.0)],
+        (GRPO, {"advantage_eps": 0.0}),
+        (GRPO, {"delta": 1.2}),
+        (DAPO, {"epsilon_high": 0.0}),
+        (DAPO, {"max_refills": -1}),
+        (DAPO, {"when_degenerate": "cry"}),
+        (DAPO, {"overlong_tokens": 10}),
+        (DAPO, {"overlong_factor": -0.1}),
+        (BNPO, {"chunk": 0}),
+        (DR_GRPO, {"length_limit": 0}),
+        (GSPO, {"delta": 0.5}),
+        (CISPO, {"epsilon_low": 1.5}),
+        (CISPO, {"epsilon_high": 0.0}),
+        (RLOO, {"epsilon_low": 2.0}),
+        (REINFORCE_PP, {"advantage_eps": 0.0}),
+        (REINFORCE_PP, {"group_baseline": "yes"}),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else str(value),
 )
-@pytest.mark.parametrize("kind", [Grpo, Dapo])
-def test_values_that_make_no_sense_are_refused(kind: Any, changed: dict[str, float]) -> None:
+def test_values_that_make_no_sense_are_refused(algo: Any, changed: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=next(iter(changed))):
-        kind(**{"name": "x", "epsilon_low": 0.2, "epsilon_high": 0.2, "advantage_eps": 1e-4, **changed})
+        replace(algo, **changed)
+
+
+# --- by hand, the others ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algo", "weights"),
+    [
+        (GRPO, [1 / 8, 1 / 12, 1 / 4, 1 / 8]),  # lengths 2, 3, 1, 2 of four completions
+        (DAPO, [1 / 8] * 4),
+        (BNPO, [1 / 10, 1 / 10, 1 / 6, 1 / 6]),  # two chunks, of 5 and of 3 tokens
+        (DR_GRPO, [1 / 40] * 4),
+        (GSPO, [1 / 8, 1 / 12, 1 / 4, 1 / 8]),
+        (CISPO, [1 / 8] * 4),
+        (RLOO, [1 / 4] * 4),
+        (REINFORCE_PP, [1 / 8] * 4),
+        (SFT, [1 / 8] * 4),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_weights_by_hand(algo: Any, weights: list[float]) -> None:
+    assert algo.weights(torch.tensor([2, 3, 1, 2])).tolist() == pytest.approx(weights, abs=1e-15)
+
+
+def test_gspo_by_hand() -> None:
+    """Completion 1: ratios 1 and 1.5, mean of logs -> sqrt(1.5) = 1.22 is clipped. Completion 2: (0.5 * 1 * 1.25)^(1/3)."""
+    example = _example()
+    loss, indicators = step_loss(GSPO, **example)
+    second, fourth = (0.5 * 1.0 * 1.25) ** (1 / 3), 0.9**0.5
+    rows = [-1.2, max(second, 0.8), -0.5 * 1.2, 0.5 * fourth]
+    assert loss.item() == pytest.approx(sum(rows) / 4, abs=1e-12)
+    loss.backward()
+    gradient = torch.zeros(4, 3, dtype=torch.float64)
+    gradient[1] = second / 3 / 4  # d second / d logprob = second / 3 at each of its tokens
+    gradient[3, :2] = 0.5 * fourth / 2 / 4
+    assert torch.allclose(example["logprobs"].grad, gradient, rtol=0, atol=1e-12)
+    assert indicators["clip_ratio/high_mean"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+def test_cispo_by_hand() -> None:
+    """The weight is capped at 1.2 and has no gradient of its own: every token keeps -w A / 8."""
+    example = _example()
+    logprobs = example["logprobs"].detach()
+    loss, indicators = step_loss(CISPO, **example)
+    pull = torch.tensor([[1.0, 1.2, 0], [-0.5, -1.0, -1.2], [0.6, 0, 0], [-0.5, -0.45, 0]], dtype=torch.float64) / 8
+    assert loss.item() == pytest.approx(-(pull * logprobs).sum().item(), abs=1e-12)
+    loss.backward()
+    assert torch.allclose(example["logprobs"].grad, -pull, rtol=0, atol=1e-12)
+    assert not indicators["clip_ratio/low_mean"].any()
+
+
+def test_rloo_by_hand() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.2]], dtype=torch.float64)
+    expected = [1 - 0.2 / 3, 0 - 1.2 / 3, 0 - 1.2 / 3, 0.2 - 1 / 3]
+    assert RLOO.advantages(rewards, lengths_of(rewards))[0].tolist() == pytest.approx(expected, abs=1e-12)
+    example = _example()
+    loss, _ = step_loss(RLOO, **example)
+    whole = 0.5 * 1.25  # the ratio of completion 2 as a whole is clipped at 0.8 from below
+    rows = [-1.2, max(whole, 0.8), -0.5 * 1.2, 0.5 * 0.9]
+    assert loss.item() == pytest.approx(sum(rows) / 4, abs=1e-12)
+    loss.backward()
+    gradient = torch.zeros(4, 3, dtype=torch.float64)
+    gradient[3, :2] = 0.5 * 0.9 / 4
+    assert torch.allclose(example["logprobs"].grad, gradient, rtol=0, atol=1e-12)
+
+
+def test_reinforce_pp_advantages_by_hand() -> None:
+    """Rewards 1, 0, 0, 1 with 1, 2, 3, 4 tokens: mean 0.5 over ten tokens, variance 10 * 0.25 / 9."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    lengths = torch.tensor([[1, 2], [3, 4]])
+    std = math.sqrt(2.5 / 9)
+    found = REINFORCE_PP.advantages(rewards, lengths)
+    assert found.flatten().tolist() == pytest.approx([v / (std + 1e-4) for v in (0.5, -0.5, -0.5, 0.5)], abs=1e-12)
+    assert (found * lengths).sum().item() == pytest.approx(0, abs=1e-12)
+    shifted = replace(REINFORCE_PP, group_baseline=True).advantages(rewards + torch.tensor([[5.0], [0.0]]), lengths)
+    centred = torch.tensor([[0.5, -0.5], [-0.5, 0.5]], dtype=torch.float64)  # a group's level no longer matters
+    assert torch.allclose(shifted, found.new_tensor((centred / (std + 1e-4)).tolist()), rtol=0, atol=1e-12)
+    assert torch.equal(REINFORCE_PP.advantages(torch.full((2, 2), 0.2), lengths), torch.zeros(2, 2))
+
+
+def test_dr_grpo_and_rloo_do_not_divide_by_the_spread() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.2, 0.0]], dtype=torch.float64)
+    assert DR_GRPO.advantages(rewards, lengths_of(rewards)).tolist() == [[0.5, -0.5], [0.1, -0.1]]
+    assert RLOO.advantages(rewards, lengths_of(rewards)).tolist() == [[1.0, -1.0], [0.2, -0.2]]
+
+
+def test_overlong_penalty_by_hand() -> None:
+    """Limit 10, stretch 4: nothing up to 6 tokens, then a quarter a token, all of it at 10."""
+    algo = replace(DAPO, overlong_tokens=4)
+    assert algo.overlong(torch.tensor([1, 6, 7, 8, 10, 12])).tolist() == [0, 0, 0.25, 0.5, 1, 1]
+    lengths = torch.tensor([[3, 10, 8, 6]])
+    shaped = torch.tensor([[1.0, 1 - 2 * 1.0, 1 - 2 * 0.5, 1.0]])
+    found = replace(algo, overlong_factor=2.0).advantages(torch.ones(1, 4), lengths)
+    assert torch.equal(found, DAPO.advantages(shaped, lengths))
+
+
+# --- KL --------------------------------------------------------------------------------------------------------------
+
+
+def _kl(estimator: str, weighted: bool, coef: float = 0.5) -> KlPenalty:
+    return KlPenalty(coef=coef, estimator=estimator, ratio_weighted=weighted)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values"),
+    [("k1", [0.5, -1.0]), ("k2", [0.125, 0.5]), ("k3", [math.exp(-0.5) + 0.5 - 1, math.e - 1 - 1])],
+)
+def test_kl_estimates_by_hand(estimator: str, values: list[float]) -> None:
+    logprobs, reference = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[-1.5, -1.0, 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    found = _kl(estimator, weighted=True).estimate(logprobs, reference, mask)
+    assert found[0].tolist() == pytest.approx([*values, 0.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_kl_estimates_have_the_right_mean(estimator: str) -> None:
+    """Summed over a whole vocabulary with its probabilities, k1 and k3 are KL(p || p_ref) exactly."""
+    generator = torch.Generator().manual_seed(0)
+    p, reference = (torch.randn(1, 50, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    found = _kl(estimator, weighted=True).estimate(p, reference, torch.ones(1, 50, dtype=torch.bool))
+    assert (p.exp() * found).sum().item() == pytest.approx((p.exp() * (p - reference)).sum().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "weighted", "right"),
+    [("k1", True, True), ("k2", False, True), ("k3", True, True), ("k2", True, False), ("k3", False, False)],
+)
+def test_which_kl_losses_have_the_gradient_of_the_divergence(estimator: str, weighted: bool, right: bool) -> None:
+    """Expected gradient with respect to the logits, over all tokens of a small vocabulary, on policy."""
+    generator = torch.Generator().manual_seed(3)
+    logits, other = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    reference = other.log_softmax(-1)
+    p = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((p.exp() * (p - reference)).sum(), logits)
+    logprobs = logits.log_softmax(-1)[None]
+    terms = Terms(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        advantages=torch.zeros(1, dtype=torch.float64),
+        mask=torch.ones(1, 8, dtype=torch.bool),
+        reference_logprobs=reference[None],
+    )
+    estimate = _kl(estimator, weighted).estimate(logprobs, terms.reference_logprobs, terms.mask)
+    ratio = GRPO.token_loss(terms).ratio
+    expected = (p.exp().detach() * (estimate * ratio if weighted else estimate)[0]).sum()
+    (found,) = torch.autograd.grad(expected, logits)
+    assert torch.allclose(found, exact, rtol=0, atol=1e-12) == right
+
+
+def test_kl_is_added_per_token_with_the_weights_of_the_algorithm() -> None:
+    example = _example()
+    reference = example["old_logprobs"] - 0.3
+    plain, _ = step_loss(GRPO, **example)
+    found, columns = step_loss(GRPO, _kl("k2", weighted=False), **example, reference_logprobs=reference)
+    x = (example["logprobs"] - reference).detach()
+    expected = sum((x[i, :n].square() / 2).mean().item() for i, n in enumerate([2, 3, 1, 2])) / 4
+    assert (found - plain).item() == pytest.approx(0.5 * expected, abs=1e-12)
+    assert columns["kl"][example["mask"]].tolist() == pytest.approx((x.square() / 2)[example["mask"]].tolist())
+
+
+@pytest.mark.parametrize(
+    "changed", [{"coef": -0.1}, {"coef": True}, {"estimator": "k4"}, {"ratio_weighted": 1}, {"estimator": "k1", "ratio_weighted": False}]
+)
+def test_kl_values_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=next(iter(changed))):
+        replace(_kl("k3", weighted=True), **changed)

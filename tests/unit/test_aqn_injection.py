@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from qerl_bench.algo.objective import objective
 from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.inject import Noise, combined
@@ -150,14 +151,22 @@ def test_bfloat16_addition_by_hand() -> None:
 @pytest.mark.parametrize(
     ("cadence", "expected"),
     [
-        ("run", [[1, 2, 3, 4, 5]]),
-        ("step", [[1, 2, 3, 4, 5]]),
-        ("batch", [[1, 2], [3, 4], [5]]),
-        ("group", [[1], [2], [3], [4], [5]]),
+        ("run", [(0, [1, 2, 3, 4, 5])]),
+        ("step", [(0, [1, 2, 3, 4, 5])]),
+        ("batch", [(7, [1, 2]), (8, [3, 4]), (9, [5])]),
+        ("group", [(7, [1]), (8, [2]), (9, [3]), (10, [4]), (11, [5])]),
     ],
 )
-def test_prompts_that_share_a_draw(cadence: str, expected: list[list[int]]) -> None:
-    assert list(replace(PLAIN, cadence=cadence).draws([1, 2, 3, 4, 5])) == expected
+def test_prompts_that_share_a_draw(cadence: str, expected: list[tuple[int, list[int]]]) -> None:
+    """With seven draws behind them; a step's only draw is used again for prompts that come later."""
+    assert list(replace(PLAIN, cadence=cadence).draws([1, 2, 3, 4, 5], 7)) == expected
+    assert list(replace(PLAIN, cadence=cadence).draws([], 7)) == []
+
+
+def test_the_same_draw_twice_does_not_accumulate_twice() -> None:
+    noise = _noise(_norms(width=64), accumulate="all")
+    assert torch.equal(_scales(noise, 1), _scales(noise, 1))
+    assert not torch.equal(_scales(noise, 1), _scales(noise, 2))
 
 
 @pytest.mark.parametrize("cadence", ["step", "batch", "group"])
@@ -257,19 +266,13 @@ def test_scales_that_are_trained_get_their_gradient_through_the_noise() -> None:
     assert torch.allclose(norm.weight.grad, 2 * expected, atol=1e-5)
 
 
-class _Recorder:
-    """An algorithm that keeps what it was given: log-probabilities of the policy in training and of the old policy."""
-
-    name, on_policy = "recorder", True
-
-    def loss(self, logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any, totals: Any) -> Any:
-        self.new, self.old, self.mask = logprobs.detach(), old_logprobs, mask
-        return (logprobs * mask).sum() / totals.tokens, {}
+def _refuse(case: Any) -> None:
+    raise AssertionError(case)
 
 
 @pytest.mark.parametrize("site", ["sampler", "old", "trainer"])
 def test_which_log_probabilities_carry_the_noise(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], site: str
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, site: str
 ) -> None:
     policy = make_policy(sharp=True, adapted=True)
     experiment = make_experiment("aqn=constant", "aqn.level=0.1", f"inject.site={site}")
@@ -280,15 +283,26 @@ def test_which_log_probabilities_carry_the_noise(
         noisy = policy.token_stats(batch.input_ids, batch.mask, 1.0)
     assert (noisy.logprobs - clean.logprobs).abs().max() > 1e-3
     batch = make_batch(
-        [[5, 6, 7], [8, 9]], [[1, 2, 3], [4, 5]], policy.pad_id, policy.device,
+        [[5, 6, 7], [8, 9]],
+        [[1, 2, 3], [4, 5]],
+        policy.pad_id,
+        policy.device,
         [noisy.logprobs[0, 3:6].tolist(), noisy.logprobs[1, 2:4].tolist()],
-    )  # fmt: skip
-    algo: Any = _Recorder()
+        torch.tensor([1.0, -0.5]),
+    )
     policy.aqn = noise
-    found = update(policy, make_optimizer(policy, experiment.optim), algo, batch, experiment.optim, 1, 4, 1.0)
+    seen: list[Any] = []
+
+    def listening(algo: Any, kl: Any, terms: Any, weights: Any) -> Any:
+        seen.append(terms)
+        return objective(algo, kl, terms, weights)
+
+    monkeypatch.setattr("qerl_bench.update.objective", listening)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
+    (terms,) = seen
     expected = {"sampler": (clean, clean), "old": (clean, noisy), "trainer": (noisy, noisy)}[site]
-    for seen, stats in zip((algo.new, algo.old), expected, strict=True):
-        assert torch.allclose(seen[algo.mask], stats.logprobs.detach()[batch.mask], rtol=0, atol=1e-5)
+    for used, stats in zip((terms.logprobs, terms.old_logprobs), expected, strict=True):
+        assert torch.allclose(used[terms.mask], stats.logprobs[batch.mask], rtol=0, atol=1e-5)  # longest first
     # the reported entropy is the clean policy's at every site; the mismatch is what the trainer really has against it
     assert found["entropy_clean"] == pytest.approx(clean.entropy[batch.mask].mean().item(), rel=1e-5)
     assert (found["mismatch/logp_abs_max"] < 1e-5) is (site == "trainer")

@@ -15,6 +15,10 @@ from qerl_bench.engine.base import Sampling
 from qerl_bench.update import make_optimizer, update
 
 
+def _refuse(case: Any) -> None:
+    raise AssertionError(case)
+
+
 def _brute(policy: Any, rollouts: list[Any], temperature: float) -> float:
     """Mean over completion tokens of -sum p log p in FP64: a forward pass for each prefix, no cache, no padding."""
     entropies = []
@@ -56,7 +60,7 @@ def test_entropies_against_brute_force(
         torch.linspace(-1, 1, len(rollouts)),
     )
     optimizer = make_optimizer(policy, experiment.optim)
-    trained = update(policy, optimizer, experiment.algo, batch, experiment.optim, 1, 4, temperature)
+    trained = update(experiment, policy, optimizer, batch, 1, _refuse)
     assert sampled["entropy"] == pytest.approx(noisy, rel=1e-4)
     assert trained["entropy_clean"] == pytest.approx(clean, rel=1e-4)
     assert trained["entropy_t1"] == pytest.approx(clean_t1, rel=1e-4)
@@ -69,7 +73,8 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
 ) -> None:
     """Advantages are zero, so the whole gradient is the bonus's: compare with finite differences of the brute force."""
     coefficient, moved = 0.5, 1e-3
-    experiment = make_experiment("quant=bf16", f"optim.entropy_coef={coefficient}", "optim.micro_batch=2")
+    words = ("quant=bf16", "algo=dapo", f"optim.entropy_coef={coefficient}", "optim.micro_batch=2")
+    experiment = make_experiment(*words)  # DAPO weighs every token alike
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
     rollouts = experiment.engine.build(policy).generate(
         experiment.task.train_prompts(1, 1, 0), Sampling(samples=3, temperature=1.0, max_tokens=5, seed=1)
@@ -84,7 +89,7 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
     gradients: list[torch.Tensor] = []
     optimizer = make_optimizer(policy, experiment.optim)
     optimizer.step = lambda *_: gradients.append(parameter.grad.clone())  # type: ignore[method-assign,union-attr]
-    found = update(policy, optimizer, experiment.algo, batch, experiment.optim, 1, 4, 1.0)
+    found = update(experiment, policy, optimizer, batch, 1, _refuse)
     before = _brute(policy, rollouts, 1.0)
     assert found["loss"] == pytest.approx(-coefficient * before, rel=1e-4)
     direction = gradients[0] / gradients[0].norm()

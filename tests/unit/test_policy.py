@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +35,9 @@ def _logits(policy: Policy, ids: list[int]) -> torch.Tensor:
 
 def _train(policy: Policy, experiment: Any, steps: int = 3) -> None:
     optimizer = make_optimizer(policy, experiment.optim)
+    supervised = dataclasses.replace(experiment, algo=Sft(name="sft"), steps=max(steps, experiment.steps))
     for step in range(1, steps + 1):
-        update(policy, optimizer, Sft(name="sft"), _batch(policy), experiment.optim, step, steps, 1.0)
+        update(supervised, policy, optimizer, _batch(policy), step, lambda case: pytest.fail(str(case)))
 
 
 # --- per-token numbers -----------------------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def test_a_row_without_completion_is_all_zero(make_policy: Callable[..., Any]) -
     stats = policy.token_stats(batch.input_ids, batch.mask, 1.0)
     assert (stats.logprobs[0] == 0).all() and (stats.logprobs[1, 1:] < 0).all()
     stats.logprobs.sum().backward()
-    empty = batch.micro_batches(1)[-1]
+    empty = batch.rows(torch.tensor([0]))
     assert policy.token_stats(empty.input_ids, empty.mask & False, 1.0).logprobs.sum().item() == 0
 
 

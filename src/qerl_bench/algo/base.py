@@ -1,7 +1,9 @@
-"""What an algorithm is: advantages from rewards, and a loss from log-probabilities. Pure functions of tensors.
+"""What an algorithm is: advantages from rewards, weights from lengths, and a loss for every token. Pure functions of tensors.
 
-A loss is a sum over the sequences at hand divided by totals of the whole optimiser step, so the losses of micro-batches
-add up to the loss of the step, whatever the split.
+The loss of an optimiser step is  sum_i w_i sum_t l_it  over its completions i and their tokens t (`algo/objective.py`).
+The weights w_i are made once from the lengths of all completions of the step, so neither the split into micro-batches nor
+leaving out completions whose l_it is zero can change the loss or its gradient. KL penalty and reference belong to
+`algo/kl.py`, for all algorithms alike.
 """
 
 from __future__ import annotations
@@ -13,12 +15,24 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What one optimiser step holds in all its micro-batches."""
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a loss may look at: right-padded completions side by side."""
 
-    sequences: int
-    tokens: int  # completion tokens
+    logprobs: torch.Tensor  # (B, T) of the policy being trained, with gradient
+    old_logprobs: torch.Tensor  # (B, T) of the policy before the first update on this batch
+    advantages: torch.Tensor  # (B,)
+    mask: torch.Tensor  # (B, T) true on completion tokens
+    reference_logprobs: torch.Tensor | None = None  # (B, T) of the base without its adapter, where a KL penalty needs them
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLoss:
+    """A loss for every token, 0 off the mask, before weights."""
+
+    loss: torch.Tensor  # (B, T)
+    ratio: torch.Tensor  # (B, T) new over old probability as the algorithm takes it, with gradient; 1 off the mask
+    indicators: dict[str, torch.Tensor]  # (B, T) each, true where it holds; logged as shares of tokens
 
 
 class Algorithm(Protocol):
@@ -32,17 +46,24 @@ class Algorithm(Protocol):
         """Whether a step samples from the policy (RL) or reads demonstrations (supervised)."""
         ...
 
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages (P, G) from the rewards (P, G) of P prompts with G completions each."""
+    @property
+    def max_refills(self) -> int:
+        """How often a step may sample again to replace groups without signal (`algo/dynamic.py`); 0 keeps every group."""
         ...
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,  # (B, T) of the policy being trained, with gradient
-        old_logprobs: torch.Tensor,  # (B, T) of the policy before this step's updates
-        advantages: torch.Tensor,  # (B,)
-        mask: torch.Tensor,  # (B, T) true on completion tokens
-        totals: Totals,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """This micro-batch's share of the step's loss, and per-token indicator tensors (B, T) to be averaged as metrics."""
+    @property
+    def when_degenerate(self) -> str:
+        """What to do if no group of a step has signal after all refills: "stop" | "continue"."""
+        ...
+
+    def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Advantages (P, G) from rewards (P, G) of P prompts with G completions of `lengths` (P, G) tokens."""
+        ...
+
+    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        """What each token of a completion counts in the step's loss (N,), from the lengths (N,) of all its completions."""
+        ...
+
+    def token_loss(self, terms: Terms) -> TokenLoss:
+        """The loss of every token, before weights."""
         ...

@@ -1,12 +1,12 @@
-"""algo=grpo: group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300; QeRL eq. 3-4) without KL penalty."""
+"""algo=grpo: group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300; QeRL eq. 3-4)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import Totals
-from qerl_bench.errors import require
+from qerl_bench.algo.base import Terms, TokenLoss
+from qerl_bench.algo.clip import require_advantage_eps, require_clip
 
 if TYPE_CHECKING:
     import torch
@@ -14,47 +14,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """Clipped surrogate, averaged over the tokens of each sequence, then over sequences."""
+    """Clipped surrogate, averaged over the tokens of each completion, then over completions."""
 
     name: str
     epsilon_low: float
     epsilon_high: float
+    delta: float | None
     advantage_eps: float
 
     on_policy = True
+    max_refills = 0
+    when_degenerate = "continue"
 
     def __post_init__(self) -> None:
-        require_clip(self.epsilon_low, self.epsilon_high)
+        require_clip(self.epsilon_low, self.epsilon_high, self.delta)
         require_advantage_eps(self.advantage_eps)
 
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+    def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         from qerl_bench.algo.group import group_advantages
 
         return group_advantages(rewards, self.advantage_eps)
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        old_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-        totals: Totals,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        from qerl_bench.algo.group import clipped_surrogate
+    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        from qerl_bench.algo.group import sequence_mean_weights
 
-        per_token, indicators = clipped_surrogate(
-            logprobs, old_logprobs, advantages, mask, self.epsilon_low, self.epsilon_high
-        )
-        per_sequence = per_token.sum(1) / mask.sum(1).clamp(min=1)
-        return per_sequence.sum() / totals.sequences, indicators
+        return sequence_mean_weights(lengths)
 
+    def token_loss(self, terms: Terms) -> TokenLoss:
+        from qerl_bench.algo.group import clipped_surrogate, token_ratio
 
-def require_clip(epsilon_low: float, epsilon_high: float) -> None:
-    """Raise BadInput unless both clip widths make sense."""
-    require(0 < epsilon_low < 1, f"algo.epsilon_low must be between 0 and 1, got {epsilon_low!r}")
-    require(0 < epsilon_high < float("inf"), f"algo.epsilon_high must be positive, got {epsilon_high!r}")
-
-
-def require_advantage_eps(eps: float) -> None:
-    """Raise BadInput unless `eps` keeps the division by a group's standard deviation finite."""
-    require(eps > 0, f"algo.advantage_eps must be positive (it guards groups of nearly equal rewards), got {eps!r}")
+        ratio = token_ratio(terms.logprobs, terms.old_logprobs, terms.mask)
+        return clipped_surrogate(ratio, terms.advantages, terms.mask, self.epsilon_low, self.epsilon_high, self.delta)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import Totals
+from qerl_bench.algo.base import Terms, TokenLoss
 
 if TYPE_CHECKING:
     import torch
@@ -18,16 +18,18 @@ class Sft:
     name: str
 
     on_policy = False
+    max_refills = 0
+    when_degenerate = "continue"
 
-    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+    def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         raise AssertionError("algo=sft reads demonstrations, which have no rewards")
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        old_logprobs: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-        totals: Totals,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return -(logprobs * mask).sum() / totals.tokens, {}
+    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        from qerl_bench.algo.group import token_mean_weights
+
+        return token_mean_weights(lengths)
+
+    def token_loss(self, terms: Terms) -> TokenLoss:
+        import torch
+
+        return TokenLoss(loss=-terms.logprobs * terms.mask, ratio=torch.ones_like(terms.logprobs), indicators={})

@@ -74,7 +74,8 @@ class Noise:
         self.steering = steering
         self.norms = norms
         self.seed = seed
-        self.added: Tensors = {}  # the sampler's latest draw
+        self.latest = (0, 0)  # step and number of the latest draw
+        self.added: Tensors = {}  # what it added
         self.held: Tensors = {}  # noisy copies that are never refreshed from the clean scale (inject.accumulate)
         if injection.norms == "missed":
             log.warning(
@@ -82,16 +83,11 @@ class Noise:
             )
 
     def sampler(self, step: int, draw: int) -> AbstractContextManager[NoiseReport]:
-        """Context in which the policy samples with draw number `draw` of step `step`."""
+        """Context in which the policy samples with draw number `draw` of step `step`; again for the same draw."""
         sigma = self.steering.sigma(step)
-        if sigma > 0:
-            seed = derive(self.seed, "noise", "run" if self.injection.cadence == "run" else step, draw)
-            self.added = drawn(self.norms, sigma, seed, self.injection.relative, self.steering.factors)
-        else:
-            self.added = {}
-        for name in self.added.keys() & self._accumulating():
-            before = self.held.get(name, self.norms[name].weight.detach())
-            self.held[name] = summed(before, self.added[name], self.injection.add_dtype)
+        if (step, draw) != self.latest:
+            self.latest = (step, draw)
+            self._draw(sigma, derive(self.seed, "noise", "run" if self.injection.cadence == "run" else step, draw))
         noisy = self._noisy()
         report = compared(self.norms, noisy, sigma, self.injection.relative)
         if self.injection.add_dtype == "float32":
@@ -109,6 +105,14 @@ class Noise:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.held = dict(state["held"])
         self.steering.restore(state["steering"])
+
+    def _draw(self, sigma: float, seed: int) -> None:
+        self.added = {}
+        if sigma > 0:
+            self.added = drawn(self.norms, sigma, seed, self.injection.relative, self.steering.factors)
+        for name in self.added.keys() & self._accumulating():
+            before = self.held.get(name, self.norms[name].weight.detach())
+            self.held[name] = summed(before, self.added[name], self.injection.add_dtype)
 
     def _accumulating(self) -> set[str]:
         """The norms whose noisy copy is never refreshed."""

@@ -57,8 +57,14 @@ class Injection:
             f"inject.accumulate={self.accumulate}. Use inject.accumulate=none",
         )
 
-    def draws(self, prompts: Sequence[Item]) -> Iterator[list[Item]]:
-        """The prompts of one step, in order, cut into those that share a draw of noise."""
-        size = {"run": len(prompts), "step": len(prompts), "batch": self.batch_prompts, "group": 1}[self.cadence]
-        for start in range(0, len(prompts), size):
-            yield list(prompts[start : start + size])
+    def draws(self, prompts: Sequence[Item], drawn: int) -> Iterator[tuple[int, list[Item]]]:
+        """The prompts of one step, in order, cut into those that share a draw of noise, each with the draw's number.
+
+        `drawn` draws have been made in this step before, for prompts that dynamic sampling replaces.
+        """
+        size = {"batch": self.batch_prompts, "group": 1}.get(self.cadence)
+        if size is None:
+            yield from [(0, list(prompts))] if prompts else []
+            return
+        for number, start in enumerate(range(0, len(prompts), size), start=drawn):
+            yield number, list(prompts[start : start + size])

@@ -153,7 +153,7 @@ def draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> tup
     """
     import torch
 
-    from qerl_bench.policy import entropy_of
+    from qerl_bench.head import entropy_of
 
     scaled = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:

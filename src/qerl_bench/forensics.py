@@ -1,0 +1,67 @@
+"""What remains of a step that produced NaN or infinity: the offending micro-batch, the last metrics, and where it began."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from qerl_bench.rundir import RunDir, write_atomically
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """A loss or a gradient that is not a number, and the first tensor on the way to it that is not."""
+
+    what: str  # "loss" | "gradient"
+    tensor: str
+    tensors: dict[str, torch.Tensor]  # the micro-batch; empty where a gradient was summed over several
+
+
+def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> str:
+    """The first non-finite tensor: a parameter or buffer if there is one, or else an output in order of computation."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(tensor.isfinite().all()):
+            return f"weight {name}"
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            if not found and isinstance(value, torch.Tensor) and not bool(value.isfinite().all()):
+                found.append(f"output of {name or 'the model'}")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "the loss itself: weights and activations are finite"
+
+
+def first_in_backward(model: torch.nn.Module) -> str:
+    """The first non-finite gradient of a parameter in order of the backward pass, which runs from the last layer."""
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            return f"gradient of {name}"
+    return "the norm of all gradients together, which overflows"
+
+
+def dump(run: RunDir, step: int, case: NonFinite) -> str:
+    """Write nonfinite/step_<step>/ into the run directory and return a sentence that says what was found where."""
+    folder = run.path / "nonfinite" / f"step_{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if case.tensors:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in case.tensors.items()}, folder / "batch.safetensors")
+    last: list[dict[str, Any]] = run.metrics()[-1:]
+    report = {"step": step, "what": case.what, "first": case.tensor, "last_metrics": last[0] if last else None}
+    write_atomically(folder / "report.json", json.dumps(report, indent=1))
+    return f"step {step}: the {case.what} is not finite. First: {case.tensor}. Batch and last metrics: {folder}"

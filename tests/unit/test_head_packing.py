@@ -1,0 +1,209 @@
+"""Two fast paths against their plain references: the loss head without logits, and training without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qerl_bench import head
+from qerl_bench.batch import make_batch
+from qerl_bench.head import plain_scores, token_scores
+from qerl_bench.packing import Packing, packed_hidden
+
+VOCABULARY = 97
+
+
+def _inputs(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    linear = torch.nn.Linear(16, VOCABULARY, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(VOCABULARY, 16, generator=generator))
+        linear.bias.copy_(torch.randn(VOCABULARY, generator=generator))
+    hidden = torch.randn(tokens, 16, generator=generator).to(dtype).requires_grad_()
+    return linear, hidden, torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("rows", [1, 3, 7, 100])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_head_in_pieces_agrees_with_the_plain_one(rows: int, temperature: float, with_entropy: bool) -> None:
+    """Values and gradients with respect to hidden states, weight and bias, whatever the size of the pieces."""
+    linear, hidden, targets = _inputs(20, seed=rows)
+    pull = torch.randn(20, generator=torch.Generator().manual_seed(1))
+    inputs = (hidden, linear.weight, linear.bias)
+
+    def gradients(scores: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        loss = (scores[0] * pull).sum()
+        return torch.autograd.grad(loss + (scores[1] * pull.flip(0)).sum() if with_entropy else loss, inputs)
+
+    plain = plain_scores(linear(hidden), targets, temperature, with_entropy)
+    pieces = token_scores(linear, hidden, targets, temperature, VOCABULARY, with_entropy, at_once=rows * VOCABULARY)
+    for one, other in zip(plain, pieces, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-5)
+    for one, other in zip(gradients(plain), gradients(pieces), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-5 * float(one.abs().max()))
+    assert pieces[1].requires_grad == with_entropy
+    assert not pieces[2].requires_grad and not pieces[3].requires_grad
+
+
+def test_the_head_against_numbers_of_its_own() -> None:
+    """Two tokens of a vocabulary of three, by hand: logits (0, ln 2, ln 4) have probabilities 1/7, 2/7, 4/7."""
+    logits = torch.tensor([[1.0, 2.0, 4.0]]).log()
+    logprobs, entropy, entropy_t1, likeliest = plain_scores(logits, torch.tensor([1]), 0.5, False)
+    squares = torch.tensor([1 / 21, 4 / 21, 16 / 21])  # temperature 1/2 squares them
+    assert logprobs.item() == pytest.approx(squares[1].log().item(), abs=1e-6)
+    assert entropy.item() == pytest.approx(-(squares * squares.log()).sum().item(), abs=1e-6)
+    p = torch.tensor([1 / 7, 2 / 7, 4 / 7])
+    assert entropy_t1.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-6)
+    assert likeliest.item() == 0
+
+
+def test_no_logprob_above_zero_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "plain_scores", lambda *_: (torch.tensor([-1.0, 1e-6]),) * 4)
+    with pytest.raises(AssertionError, match="above 0"):
+        token_scores(torch.nn.Identity(), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), 1.0, 3)
+
+
+class _Watched(torch.nn.Linear):
+    """A head that remembers how many logits it made at once."""
+
+    most = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input)
+        self.most = max(self.most, logits.numel())
+        return logits
+
+
+def test_how_many_logits_exist_at_once_does_not_depend_on_the_number_of_tokens() -> None:
+    """A vocabulary of 151,936 as in Qwen2: in the graph of 10 or 300 tokens, no tensor is larger than one piece."""
+    vocabulary, at_once = 151_936, 4 * 151_936
+    watched = _Watched(4, vocabulary, bias=False)
+    largest = {}
+    for tokens in (10, 300):
+        hidden = torch.randn(tokens, 4, requires_grad=True)
+        targets = torch.randint(0, vocabulary, (tokens,))
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logprobs, *_ = token_scores(watched, hidden, targets, 1.0, vocabulary, at_once=at_once)
+        largest[tokens] = max([size for size in sizes if size != watched.weight.numel()], default=0)
+        if tokens == 10:
+            logprobs.sum().backward()
+            assert hidden.grad is not None and hidden.grad.abs().max() > 0
+    assert watched.most == at_once
+    assert largest[300] < at_once  # nothing of the size of logits is kept for the backward pass
+    assert largest[300] <= 300 * 4
+
+
+def test_the_default_piece_is_as_documented() -> None:
+    assert head.LOGITS_AT_ONCE * 4 == 512 * 2**20
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _masks(draw: st.DrawFn) -> torch.Tensor:
+    rows = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=6))
+    mask = torch.zeros(len(rows), 10, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(rows):
+        mask[row, prompt : prompt + completion] = True
+    return mask
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(mask=_masks())
+def test_packing_keeps_every_real_token_once_and_goes_back(mask: torch.Tensor) -> None:
+    packing = Packing.of(mask)
+    padded = torch.arange(mask.numel()).view(mask.shape) + 1
+    packed = packing.pack(padded)
+    ends = [max([i + 1 for i in range(10) if row[i]], default=1) for row in mask.tolist()]
+    assert packed.tolist() == [int(padded[row, i]) for row, end in enumerate(ends) for i in range(end)]
+    assert packing.positions.tolist() == [i for end in ends for i in range(end)]
+    back = packing.unpack(packed)
+    for row, end in enumerate(ends):
+        assert back[row, :end].tolist() == padded[row, :end].tolist() and not back[row, end:].any()
+
+
+def _ragged(policy: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(3, 9), (8, 1), (1, 4), (5, 0), (2, 20)]
+    prompts = [torch.randint(0, 256, (p,), generator=generator).tolist() for p, _ in sizes]
+    completions = [torch.randint(0, 256, (c,), generator=generator).tolist() for _, c in sizes]
+    return make_batch(prompts, completions, policy.pad_id, policy.device)
+
+
+@pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_packed_training_equals_padded_training(make_policy: Callable[..., Any], quant: str, checkpointing: str) -> None:
+    """Log-probabilities, entropies and every gradient; in training mode, where gradient checkpointing is at work."""
+    found = {}
+    for packing, checkpoint in (("false", "false"), ("true", checkpointing)):
+        words = (f"optim.packing={packing}", f"optim.gradient_checkpointing={checkpoint}")
+        policy = make_policy(*words, quant=quant, sharp=True, adapted=True)
+        assert policy.packing == (packing == "true")
+        batch = _ragged(policy)
+        policy.train_mode(True)
+        stats = policy.token_stats(batch.input_ids, batch.mask, 1.3)
+        weights = torch.linspace(-1, 1, batch.mask.numel()).view(batch.mask.shape)
+        (stats.logprobs * weights).sum().backward()
+        found[packing] = stats, [parameter.grad for parameter in policy.trainable]
+    (plain, gradients), (packed, others) = found["false"], found["true"]
+    for name in ("logprobs", "entropy", "entropy_t1"):
+        assert torch.allclose(getattr(plain, name), getattr(packed, name), rtol=0, atol=2e-5), name
+    assert torch.equal(plain.likeliest, packed.likeliest)
+    assert len(gradients) == len(others) > 0
+    for one, other in zip(gradients, others, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-4 * float(one.abs().max()) + 1e-7)
+    assert max(float(gradient.abs().max()) for gradient in gradients) > 1e-3
+
+
+def test_packed_layers_see_real_tokens_only(make_policy: Callable[..., Any]) -> None:
+    policy = make_policy("optim.packing=true")
+    batch = _ragged(policy)
+    seen: list[tuple[int, ...]] = []
+    layer = policy.model.model.layers[0].mlp
+    handle = layer.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
+    with torch.no_grad():
+        policy.token_stats(batch.input_ids, batch.mask, 1.0)
+    handle.remove()
+    real = 12 + 9 + 5 + 1 + 22  # a prompt without completion needs no more than its first token
+    assert seen == [(1, real, 32)] and batch.input_ids.numel() == 5 * 22
+
+
+def test_a_packed_sequence_does_not_see_its_neighbours(make_policy: Callable[..., Any]) -> None:
+    policy = make_policy("optim.packing=true", sharp=True)
+    batch = _ragged(policy)
+    packing = Packing.of(batch.mask)
+    with torch.no_grad():
+        before = packed_hidden(policy.model, batch.input_ids, packing)
+        changed = batch.input_ids.clone()
+        changed[0, :12] = (changed[0, :12] + 1) % 256
+        after = packed_hidden(policy.model, changed, packing)
+    assert not torch.allclose(before[:12], after[:12], atol=1e-3)
+    assert torch.equal(before[12:], after[12:])
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(make_policy: Callable[..., Any]) -> None:
+    """To the bit: the backward pass computes the very same numbers a second time."""
+    gradients = []
+    for on in ("false", "true"):
+        policy = make_policy(f"optim.gradient_checkpointing={on}", adapted=True)
+        batch = _ragged(policy)
+        policy.train_mode(True)
+        calls = []
+        policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs.sum().backward()
+        assert len(calls) == (2 if on == "true" else 1)
+        gradients.append([parameter.grad for parameter in policy.trainable])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -1,0 +1,315 @@
+"""Options of the training step: several updates, KL penalty, groups without signal, 8-bit AdamW, trainable norms, NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl_bench.algo.base import Terms
+from qerl_bench.algo.objective import objective
+from qerl_bench.batch import make_batch
+from qerl_bench.config import build, compose
+from qerl_bench.errors import BadInput, TrainingStopped
+from qerl_bench.experiment import not_finite
+from qerl_bench.forensics import NonFinite, dump
+from qerl_bench.policy import Policy
+from qerl_bench.update import make_optimizer, update
+
+Maker = Callable[..., Any]
+
+
+def _batch(policy: Any, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0, -1.5, 0.0)) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (2 + i,), generator=generator).tolist() for i in range(6)]
+    completions = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (4, 1, 9, 6, 3, 12)]
+    logprobs = [[-5.0] * len(completion) for completion in completions]
+    return make_batch(prompts, completions, policy.pad_id, policy.device, logprobs, torch.tensor(advantages))
+
+
+def _refuse(case: NonFinite) -> None:
+    raise AssertionError(case)
+
+
+def _state(policy: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.trainable]
+
+
+# --- several updates on one batch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", ["grpo", "gspo", "cispo", "rloo"])
+@pytest.mark.parametrize("coef", [0.0, 0.3])
+def test_three_updates_are_three_steps_against_the_same_old_policy(
+    make_policy: Maker, make_experiment: Maker, algo: str, coef: float
+) -> None:
+    words = ("optim.updates=3", "optim.micro_batch=2", "optim.lr=3e-3", f"kl.coef={coef}", f"algo={algo}")
+    experiment = make_experiment("quant=nvfp4", *words)
+    policy, fresh = (make_policy(*words, sharp=True, adapted=True) for _ in range(2))
+    batch = _batch(fresh)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
+
+    optimizer = make_optimizer(fresh, experiment.optim)
+    weights = experiment.algo.weights(batch.mask.sum(1))
+    with torch.no_grad():
+        old = fresh.token_stats(batch.input_ids, batch.mask, 1.0).logprobs
+        with fresh.without_adapter():
+            reference = fresh.token_stats(batch.input_ids, batch.mask, 1.0).logprobs
+    assert (old - reference).abs().max() > 0.05
+    losses, norms, sums = [], [], dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "kl"), 0.0)
+    for _ in range(3):
+        terms = Terms(
+            logprobs=fresh.token_stats(batch.input_ids, batch.mask, 1.0).logprobs,
+            old_logprobs=old,
+            advantages=batch.advantages,
+            mask=batch.mask,
+            reference_logprobs=reference if coef else None,
+        )
+        loss, columns = objective(experiment.algo, experiment.kl, terms, weights)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(fresh.trainable, experiment.optim.max_grad_norm)))
+        optimizer.step()
+        losses.append(loss.item())
+        for name, column in columns.items():
+            sums[name] += column[batch.mask].double().mean().item() / 3
+    assert found["loss"] == pytest.approx(sum(losses) / 3, rel=1e-3, abs=1e-5)
+    assert found["grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-2)
+    assert found["clip_ratio/low_mean"] == pytest.approx(sums["clip_ratio/low_mean"], abs=1e-6)
+    assert found["clip_ratio/high_mean"] == pytest.approx(sums["clip_ratio/high_mean"], abs=1e-6)
+    assert ("kl" in found) == (coef > 0)
+    if coef > 0:
+        assert found["kl"] == pytest.approx(sums["kl"], rel=1e-3) and found["kl"] > 1e-3
+    if algo in ("grpo", "gspo"):
+        assert found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"] > 0  # later updates do leave the first policy
+    for one, other in zip(_state(policy), _state(fresh), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=3e-4)
+    moved = max(float((a - b).abs().max()) for a, b in zip(_state(policy), _state(make_policy(adapted=True)), strict=True))
+    assert moved > 2 * 3e-3 * 0.9
+
+
+def test_the_first_update_is_on_policy_to_the_bit(make_policy: Maker, make_experiment: Maker) -> None:
+    """With one update, not one token is clipped, however narrow the clip."""
+    experiment = make_experiment("quant=nvfp4", "algo=gspo", "algo.epsilon_low=1e-9", "algo.epsilon_high=1e-9")
+    policy = make_policy(adapted=True)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), _batch(policy), 1, _refuse)
+    assert found["clip_ratio/low_mean"] == found["clip_ratio/high_mean"] == 0
+
+
+# --- completions without signal --------------------------------------------------------------------------------------
+
+
+def test_rows_without_advantage_are_left_out_of_the_backward_pass_and_nothing_else(
+    make_policy: Maker, make_experiment: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = make_experiment("quant=nvfp4", "algo=grpo", "optim.max_grad_norm=1e9")
+    policy = make_policy(adapted=True)
+    batch, seen, plain = _batch(policy), [], policy.token_stats
+
+    def watched(input_ids: torch.Tensor, *rest: Any) -> Any:
+        seen.append((torch.is_grad_enabled(), len(input_ids)))
+        return plain(input_ids, *rest)
+
+    weights = experiment.algo.weights(batch.mask.sum(1))  # over all six, the two without advantage included
+    logprobs = plain(batch.input_ids, batch.mask, 1.0).logprobs
+    loss = -(weights[:, None].float() * batch.advantages[:, None] * torch.exp(logprobs - logprobs.detach()) * batch.mask).sum()
+    expected = torch.autograd.grad(loss, policy.trainable)
+    monkeypatch.setattr(policy, "token_stats", watched)
+    optimizer = make_optimizer(policy, experiment.optim)
+    found = update(experiment, policy, optimizer, batch, 1, _refuse)
+    assert seen == [(True, 4), (False, 2)]
+    for parameter, gradient in zip(policy.trainable, expected, strict=True):
+        first_moment = optimizer.state[parameter]["exp_avg"] / 0.1
+        assert torch.allclose(first_moment, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()) + 1e-9)
+    assert found["loss"] == pytest.approx(loss.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("words", [("algo=grpo", "kl.coef=0.1"), ("algo=sft",)], ids=["kl", "sft"])
+def test_every_row_is_trained_on_where_advantages_are_not_all_that_counts(
+    make_policy: Maker, make_experiment: Maker, words: tuple[str, ...]
+) -> None:
+    experiment = make_experiment("quant=nvfp4", *words)
+    policy = make_policy(adapted=True)
+    batch = _batch(policy, (0.0,) * 6)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
+    assert found["grad_norm"] > 1e-3
+
+
+# --- optimiser and trainable parts -----------------------------------------------------------------------------------
+
+
+def test_adamw_8bit_keeps_its_states_in_bytes_and_continues_from_a_checkpoint(
+    make_policy: Maker, make_experiment: Maker, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    words = ("optim.optimizer=adamw_8bit", "model.hidden_size=128", "lora.rank=32")
+    experiment = make_experiment("quant=nvfp4", "algo=sft", *words)
+    make: Callable[[], Any] = lambda: Policy.build(experiment, None, "cpu")  # noqa: E731
+    straight = make()
+    optimizer = make_optimizer(straight, experiment.optim)
+    first = update(experiment, straight, optimizer, _batch(straight), 1, _refuse)
+    states = [optimizer.state[parameter] for parameter in straight.trainable if parameter.numel() >= 4096]
+    assert states and all(state["state1"].dtype == state["state2"].dtype == torch.uint8 for state in states)
+
+    straight.save(tmp_path)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    second = update(experiment, straight, optimizer, _batch(straight), 2, _refuse)
+    resumed = make()
+    resumed.load(tmp_path)
+    again = make_optimizer(resumed, experiment.optim)
+    again.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert update(experiment, resumed, again, _batch(resumed), 2, _refuse) == second
+    assert second["loss"] < first["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(_state(straight), _state(resumed), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_norms_learn_are_saved_and_stay_out_of_the_base(
+    make_experiment: Maker, tmp_path: Path, dtype: str
+) -> None:
+    words = ("lora.train_norms=true", f"model.dtype={dtype}", "algo=sft", "optim.lr=1e-3")
+    experiment = make_experiment("quant=nvfp4", *words)
+    policy = Policy.build(experiment, None, "cpu")
+    batch = _batch(policy)
+    scales = [norm.weight for norm in policy.norms.values()]
+    assert len(scales) == 4 and all(scale.dtype == torch.float32 for scale in scales)
+    assert {id(scale) for scale in scales} <= {id(parameter) for parameter in policy.trainable}
+
+    def logprobs() -> torch.Tensor:
+        with torch.no_grad():
+            return policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs
+
+    with policy.without_adapter():
+        base = logprobs()
+    optimizer = make_optimizer(policy, experiment.optim)
+    for step in (1, 2):
+        update(experiment, policy, optimizer, batch, step, _refuse)
+    assert all(scale is norm.weight for scale, norm in zip(scales, policy.norms.values(), strict=True))
+    assert all(0 < float((scale.detach() - 1).abs().max()) < 0.01 for scale in scales)  # steps that BF16 would lose
+    with policy.without_adapter():
+        assert torch.equal(logprobs(), base)
+    with policy.noise(0.05, seed=1):
+        assert not torch.equal(logprobs(), base)
+    assert all(scale is norm.weight for scale, norm in zip(scales, policy.norms.values(), strict=True))
+
+    trained = logprobs()
+    policy.save(tmp_path)
+    assert set(load_file(tmp_path / "norms.safetensors")) == {f"{name}.weight" for name in policy.norms}
+    other = Policy.build(experiment, None, "cpu")
+    other.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(_state(policy), _state(other), strict=True))
+    with torch.no_grad():
+        assert torch.equal(other.token_stats(batch.input_ids, batch.mask, 1.0).logprobs, trained)
+
+
+def test_norms_are_frozen_unless_asked_for(make_policy: Maker) -> None:
+    policy = make_policy("lora.train_norms=false")
+    assert not any(norm.weight.requires_grad for norm in policy.norms.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora=none", "model.dtype=bfloat16"], "model.dtype=float32"),
+        (["lora=none", "kl.coef=0.1"], "kl.coef"),
+        (["algo=sft", "kl.coef=0.1"], "on-policy"),
+        (["optim.updates=2", "lora.dropout=0.1"], "lora.dropout=0"),
+        (["optim.updates=0"], "optim.updates"),
+        (["optim.optimizer=lion"], "adamw"),
+        (["optim.on_nonfinite=ignore"], "stop or skip"),
+        (["optim.packing=1"], "optim.packing"),
+        (["lora.train_norms=2"], "lora.train_norms"),
+        (["kl.estimator=k5"], "k1, k2 or k3"),
+        (["algo=dapo", "algo.overlong_tokens=48"], "algo.overlong_tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_combinations_that_cannot_work_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        build(compose(words))
+
+
+# --- not a number ----------------------------------------------------------------------------------------------------
+
+
+def _broken(make_policy: Maker, what: str) -> tuple[Any, str]:
+    policy = make_policy(adapted=True, quant="bf16")
+    layer = policy.model.model.layers[1]
+    with torch.no_grad():
+        if what == "weight":
+            layer.post_attention_layernorm.weight[3] = math.nan
+            return policy, "weight model.layers.1.post_attention_layernorm.weight"
+        layer.mlp.gate_proj.lora_B["default"].weight.fill_(3e38)
+        return policy, "output of model.layers.1.mlp.gate_proj"
+
+
+@pytest.mark.parametrize("what", ["weight", "activation"])
+def test_the_first_tensor_that_is_not_finite_is_named(make_policy: Maker, make_experiment: Maker, what: str) -> None:
+    policy, name = _broken(make_policy, what)
+    experiment = make_experiment("quant=bf16", "algo=grpo", "optim.micro_batch=2")
+    batch, cases = _batch(policy), []
+    before = _state(policy)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, cases.append)
+    assert len(cases) == 1 and cases[0].what == "loss"
+    assert cases[0].tensor.startswith(name)
+    assert cases[0].tensors["input_ids"].shape[0] == 2
+    assert found["updates_skipped"] == 1 and not math.isfinite(found["loss"])
+    assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
+    assert all(parameter.grad is None for parameter in policy.trainable)
+    assert not policy.model.training
+
+
+def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(make_policy: Maker, make_experiment: Maker) -> None:
+    policy = make_policy(adapted=True)
+    experiment = make_experiment("quant=nvfp4", "algo=grpo")
+    names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    target = next(name for name in names if "layers.0.self_attn.q_proj.lora_A" in name)
+    handle = dict(policy.model.named_parameters())[target].register_hook(lambda gradient: gradient * math.inf)
+    before, cases = _state(policy), []
+    optimizer = make_optimizer(policy, experiment.optim)
+    found = update(experiment, policy, optimizer, _batch(policy), 1, cases.append)
+    assert [case.what for case in cases] == ["gradient"] and cases[0].tensor == f"gradient of {target}"
+    assert found["updates_skipped"] == 1 and math.isfinite(found["loss"]) and not math.isfinite(found["grad_norm"])
+    assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
+    handle.remove()
+    assert update(experiment, policy, optimizer, _batch(policy), 2, _refuse)["updates_skipped"] == 0
+    assert not all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+def test_what_was_not_finite_is_written_down(
+    make_experiment: Maker, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = make_experiment(f"optim.on_nonfinite={mode}")
+    run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [{"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.2}])
+    case = NonFinite(what="loss", tensor="output of lm_head", tensors={"input_ids": torch.arange(6).view(2, 3).t()})
+    if mode == "stop":
+        with pytest.raises(TrainingStopped, match="step 8: the loss is not finite. First: output of lm_head") as stopped:
+            not_finite(experiment, run, 8, case)
+        assert "optim.on_nonfinite=skip" in str(stopped.value)
+    else:
+        not_finite(experiment, run, 8, case)
+        assert "left out" in caplog.text
+    folder = tmp_path / "nonfinite" / "step_000008"
+    assert load_file(folder / "batch.safetensors")["input_ids"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    report = json.loads((folder / "report.json").read_text())
+    assert report == {
+        "step": 8,
+        "what": "loss",
+        "first": "output of lm_head",
+        "last_metrics": {"step": 7, "loss": 0.2},
+    }
+
+
+def test_a_dump_without_batch_or_metrics(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [])
+    dump(run, 1, dataclasses.replace(NonFinite(what="gradient", tensor="x", tensors={})))
+    assert [file.name for file in (tmp_path / "nonfinite" / "step_000001").iterdir()] == ["report.json"]
