@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.algo.kl import KlPenalty
-from qerl_bench.aqn.base import NoiseSchedule
+from qerl_bench.aqn.base import Schedule
+from qerl_bench.aqn.injection import Injection
 from qerl_bench.errors import BadInput, require, require_package
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
@@ -55,6 +56,7 @@ class OptimSpec:
     warmup_steps: int
     weight_decay: float
     max_grad_norm: float
+    entropy_coef: float
     micro_batch: int
     optimizer: str
     updates: int
@@ -74,6 +76,10 @@ class OptimSpec:
             f"optim.weight_decay must be >= 0, got {self.weight_decay!r}",
         )
         require_positive("optim.max_grad_norm", self.max_grad_norm)
+        require(
+            is_number(self.entropy_coef) and 0 <= self.entropy_coef < math.inf,
+            f"optim.entropy_coef must be a number >= 0, got {self.entropy_coef!r}",
+        )
         require_count("optim.micro_batch", self.micro_batch)
         require(
             self.optimizer in ("adamw", "adamw_8bit"),
@@ -111,7 +117,8 @@ class Experiment:
     optim: OptimSpec
     kl: KlPenalty
     quant: WeightFormat
-    aqn: NoiseSchedule
+    aqn: Schedule
+    inject: Injection
     algo: Any
     lora: Any
     model: Any
@@ -159,6 +166,7 @@ class Experiment:
             f"algo={self.algo.name} compares the completions of one prompt with each other: rollout.group_size must be "
             f"at least 2, got {self.rollout.group_size}",
         )
+        self.aqn.check_with(self.quant, self.inject)
 
     @property
     def run_dir(self) -> Path:

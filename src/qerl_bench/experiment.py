@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from qerl_bench import metrics
 from qerl_bench.algo.dynamic import fill
+from qerl_bench.aqn.inject import NoiseReport, combined
 from qerl_bench.batch import Batch, make_batch
 from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
@@ -125,25 +126,27 @@ def sampled_batch(
         max_tokens=task.max_completion_tokens,
         seed=derive(experiment.seed, "rollout", step),
     )
-    sigma = experiment.aqn.sigma(step, experiment.steps)
     seen: set[str] = set()
+    draws: list[NoiseReport] = []
 
     def sample(refill: int) -> list[Group]:
         """The prompts of this step, or new ones for a refill, completed and judged."""
         seed = experiment.seed if refill == 0 else derive(experiment.seed, "refill", refill)
         prompts = [prompt for prompt in task.train_prompts(step, rollout.prompts, seed) if prompt.id not in seen]
         seen.update(prompt.id for prompt in prompts)
-        with phases.phase("rollout"):
-            rollouts = engine.generate(prompts, sampling) if prompts else []
+        rollouts = []
+        for number, sharing in experiment.inject.draws(prompts, len(draws)):
+            with ExitStack() as noise_in:
+                with phases.phase("sync"):
+                    draws.append(noise_in.enter_context(policy.aqn.sampler(step, number)))
+                with phases.phase("rollout"):
+                    rollouts += engine.generate(sharing, sampling)
         with phases.phase("reward"):
             rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
         bounds = [slice(i, i + rollout.group_size) for i in range(0, len(rollouts), rollout.group_size)]
         return [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in bounds]
 
-    with ExitStack() as noise_in:
-        with phases.phase("sync"):
-            noise = noise_in.enter_context(policy.noise(sigma, derive(experiment.seed, "noise", step)))
-        groups, sampled, refills = fill(sample, algo, rollout.prompts)
+    groups, sampled, refills = fill(sample, algo, rollout.prompts)
     rewards = torch.tensor([[reward.total for reward in group.rewards] for group in groups])  # (P, G)
     lengths = torch.tensor([[len(r.token_ids) for r in group.rollouts] for group in groups])  # (P, G)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -169,13 +172,8 @@ def sampled_batch(
         algo.advantages(rewards, lengths).flatten(),
     )
     found = metrics.of_rollouts([r for r, _ in judged], [w for _, w in judged], rollout.group_size)
-    found |= {
-        "dynamic/refills": refills,
-        "dynamic/groups_kept": len(groups),
-        "aqn/sigma": noise.sigma,
-        "aqn/sigma_realised": noise.sigma_realised,
-        "aqn/norms_perturbed": noise.norms_perturbed,
-    }
+    found |= {"dynamic/refills": refills, "dynamic/groups_kept": len(groups)}
+    found |= combined(draws) | policy.aqn.steering.observe(step, found["entropy"])
     return batch, found
 
 
@@ -215,24 +213,26 @@ def evaluate(
 def save(folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Fill a checkpoint folder with everything that the next step depends on."""
     policy.save(folder)
-    torch.save({"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state()}, folder / "trainer.pt")
+    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.aqn.state()}
+    torch.save(state, folder / "trainer.pt")
     position = {
         "step": step,
         "prompts_seen": step * experiment.rollout.prompts,
-        "sigma": experiment.aqn.sigma(step, experiment.steps),
+        "sigma": policy.aqn.steering.sigma(step),
         "lr": experiment.optim.lr_at(step, experiment.steps),
     }
     (folder / "state.json").write_text(json.dumps(position, indent=1))
 
 
 def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Bring policy, optimiser and random state back to the run's last checkpoint."""
+    """Bring policy, optimiser, noise and random state back to the run's last checkpoint."""
     folder = last_checkpoint(run.path)
     assert folder is not None
     policy.load(folder)
     state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
+    policy.aqn.restore(state["noise"])
 
 
 def close_all(sinks: list[Sink], failed: bool) -> None:

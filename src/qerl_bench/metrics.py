@@ -46,13 +46,20 @@ SAMPLED = {
     "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
     "dynamic/groups_kept": Metric("count", "groups that are trained on"),
     "aqn/sigma": Metric("norm scale", "noise standard deviation that the schedule asks for"),
-    "aqn/sigma_realised": Metric("norm scale", "root mean square of the change of the norm scales, as stored"),
+    "aqn/sigma_realised": Metric("norm scale", "rms change of the scales, as stored (inject.relative: over |scale|)"),
     "aqn/norms_perturbed": Metric("count", "norms in which at least one scale changed"),
+    "aqn/scales_changed": Metric("share", "norm scales that changed at all: adding in BF16 rounds small noise away"),
     "time/rollout_s": Metric("s", "sampling"),
     "time/reward_s": Metric("s", "judging the completions"),
     "time/sync_s": Metric("s", "bringing weights and noise to the sampler"),
     "speed/rollout_tok_s": Metric("tokens/s", "completion tokens over time/rollout_s"),
     "memory/rollout_gib": Metric("GiB", "peak during sampling: of the GPU's allocations, or of the process on a CPU"),
+}
+STEERED = {  # with aqn=entropy
+    "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
+    "aqn/entropy_smoothed": Metric("nats/token", "the measured entropy as the controller sees it"),
+    "aqn/sigma_next": Metric("norm scale", "the decision: standard deviation of the next step's noise"),
+    "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
 }
 TRAINED = {
     "loss": Metric("-", "the objective over the whole step, KL penalty included; mean over its updates"),

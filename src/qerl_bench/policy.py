@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qerl_bench.aqn.inject import NoiseReport, block_norms, keep_input_dtype, perturbed
+from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, keep_input_dtype, noise_sites, perturbed
 from qerl_bench.config import Experiment
 from qerl_bench.head import token_scores
 from qerl_bench.packing import Packing, enable, packed_hidden
@@ -38,7 +38,12 @@ class TokenStats:
 
 
 class Policy:
-    """A causal LM with a packed base. `model` holds the adapter modules; `adapter` is PEFT's handle on them, or None."""
+    """A causal LM with a packed base. `model` holds the adapter modules; `adapter` is PEFT's handle on them, or None.
+
+    `aqn` is the noise of the run that the policy was built for.
+    """
+
+    aqn: Noise
 
     def __init__(
         self,
@@ -70,17 +75,18 @@ class Policy:
         model.eval()
         if experiment.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if experiment.lora.rank == 0:
-            return cls(model, tokenizer, None, layers, experiment.optim.packing)
-        model.requires_grad_(False)
-        with torch.random.fork_rng():
-            torch.manual_seed(derive(experiment.seed, "adapter"))
-            adapter = get_peft_model(model, experiment.lora.peft_config())
-        adapter.eval()
-        assert isinstance(adapter, PeftModel)
+        adapter = None
+        if experiment.lora.rank > 0:
+            model.requires_grad_(False)
+            with torch.random.fork_rng():
+                torch.manual_seed(derive(experiment.seed, "adapter"))
+                adapter = get_peft_model(model, experiment.lora.peft_config())
+            adapter.eval()
+            assert isinstance(adapter, PeftModel)
         policy = cls(model, tokenizer, adapter, layers, experiment.optim.packing)
         if experiment.lora.train_norms:
             policy.train_norms()
+        policy.aqn = policy.noise_of(experiment)
         return policy
 
     def train_norms(self) -> None:
@@ -114,8 +120,13 @@ class Policy:
         self.model.train(on)
 
     def noise(self, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
-        """Context in which the norm scales carry noise of standard deviation `sigma`."""
+        """Context in which the norm scales carry one draw of noise of standard deviation `sigma`."""
         return perturbed(self.norms, sigma, seed)
+
+    def noise_of(self, experiment: Experiment) -> Noise:
+        """The noise of a whole run: its schedule at work, injected the way the run asks for."""
+        sites = noise_sites(self.model, self.model.config.num_hidden_layers, experiment.inject.norms)
+        return Noise(experiment.inject, experiment.aqn.steering(self, experiment.steps), sites, experiment.seed)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,7 @@ def split(experiment: Experiment, batch: Batch) -> list[Micro]:
     """Micro-batches, first those with a gradient. Weights are those of the whole step, whoever is left out."""
     weights = experiment.algo.weights(batch.mask.sum(1))
     teaches = torch.ones_like(batch.advantages, dtype=torch.bool)
-    if experiment.algo.on_policy and experiment.kl.coef == 0:
+    if experiment.algo.on_policy and experiment.kl.coef == 0 and experiment.optim.entropy_coef == 0:
         teaches = batch.advantages != 0
     return [
         Micro(batch.rows(rows), weights[rows], teaches=taught)
@@ -108,23 +108,35 @@ def train_on(
     measured: Measured,
     on_nonfinite: Callable[[NonFinite], None],
 ) -> None:
-    """Forward and, where it teaches, backward of one micro-batch; raises Skipped if its loss is not finite."""
+    """Forward and, where it teaches, backward of one micro-batch; raises Skipped if its loss is not finite.
+
+    `inject.site` says how much of this sees the noise that the batch was sampled with.
+    """
     batch, temperature, first = micro.batch, experiment.rollout.temperature, micro.old is None
+    site, bonus = experiment.inject.site, experiment.optim.entropy_coef
+    seen = policy.aqn.trainer if site == "trainer" else nullcontext
     if not (micro.teaches or first):
         return  # its loss is 0 before and after, and its metrics are known
-    with torch.set_grad_enabled(micro.teaches):
-        stats = policy.token_stats(batch.input_ids, batch.mask, temperature)
+    with torch.set_grad_enabled(micro.teaches), seen():
+        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, bonus > 0)
     if first:
-        micro.old = stats.logprobs.detach()
+        trained, clean = stats.logprobs.detach(), stats
+        micro.old = trained
+        if site == "old":
+            with torch.no_grad(), policy.aqn.trainer():
+                micro.old = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs
+        if site == "trainer":
+            with torch.no_grad():
+                clean = policy.token_stats(batch.input_ids, batch.mask, temperature)
         if experiment.kl.coef > 0:
             with torch.no_grad(), policy.without_adapter():
                 micro.reference = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs
         measured.tokens.add(
             batch.mask,
-            logprobs=micro.old,
+            logprobs=trained,
             sampler_logprobs=batch.sampler_logprobs,
-            entropy=stats.entropy,
-            entropy_t1=stats.entropy_t1,
+            entropy=clean.entropy,
+            entropy_t1=clean.entropy_t1,
         )
     assert micro.old is not None
     terms = Terms(
@@ -135,6 +147,8 @@ def train_on(
         reference_logprobs=micro.reference,
     )
     loss, columns = objective(experiment.algo, experiment.kl, terms, micro.weights)
+    if bonus > 0:
+        loss = loss - bonus * (micro.weights[:, None] * stats.entropy).sum()
     measured.add(loss, columns, batch.mask)
     if not bool(loss.isfinite()):
         where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
@@ -151,7 +165,8 @@ def train_on(
         on_nonfinite(NonFinite(what="loss", tensor=where, tensors=tensors))
         raise Skipped
     if micro.teaches:
-        loss.backward()
+        with seen():  # gradient checkpointing computes the forward pass again
+            loss.backward()
 
 
 class Measured:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,9 @@ from qerl_bench.errors import BadInput
 from qerl_bench.rundir import RunDir
 
 ROOT = CONF_DIR.parent
-AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "experiment")
+WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
+AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name not in WHOLE)
+RECIPES = sorted(path.stem for path in (CONF_DIR / "recipe").glob("*.yaml"))
 OPTIONS = {axis: sorted(path.stem for path in (CONF_DIR / axis).glob("*.yaml")) for axis in AXES}
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in (CONF_DIR / "experiment").rglob("*.yaml")
@@ -107,6 +108,8 @@ def found() -> dict[str, Any]:
     """What one fresh process made of all of it."""
     points = [(json.dumps(row, sort_keys=True), [f"{k}={v}" for k, v in row.items()]) for row in pairwise(OPTIONS)]
     points += [(f"experiment={name}", [f"experiment={name}"]) for name in EXPERIMENTS]
+    for recipe, experiment in itertools.product(RECIPES, ("smoke", "demo")):
+        points.append((f"{recipe} {experiment}", [f"recipe={recipe}", f"experiment={experiment}"]))
     for path in SWEEPS:
         points += [(" ".join(words), words) for words in sweep_points(yaml.safe_load(path.read_text()))]
     done = subprocess.run(
@@ -158,6 +161,11 @@ def _refusal(row: dict[str, str]) -> str | None:
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
     if row["lora"] == "none" and row.get("model", "tiny") != "tiny":
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
+    if row["aqn"] == "layerwise" and row["quant"] == "bf16":
+        return "aqn=layerwise follows each layer's quantization error, but quant=bf16 quantizes nothing"
+    if row["aqn"] == "format_error":
+        stands_in = "aqn=format_error stands in for a format's error on unquantized weights"
+        return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
     return None
 
 
@@ -180,6 +188,13 @@ def test_the_full_grid_is_possible_but_for_the_known_reasons(found: dict[str, An
     assert found["grid"] == len(rows)
     refused = {tuple(point) for point in found["grid_refused"]}
     assert refused == {tuple(row.values()) for row in rows if _refusal(row) is not None}
+
+
+@pytest.mark.parametrize("experiment", ["smoke", "demo"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_decides_the_noise_of_any_experiment(found: dict[str, Any], recipe: str, experiment: str) -> None:
+    noise = {"none": {"smoke": "none", "demo": "exp"}[experiment], "paper": "exp_paper"}.get(recipe, "exp_repo")
+    assert found["composed"][f"{recipe} {experiment}"].split("-")[1] == noise
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -234,6 +249,19 @@ def test_runs_of_other_science_do_not() -> None:
         "quant=mxfp4",
         "quant=nf4",
         "aqn=exp",
+        "aqn=exp_paper",
+        "aqn=constant",
+        "aqn=entropy",
+        "recipe=paper",
+        "recipe=repo",
+        "recipe=shipped",
+        "inject.norms=blocks_final",
+        "inject.relative=true",
+        "inject.cadence=group",
+        "inject.site=trainer",
+        "inject.accumulate=all",
+        "inject.add_dtype=bfloat16",
+        "optim.entropy_coef=0.1",
         "algo=dapo",
         "algo=sft",
         "algo.epsilon_low=0.1",
@@ -311,6 +339,9 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("lora.alpha=much", "alpha.*much"),
         ("lora=none lora.rank=4", "lora=none has no rank, got lora.rank=4"),
         ("aqn=exp aqn.sigma_end=1", "aqn needs 0 < sigma_end <= sigma_start"),
+        ("inject.norms=all", "inject.norms must be one of blocks, blocks_final, missed"),
+        ("inject.site=trainer inject.cadence=group", "Use inject.cadence=step"),
+        ("optim.entropy_coef=-1", "optim.entropy_coef must be a number >= 0"),
         ("quant=nvfp4 quant.compute_dtype=fp8", "quant.compute_dtype must be one of"),
         ("quant=mxfp4 quant.scale_rule=up", "quant.scale_rule must be one of"),
         ("engine.max_batch=0", "engine.max_batch must be"),

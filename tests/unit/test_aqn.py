@@ -1,9 +1,8 @@
-"""Noise: the schedule against the published table, and what really happens to the norm scales."""
+"""One draw of noise: what really happens to the norm scales, and that nothing is left of it afterwards."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,103 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from qerl_bench.aqn.base import stage_of
-from qerl_bench.aqn.exp import ExponentialDecay
 from qerl_bench.aqn.inject import block_norms, perturbed
-from qerl_bench.aqn.none import NoNoise
-from qerl_bench.errors import BadInput
-
-
-def _exp(start: float = 1e-2, end: float = 1e-4, stages: int = 10) -> ExponentialDecay:
-    return ExponentialDecay(name="exp", sigma_start=start, sigma_end=end, stages=stages)
-
-
-# --- the schedule ----------------------------------------------------------------------------------------------------
-
-
-def test_exp_schedule_against_the_printed_table() -> None:
-    """Ten stages of 20 steps from 1e-2 to 1e-4, the numbers that QeRL's code prints, to their three digits."""
-    table = [
-        "0",
-        "1.00e-02",
-        "5.62e-03",
-        "3.16e-03",
-        "1.78e-03",
-        "1.00e-03",
-        "5.62e-04",
-        "3.16e-04",
-        "1.78e-04",
-        "1.00e-04",
-    ]
-    for step in range(1, 201):
-        sigma = _exp().sigma(step, 200)
-        assert (f"{sigma:.2e}" if sigma else "0") == table[(step - 1) // 20], step
-    assert _exp().sigma(1, 200) == 0.0
-    assert _exp().sigma(21, 200) == 1e-2
-    assert _exp().sigma(200, 200) == pytest.approx(1e-4, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("stages", "total", "expected"),
-    [
-        (10, 1, [0]),
-        (10, 2, [0, 5]),
-        (10, 9, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
-        (10, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        (10, 11, [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        (3, 1, [0]),
-        (3, 2, [0, 1]),
-        (3, 3, [0, 1, 2]),
-        (3, 4, [0, 0, 1, 2]),
-        (2, 1, [0]),
-        (2, 2, [0, 1]),
-        (2, 3, [0, 0, 1]),
-    ],
-)
-def test_stages_of_short_runs(stages: int, total: int, expected: list[int]) -> None:
-    assert [stage_of(step, total, stages) for step in range(1, total + 1)] == expected
-    schedule = _exp(stages=stages)
-    ladder = {2: [0, 1e-2], 3: [0, 1e-2, 1e-4]}.get(stages, [0, *(1e-2 * 10 ** (-2 * k / 8) for k in range(9))])
-    for step, stage in enumerate(expected, start=1):
-        assert schedule.sigma(step, total) == pytest.approx(ladder[stage], rel=1e-12)
-
-
-@pytest.mark.parametrize("stages", [2, 3, 10])
-def test_every_schedule_starts_silent_and_then_only_falls(stages: int) -> None:
-    for total in range(1, 45):
-        sigmas = [_exp(stages=stages).sigma(step, total) for step in range(1, total + 1)]
-        assert sigmas[0] == 0.0
-        noisy = sigmas[sigmas.index(next((s for s in sigmas if s), 0.0)) :] if any(sigmas) else []
-        assert all(a >= b > 0 for a, b in itertools.pairwise(noisy))
-        assert all(sigma == 0 or 1e-4 * (1 - 1e-12) <= sigma <= 1e-2 for sigma in sigmas)
-        if total >= stages > 2:
-            assert sigmas[-1] == pytest.approx(1e-4, rel=1e-12)
-            assert len(set(sigmas)) == stages
-
-
-def test_equal_ends_and_no_noise() -> None:
-    assert {_exp(5e-3, 5e-3).sigma(step, 50) for step in range(6, 51)} == {5e-3}
-    assert {NoNoise(name="none").sigma(step, 7) for step in range(1, 8)} == {0.0}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"sigma_start": 1e-4, "sigma_end": 1e-2},
-        {"sigma_end": 0.0},
-        {"sigma_end": -1e-4},
-        {"sigma_start": float("nan")},
-        {"sigma_start": float("inf")},
-        {"stages": 1},
-        {"stages": 2.5},
-    ],
-)
-def test_schedules_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(BadInput):
-        ExponentialDecay(**{"name": "exp", "sigma_start": 1e-2, "sigma_end": 1e-4, "stages": 10, **changed})
-
-
-# --- injection -------------------------------------------------------------------------------------------------------
 
 
 def _norms(count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from qerl_bench.head import entropy_of
 from qerl_bench.policy import Policy
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
-from qerl_bench.seeding import derive
 from qerl_bench.update import make_optimizer
 
 PARTS = {"reward/correct", "reward/format"}  # reward/<part>, as task=arithmetic names its parts
@@ -219,7 +218,7 @@ class Step:
 NOISY = (
     "quant=nvfp4",
     "aqn=exp",
-    "aqn.sigma_start=0.3",
+    "aqn.sigma_start=0.5",
     "aqn.stages=3",
     "optim.micro_batch=5",
     "rollout.temperature=0.8",
@@ -254,7 +253,7 @@ def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:
 
 
 def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
-    tables = (metrics.SAMPLED, metrics.TRAINED, metrics.PENALISED, metrics.EVALUATED)
+    tables = (metrics.SAMPLED, metrics.STEERED, metrics.TRAINED, metrics.PENALISED, metrics.EVALUATED)
     for table in tables:
         assert all(metric.unit and metric.definition for metric in table.values())
     assert sum(map(len, tables)) == len({name for table in tables for name in table})
@@ -374,7 +373,7 @@ def test_the_noise_is_in_the_sampler_and_not_in_the_trainer(sampled: Step) -> No
     )
     with torch.no_grad():
         clean = fresh.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
-        with fresh.noise(sampled.experiment.aqn.sigma(3, 4), derive(sampled.experiment.seed, "noise", 3)):
+        with fresh.aqn.sampler(3, 0):
             noisy = fresh.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     assert (noisy - batch.sampler_logprobs).abs().max() < 1e-5
     assert (clean - batch.sampler_logprobs).abs().mean() == pytest.approx(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qerl_bench.aqn.base import Schedule
+
 
 @dataclass(frozen=True, kw_only=True)
-class NoNoise:
+class NoNoise(Schedule):
     """A schedule that is zero everywhere."""
 
     name: str

@@ -1,0 +1,43 @@
+"""The sampling temperature that gives an unquantized policy without noise the entropy of a noisy arm, at one step.
+
+python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from qerl_bench.errors import BadInput, require
+from qerl_bench.results.load import find_runs, load_run
+from qerl_bench.results.noise import interval, matched_temperature, sigma_table
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Print the temperature for experiment=control/temperature.")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, help="folders with runs of aqn=none or aqn=constant, several temperatures"
+    )
+    parser.add_argument("--noisy", default="nvfp4", help="format of the arm to match (default: nvfp4)")
+    parser.add_argument("--sigma", type=float, default=1e-2, help="its noise (default: 1e-2)")
+    parser.add_argument("--clean", default="bf16", help="format of the control (default: bf16)")
+    parser.add_argument("--step", type=int, default=1, help="training step to match at (default: 1)")
+    options = parser.parse_args(arguments)
+
+    table = sigma_table([load_run(run) for folder in options.runs for run in find_runs(folder)], options.step)
+    arm = table[(table["quant"] == options.noisy) & (table["sigma"] == options.sigma) & (table["temperature"] == 1.0)]
+    require(not arm.empty, f"no run of quant={options.noisy} with sigma {options.sigma:g} at temperature 1")
+    target = interval(arm["entropy"].tolist())
+    matched = matched_temperature(table, options.clean, target.mean)
+    print(
+        f"{options.noisy} with sigma {options.sigma:g}: entropy {target.mean:.4f} +- {target.half:.4f} nats/token, "
+        f"{target.n} seeds"
+    )
+    print(f"{options.clean} without noise has it at rollout.temperature={matched:.3f}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BadInput as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

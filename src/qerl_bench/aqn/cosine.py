@@ -1,0 +1,19 @@
+"""aqn=cosine: slow, fast, slow.
+
+QeRL's figures 9 and 15 show such a schedule and describe only its shape; the formula is our reconstruction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qerl_bench.aqn.decay import StagedDecay
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineDecay(StagedDecay):
+    """sigma_end + (sigma_start - sigma_end) * (1 + cos(pi t)) / 2."""
+
+    def at(self, t: float) -> float:
+        return self.sigma_end + 0.5 * (self.sigma_start - self.sigma_end) * (1 + math.cos(math.pi * t))

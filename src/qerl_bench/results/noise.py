@@ -1,0 +1,216 @@
+"""What runs say about noise: its effect on entropy, the sweep over sigma, the closed loop, and a matched temperature.
+
+Every interval is Student's t over seeds. Differences are taken within a seed first: runs of one seed share prompts and
+random numbers, so the spread between seeds cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from qerl_bench.errors import BadInput, require
+from qerl_bench.results.load import Run
+from qerl_bench.results.style import FORMAT_COLOURS, colour, label_axes, legend_above, panels, paper_style
+
+# 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; the last one serves beyond them.
+T975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+MEASURED = ("entropy", "entropy_clean", "accuracy", "mismatch/kl", "mismatch/ess")
+HELD_OUT = "eval/accuracy_sampled"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half-width of its 95 % interval, NaN for a single seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        return abs(self.mean) > self.half
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Mean and 95 % interval of independent numbers, one per seed."""
+    n = len(values)
+    require(n >= 1, "an interval needs at least one run")
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Interval(mean, math.nan, 1)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    return Interval(mean, T975[min(n - 1, len(T975)) - 1] * deviation / math.sqrt(n), n)
+
+
+def sigma_table(runs: Iterable[Run], step: int) -> pd.DataFrame:
+    """One row per run without a schedule (aqn=none, or aqn=constant, whose level is its sigma): MEASURED at `step`.
+
+    Columns run, steps, quant, seed, sigma, temperature, MEASURED, and HELD_OUT after training; NaN where it has none.
+    """
+    rows = []
+    for run in runs:
+        aqn = run.option("aqn.name")
+        if aqn not in ("none", "constant"):
+            continue
+        values = {metric: run.series("train", metric).get(step, math.nan) for metric in MEASURED}
+        held_out = run.series("eval", HELD_OUT)
+        rows.append(
+            {
+                "run": run.name,
+                "steps": run.option("steps"),
+                "quant": run.option("quant.name"),
+                "seed": run.option("seed"),
+                "sigma": 0.0 if aqn == "none" else float(run.option("aqn.level")),
+                "temperature": float(run.option("rollout.temperature")),
+                **values,
+                HELD_OUT: held_out.iloc[-1] if held_out.index.max() == run.option("steps") else math.nan,
+            }
+        )
+    require(bool(rows), "none of these runs has aqn=none or aqn=constant: there is no sigma to compare")
+    return pd.DataFrame(rows)
+
+
+def entropy_effect(table: pd.DataFrame, sigma: float) -> pd.DataFrame:
+    """Entropy of the sampling policy without noise and with noise of `sigma`, by format, with the paired difference.
+
+    `table` is that of `sigma_table`; only runs at temperature 1 count. Columns quant, seeds, and for off, on and
+    difference the mean and the half-width of its 95 % interval.
+    """
+    rows = []
+    plain = table[table["temperature"] == 1.0]
+    for quant, group in _by_format(plain):
+        off, on = (group[group["sigma"] == level].set_index("seed")["entropy"] for level in (0.0, sigma))
+        seeds = sorted(set(off.index) & set(on.index))
+        if not seeds:
+            continue
+        require(
+            off.index.is_unique and on.index.is_unique,
+            f"quant={quant} has two runs of one sigma and seed: leave one out",
+        )
+        numbers = {
+            "off": off[seeds].tolist(),
+            "on": on[seeds].tolist(),
+            "difference": (on[seeds] - off[seeds]).tolist(),
+        }
+        row: dict[str, object] = {"quant": quant, "seeds": len(seeds)}
+        for name, values in numbers.items():
+            found = interval(values)
+            row |= {name: found.mean, f"{name}_half": found.half}
+        rows.append(row)
+    require(bool(rows), f"no format has runs of one seed at sigma 0 and at sigma {sigma:g}")
+    return pd.DataFrame(rows)
+
+
+def sigma_figure(table: pd.DataFrame) -> Figure:
+    """Entropy, accuracy and mismatch against sigma, mean over seeds with 95 % intervals; a line per format."""
+    plain = table[table["temperature"] == 1.0]
+    smallest = plain.loc[plain["sigma"] > 0, "sigma"].min()
+    require(
+        not math.isnan(smallest), "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=..."
+    )
+    shown = [("entropy", "entropy_clean"), ("accuracy", HELD_OUT), ("mismatch/kl", None)]
+    with paper_style():
+        figure, axes = panels(1, 3, 2.1)
+        for ax, (solid, dashed) in zip(axes[0], shown, strict=True):
+            for quant, group in _by_format(plain):
+                _line(ax, group, quant, solid, linestyle="solid")
+                if dashed is not None and group[dashed].notna().any():
+                    _line(ax, group, quant, dashed, linestyle="dashed")
+            ax.set_xscale("symlog", linthresh=smallest, linscale=0.4)
+            label_axes(ax, solid)
+            ax.set_xlabel("noise $\\sigma$")
+            ticks = sorted(plain["sigma"].unique())
+            ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=60, fontsize=6)
+            ax.minorticks_off()
+        axes[0, 1].set_ylabel("accuracy")
+        axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
+        axes[0, 2].set_yscale("log")
+        note = (
+            "solid: as sampled, noise in; dashed: noise off (entropy: same tokens; accuracy: held out, after training)"
+        )
+        legend_above(figure, [axes[0, 0]], [note])
+    return figure
+
+
+def _line(ax, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:
+    points = [
+        (sigma, interval(values.tolist())) for sigma, values in group.dropna(subset=metric).groupby("sigma")[metric]
+    ]
+    if metric == "mismatch/kl":
+        points = [(sigma, found) for sigma, found in points if sigma > 0]  # without noise it is rounding alone
+    if not points:
+        return
+    ax.errorbar(
+        [sigma for sigma, _ in points],
+        [found.mean for _, found in points],
+        yerr=[found.half for _, found in points],
+        color=colour(quant),
+        linestyle=linestyle,
+        marker="o",
+        markersize=2.5,
+        elinewidth=0.7,
+        linewidth=1.0,
+        label=quant.upper() if linestyle == "solid" else f"_{quant} {metric}",
+    )
+
+
+def loop_report(run: Run, tolerance: float = 0.1, window: int = 10) -> dict[str, float | str]:
+    """How well aqn=entropy held its target: settling step, and what followed it.
+
+    The measurement is the mean of entropy / target over `window` steps. The loop has settled at the first step from
+    which on it stays within `tolerance` of 1 for `window` steps. `held` is the share of the steps from there to the end
+    whose window lies within `tolerance`; `mean_ratio` the mean of entropy / target over them.
+    """
+    entropy, target = run.series("train", "entropy"), run.series("train", "aqn/entropy_target")
+    require(not target.empty, f"{run.name} has no target: it is not a run of aqn=entropy")
+    ratio = (entropy / target).loc[target.index]
+    means = ratio.rolling(window).mean()
+    inside = (means - 1).abs() <= tolerance
+    steady = inside[::-1].rolling(window).sum()[::-1] == window
+    settled = int(steady[steady].index.min()) if steady.any() else None
+    after = inside.loc[settled:] if settled is not None else inside.iloc[:0]
+    return {
+        "run": run.name,
+        "seed": run.option("seed"),
+        "settled": math.nan if settled is None else settled,
+        "steps_after": len(after),
+        "held": float(after.mean()) if len(after) else 0.0,
+        "mean_ratio": float(ratio.loc[settled:].mean()) if settled is not None else math.nan,
+        "sigma_last": run.series("train", "aqn/sigma").iloc[-1],
+        "saturated_steps": int((run.series("train", "aqn/saturated") != 0).sum()),
+    }
+
+
+def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float:
+    """The sampling temperature at which `quant` without noise has the entropy `target`, between those that were run.
+
+    Linear between neighbouring temperatures of the means over seeds. Raises BadInput if `target` lies outside of them.
+    """
+    rows = table[(table["quant"] == quant) & (table["sigma"] == 0)]
+    curve = rows.groupby("temperature")["entropy"].mean().sort_index()
+    require(
+        len(curve) >= 2,
+        f"quant={quant} without noise has fewer than two temperatures: run more, rollout.temperature=1,1.1,1.2",
+    )
+    for (low, below), (high, above) in zip(curve.items(), list(curve.items())[1:], strict=False):
+        if min(below, above) <= target <= max(below, above):
+            share = (target - below) / (above - below) if above != below else 0.0
+            return float(low) + share * (float(high) - float(low))  # type: ignore[arg-type]
+    raise BadInput(
+        f"the entropy {target:.4g} is outside of what was run without noise, {curve.min():.4g} to {curve.max():.4g} at "
+        f"temperatures {curve.index.min():g} to {curve.index.max():g}; run further temperatures"
+    )
+
+
+def _by_format(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    known = [*FORMAT_COLOURS]
+    groups = [(str(quant), group) for quant, group in table.groupby("quant")]
+    return sorted(groups, key=lambda item: (known.index(item[0]) if item[0] in known else len(known), item[0]))
