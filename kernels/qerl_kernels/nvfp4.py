@@ -78,7 +78,9 @@ def unit(scales: dict[str, torch.Tensor]) -> torch.Tensor:
     return block_scale / scales["weight_global_scale"].view(-1, 1)
 
 
-def encode(weight: torch.Tensor, compute_dtype: torch.dtype, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def encode(
+    weight: torch.Tensor, compute_dtype: torch.dtype, scales: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The tensors of the packed W (N, K): `scales` as they are, and `weight_packed` uint8 (N, K/2)."""
     blocks = weight.to(compute_dtype).to(torch.float32).unflatten(-1, (-1, BLOCK))  # (N, K/16, 16)
     if "weight_scale_2" in scales:

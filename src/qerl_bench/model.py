@@ -156,7 +156,9 @@ class HubModel:
 
         tokenizer = self.tokenizer()
         with self._explained():
-            model = AutoModelForCausalLM.from_pretrained(self.id, revision=self.revision, dtype=getattr(torch, self.dtype))
+            model = AutoModelForCausalLM.from_pretrained(
+                self.id, revision=self.revision, dtype=getattr(torch, self.dtype)
+            )
         return placed(model, device, model.dtype), tokenizer
 
     def _download(self) -> Path:

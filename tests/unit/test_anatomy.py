@@ -29,7 +29,7 @@ def test_by_hand() -> None:
     assert report.grid_noise == pytest.approx((4 / 9 + 1 / 9) / 9)
     assert report.cosine == pytest.approx(6 / math.sqrt(9 * 5))
     assert report.zero_share == 0.5
-    # Mean 5/4; deviations 3/4, -1/4, 3/4, -5/4: squares 9 + 1 + 9 + 25 over 16, fourth powers 81 + 1 + 81 + 625 over 256.
+    # Mean 5/4; deviations 3/4, -1/4, 3/4, -5/4: squares 9 + 1 + 9 + 25 over 16, fourths 81 + 1 + 81 + 625 over 256.
     assert report.kurtosis == pytest.approx((788 / 256 / 4) / (44 / 16 / 4) ** 2)
     assert (report.bytes, report.bits_per_weight, report.output_error) == (2, 4.0, None)
 

@@ -211,7 +211,9 @@ def test_the_harness_loads_plain_and_packed_folders(tmp_path: Path) -> None:
     assert len(reports) == 14 and all(report.relative_error == 0 for report in reports.values())
     unpacked, _, _ = load(plain, "quant=bf16")
     assert torch.equal(_logits(unpacked), _logits(_model()))
-    with pytest.raises(BadInput, match="packed as nvfp4-pack-quantized, and the run asks for quant=bf16; use quant=nvfp4"):
+    with pytest.raises(
+        BadInput, match="packed as nvfp4-pack-quantized, and the run asks for quant=bf16; use quant=nvfp4"
+    ):
         load(tmp_path / "packed", "quant=bf16")
     with pytest.raises(BadInput, match="is packed already, so quantizer=mse"):
         load(tmp_path / "packed", "quant=nvfp4", "quantizer=mse")
@@ -237,8 +239,14 @@ NAME = "model.layers.1.mlp.down_proj"
 DAMAGE = {
     "missing": (lambda t: t.pop(f"{NAME}.weight_scale"), f"no tensor {NAME}.weight_scale"),
     "missing norm": (lambda t: t.pop("model.norm.weight"), "no tensor model.norm.weight"),
-    "shape": (lambda t: t.update({f"{NAME}.weight_packed": torch.zeros(64, 32, dtype=torch.uint8)}), f"{NAME}.weight_packed has the shape"),
-    "dtype": (lambda t: t.update({f"{NAME}.weight_scale": torch.zeros(64, 8)}), f"{NAME}.weight_scale is stored as torch.float32"),
+    "shape": (
+        lambda t: t.update({f"{NAME}.weight_packed": torch.zeros(64, 32, dtype=torch.uint8)}),
+        f"{NAME}.weight_packed has the shape",
+    ),
+    "dtype": (
+        lambda t: t.update({f"{NAME}.weight_scale": torch.zeros(64, 8)}),
+        f"{NAME}.weight_scale is stored as torch.float32",
+    ),
     "nan": (lambda t: t[f"{NAME}.weight_scale"].view(torch.uint8)[0, :1].fill_(0x7F), f"{NAME} has a scale"),
     "zero": (lambda t: t[f"{NAME}.weight_global_scale"].zero_(), f"{NAME} has a scale"),
 }
@@ -252,7 +260,9 @@ def test_a_damaged_tensor_is_refused_by_name(folder: Path, kind: str) -> None:
         read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize(("keep", "message"), [(-1, "cut short: tensor model"), (100, "cut short inside its header"), (4, "cut short")])
+@pytest.mark.parametrize(
+    ("keep", "message"), [(-1, "cut short: tensor model"), (100, "cut short inside its header"), (4, "cut short")]
+)
 def test_a_file_that_is_cut_short_is_refused(folder: Path, keep: int, message: str) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
@@ -279,7 +289,10 @@ def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
     [
         (lambda c: c.update(format="int-quantized"), "packed as int-quantized by compressed-tensors; readable are"),
         (lambda c: c.update(quant_method="gptq"), "by gptq"),
-        (lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 4}), "quantizes activations too"),
+        (
+            lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 4}),
+            "quantizes activations too",
+        ),
         (lambda c: c.update(format="mxfp4-pack-quantized"), "use quant=mxfp4"),
     ],
 )
@@ -309,7 +322,16 @@ def test_double_quantization_must_agree(tmp_path: Path) -> None:
 
 def test_the_command_exports_a_model_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, out = _plain(tmp_path / "plain"), tmp_path / "deep" / "out"
-    main([f"model={plain}", "quant=nvfp4", f"out={out}", "quantizer=gptq", "quantizer.calibration.samples=8", "device=cpu"])
+    main(
+        [
+            f"model={plain}",
+            "quant=nvfp4",
+            f"out={out}",
+            "quantizer=gptq",
+            "quantizer.calibration.samples=8",
+            "device=cpu",
+        ]
+    )
     assert "14 layers as nvfp4 (gptq)" in capsys.readouterr().out
     assert {"config.json", "model.safetensors", "tokenizer.json", "layers.parquet"} <= {p.name for p in out.iterdir()}
     config = json.loads((out / "config.json").read_text())["quantization_config"]

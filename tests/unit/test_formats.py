@@ -68,7 +68,10 @@ def test_specs_import_without_torch() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: NVFP4(name="nvfp4", compute_dtype="float64", convention="compressed-tensors"), "bfloat16, float16, float32, got 'float64'"),
+        (
+            lambda: NVFP4(name="nvfp4", compute_dtype="float64", convention="compressed-tensors"),
+            "bfloat16, float16, float32, got 'float64'",
+        ),
         (lambda: MXFP4(name="mxfp4", scale_rule="ceil"), "even, floor, rceil, got 'ceil'"),
         (lambda: NVFP4(name="", compute_dtype="float16", convention="compressed-tensors"), "name is empty"),
         (lambda: MXFP4(name="", scale_rule="even"), "name is empty"),
@@ -192,7 +195,9 @@ def test_nvfp4_compute_dtype_rounds_the_weight_first_and_changes_bytes() -> None
     weight = _weights(64, 256, torch.float32)
     in_bf16 = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors").pack(weight)
     in_fp32 = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors").pack(weight.bfloat16())
-    rounded_before = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors").pack(weight.bfloat16())
+    rounded_before = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors").pack(
+        weight.bfloat16()
+    )
     assert all(torch.equal(in_bf16[name].view(torch.uint8), rounded_before[name].view(torch.uint8)) for name in in_bf16)
     differing = (in_bf16["weight_scale"].view(torch.uint8) != in_fp32["weight_scale"].view(torch.uint8)).float().mean()
     assert 0.002 < float(differing) < 0.05
@@ -404,7 +409,9 @@ def test_tensors_have_the_promised_size_and_errors_stay_within_half_a_step(
 def test_packing_what_was_unpacked_changes_nothing(spec: Any, shape: tuple[int, int, int, int]) -> None:
     n, blocks, seed, exponent = shape
     if spec.name == "nvfp4":
-        spec = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")  # a BF16 tensor scale moves by a step of its own
+        spec = NVFP4(
+            name="nvfp4", compute_dtype="float32", convention="compressed-tensors"
+        )  # a BF16 tensor scale moves by a step of its own
     weight = (_weights(n, 64 * blocks, seed=seed) * 4.0**exponent).float()
     once = _restored(spec, weight)
     torch.testing.assert_close(_restored(spec, once), once, rtol=1e-6, atol=0)

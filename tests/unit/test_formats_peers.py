@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_kernels import e2m1, mxfp4, nvfp4
-
 from qerl_bench.quant.nf4 import NF4
+from qerl_kernels import e2m1, mxfp4, nvfp4
 
 pytestmark = pytest.mark.peers
 
@@ -174,9 +173,7 @@ def test_nf4_bytes_are_those_of_bitsandbytes(dtype: torch.dtype, double: bool) -
     for seed in range(5):
         for scale in (1e-4, 0.02, 30.0):
             weight = _adversarial(dtype, scale, seed)
-            codes, state = functional.quantize_4bit(
-                weight, blocksize=64, compress_statistics=double, quant_type="nf4"
-            )
+            codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
             ours = spec.pack(weight)
             assert torch.equal(ours["weight"], codes)
             assert torch.equal(ours["absmax"], state.absmax)

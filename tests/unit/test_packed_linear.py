@@ -359,7 +359,7 @@ def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatc
         quantize_model(Block(), NF4(name="nf4", double_quant=False))
 
 
-# --- joined layers -----------------------------------------------------------------------------------------------------
+# --- joined layers ---------------------------------------------------------------------------------------------------
 
 TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao")
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from qerl_kernels import nvfp4
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from qerl_bench.config import build, compose
@@ -30,6 +29,7 @@ from qerl_bench.quantizer.mse import BlockScaleSearch
 from qerl_bench.quantizer.observe import Group, first_states, observe, run_block
 from qerl_bench.quantizer.rtn import RoundToNearest
 from qerl_bench.tokenizer import byte_tokenizer
+from qerl_kernels import nvfp4
 
 CONF = Path(__file__).parents[2] / "conf" / "quantizer"
 NAMES = ("rtn", "mse", "awq", "gptq")
@@ -62,7 +62,9 @@ def _moment(k: int, seed: int = 0) -> torch.Tensor:
     """Of strongly correlated inputs of very different energy."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(512, k // 4, generator=generator) @ torch.randn(k // 4, k, generator=generator)
-    x = x * torch.logspace(-1, 1, k)[torch.randperm(k, generator=generator)] + 0.1 * torch.randn(512, k, generator=generator)
+    x = x * torch.logspace(-1, 1, k)[torch.randperm(k, generator=generator)] + 0.1 * torch.randn(
+        512, k, generator=generator
+    )
     return x.t() @ x / 512
 
 
@@ -175,7 +177,9 @@ def test_gptq_beats_rounding_on_correlated_inputs(spec: Any) -> None:
     weight, moment = _weights(32, 256), _moment(256)
     rounded = _loss(weight, _restored(spec, RTN.pack(weight, spec, None, None), (32, 256)), moment)
     packed = GPTQ_SPEC.pack(weight, spec, None, moment)
-    assert {k: (v.shape, v.dtype) for k, v in packed.items()} == {k: (v.shape, v.dtype) for k, v in spec.pack(weight).items()}
+    assert {k: (v.shape, v.dtype) for k, v in packed.items()} == {
+        k: (v.shape, v.dtype) for k, v in spec.pack(weight).items()
+    }
     assert _loss(weight, _restored(spec, packed, (32, 256)), moment) < 0.6 * rounded
 
 
@@ -203,7 +207,9 @@ def test_gptq_follows_the_textbook_update() -> None:
         left[:, j] = value
         if j < 31:
             rest = slice(j + 1, 32)
-            left[:, rest] -= torch.linalg.solve(damped[rest, rest], damped[rest, j].unsqueeze(1) @ error.unsqueeze(0)).t()
+            left[:, rest] -= torch.linalg.solve(
+                damped[rest, rest], damped[rest, j].unsqueeze(1) @ error.unsqueeze(0)
+            ).t()
     ours = _restored(NVFP4_SPEC, GPTQ_SPEC.pack(weight.float(), NVFP4_SPEC, None, moment), (3, 32))
     torch.testing.assert_close(ours, left.float(), rtol=1e-5, atol=1e-7)
 
@@ -323,7 +329,11 @@ def _output_change(model: Any, packed: Any) -> float:
     return float(sum((a - b).square().sum() for a, b in zip(pairs[0::2], pairs[1::2], strict=True))) ** 0.5
 
 
-@pytest.mark.parametrize("spec", [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec",
+    [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False)],
+    ids=lambda s: s.name,
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_whole_model_under_every_quantizer(spec: Any, family: str) -> None:
     model = _model(family)
@@ -332,8 +342,10 @@ def test_a_whole_model_under_every_quantizer(spec: Any, family: str) -> None:
         packed = copy.deepcopy(model)
         reports = quantize_model(packed, spec, quantizer=quantizer, sequences=SEQUENCES)
         assert len(reports) == 14 and sum(isinstance(m, PackedLinear) for m in packed.modules()) == 14
-        assert list(reports)[0] == "model.layers.0.self_attn.q_proj"
-        assert all((report.output_error is not None) == (quantizer.calibration is not None) for report in reports.values())
+        assert next(iter(reports)) == "model.layers.0.self_attn.q_proj"
+        assert all(
+            (report.output_error is not None) == (quantizer.calibration is not None) for report in reports.values()
+        )
         changes[quantizer.name] = _output_change(model, packed)
         assert "forward" not in vars(packed.model.layers[0])
     assert changes["gptq"] < 0.8 * changes["rtn"]
@@ -346,7 +358,10 @@ def test_fused_siblings_share_a_scale_under_every_quantizer() -> None:
         model = _model()
         quantize_model(model, NVFP4_SPEC, quantizer=quantizer, sequences=SEQUENCES)
         block = model.model.layers[1]
-        scales = [m.weight_global_scale.item() for m in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)]
+        scales = [
+            m.weight_global_scale.item()
+            for m in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)
+        ]
         assert len(set(scales)) == 1
         assert block.mlp.gate_proj.weight_global_scale.item() == block.mlp.up_proj.weight_global_scale.item()
 
@@ -385,7 +400,9 @@ def test_text_from_the_task_is_its_training_split_with_stop_tokens() -> None:
     assert [tokenizer.decode(ids) for ids in found] == [
         f"{d.prompt.messages[-1]['content']}\n{d.completion}{tokenizer.eos_token}" for d in shown
     ]
-    assert [len(ids) for ids in Calibration(file=None, samples=5, length=7, seed=3).sequences(tokenizer, task)] == [7] * 5
+    assert [len(ids) for ids in Calibration(file=None, samples=5, length=7, seed=3).sequences(tokenizer, task)] == [
+        7
+    ] * 5
 
 
 def test_text_from_files(tmp_path: Path) -> None:
@@ -400,7 +417,7 @@ def test_text_from_files(tmp_path: Path) -> None:
 
     assert read(plain, 2) == ["abcd", "efgh"]
     assert read(lines, 3) == ["one", "twot", "thre"]
-    with pytest.raises(BadInput, match="gives 2 samples .* fewer than .*samples=3"):
+    with pytest.raises(BadInput, match=r"gives 2 samples .* fewer than .*samples=3"):
         read(plain, 3)
     with pytest.raises(BadInput, match="is not a file"):
         read(tmp_path / "c.txt", 1)

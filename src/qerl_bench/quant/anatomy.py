@@ -96,7 +96,9 @@ def write_layers(path: Path, layers: Mapping[str, LayerReport], quant: str, quan
     """Write one row per layer to the Parquet file `path`, in the order of the model."""
     import pandas as pd
 
-    rows = [{"layer": name, "quant": quant, "quantizer": quantizer, **asdict(report)} for name, report in layers.items()]
+    rows = [
+        {"layer": name, "quant": quant, "quantizer": quantizer, **asdict(report)} for name, report in layers.items()
+    ]
     beside = path.with_name(f".{path.name}.writing")
     pd.DataFrame(rows).astype({"output_error": "float64"}).to_parquet(beside, index=False)
     beside.replace(path)

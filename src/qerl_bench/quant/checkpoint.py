@@ -64,8 +64,8 @@ class Weights:
             raise BadInput(f"{self.files[name]}: tensor {name} cannot be read ({error}); {_REMEDY}") from None
         require(
             shape is None or tuple(tensor.shape) == tuple(shape),
-            f"{self.files[name]}: tensor {name} has the shape {tuple(tensor.shape)}, and the model needs {tuple(shape or ())}; "
-            "config.json and the weights belong to different models",
+            f"{self.files[name]}: tensor {name} has the shape {tuple(tensor.shape)}, and the model needs "
+            f"{tuple(shape or ())}; config.json and the weights belong to different models",
         )
         return tensor.to(self.device, copy=True)
 
@@ -110,7 +110,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
 
     config = AutoConfig.from_pretrained(folder)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if (folder / "generation_config.json").is_file():
@@ -144,8 +144,8 @@ def check_format(folder: Path, wanted: WeightFormat) -> None:
         found = NF4 if method == "bitsandbytes" and config.get("load_in_4bit") and name == "nf4" else None
     require(
         found is not None,
-        f"{folder} is packed as {name} by {method}; readable are {', '.join(PACK_FORMATS)} of compressed-tensors and nf4 "
-        "of bitsandbytes",
+        f"{folder} is packed as {name} by {method}; readable are {', '.join(PACK_FORMATS)} of compressed-tensors "
+        "and nf4 of bitsandbytes",
     )
     assert found is not None
     require(
@@ -190,7 +190,7 @@ def _read_fp4(
     weight_format.check_width(name, linear.in_features)
     rows, width = linear.out_features, linear.in_features
     nvfp4 = isinstance(weight_format, NVFP4)
-    wanted = {
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "weight_packed": ((rows, width // 2), torch.uint8),
         "weight_scale": ((rows, width // weight_format.block), torch.float8_e4m3fn if nvfp4 else torch.uint8),
     }
@@ -224,8 +224,8 @@ def _read_nf4(
         and tuple(state.get("shape", ())) == (linear.out_features, linear.in_features)
         and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
         and double == getattr(weight_format, "double_quant", False),
-        f"{key} is packed with {state}; readable are blocks of {NF4_BLOCK}, nested blocks of {NESTED_BLOCK}, and a shape of "
-        f"({linear.out_features}, {linear.in_features})",
+        f"{key} is packed with {state}; readable are blocks of {NF4_BLOCK}, nested blocks of {NESTED_BLOCK}, and a "
+        f"shape of ({linear.out_features}, {linear.in_features})",
     )
     packed = {
         "weight": weights.read(key, (count // 2, 1)),
@@ -236,5 +236,7 @@ def _read_nf4(
         packed["nested_absmax"] = weights.read(f"{key}.nested_absmax", (nested,))
         packed["nested_offset"] = torch.tensor([state["nested_offset"]], device=packed["absmax"].device)
     expected = torch.uint8 if double else torch.float32
-    require(packed["absmax"].dtype == expected, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {expected}")
+    require(
+        packed["absmax"].dtype == expected, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {expected}"
+    )
     return packed

@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.quant.export model=PATH_OR_ID quant=nvfp4 out=DIR`: pack a model and write it for other programs.
+"""`python -m qerl_bench.quant.export model=PATH_OR_ID quant=nvfp4 out=DIR`: pack a model for other programs to read.
 
 Options are those of conf/ (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 become
 compressed-tensors checkpoints, which transformers and vLLM read; nf4 becomes one of bitsandbytes. The folder appears
@@ -148,13 +148,20 @@ def _write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 def overrides_of(words: list[str]) -> tuple[list[str], Path]:
     """The config overrides behind the command's words, and the folder `out`. A model that conf/model does not know is
     taken as a hub id or a local folder."""
-    given = dict(word.partition("=")[::2] for word in words)
-    require("out" in given and "model" in given, "usage: model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]")
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    require(
+        "out" in given and "model" in given, "usage: model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
+    )
     model = given["model"]
     chosen = ["model.dtype=bfloat16", f"model={model}"]
     if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
         some_hub_model = next(p.stem for p in sorted((CONF_DIR / "model").glob("*.yaml")) if p.stem != "tiny")
-        chosen = [f"model={some_hub_model}", f"model.name={Path(model).name}", f"model.id={model}", "model.dtype=bfloat16"]
+        chosen = [
+            f"model={some_hub_model}",
+            f"model.name={Path(model).name}",
+            f"model.id={model}",
+            "model.dtype=bfloat16",
+        ]
     return [*chosen, *(word for word in words if word.partition("=")[0] not in ("out", "model"))], Path(given["out"])
 
 
@@ -173,7 +180,9 @@ def main(words: list[str]) -> None:
     export(model, tokenizer, experiment.quant, out)
     write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
     size = sum(report.bytes for report in layers.values())
-    print(f"{out}: {len(layers)} layers as {experiment.quant.name} ({experiment.quantizer.name}), {size / 2**20:.1f} MiB")
+    print(
+        f"{out}: {len(layers)} layers as {experiment.quant.name} ({experiment.quantizer.name}), {size / 2**20:.1f} MiB"
+    )
 
 
 if __name__ == "__main__":

@@ -166,7 +166,9 @@ def join(layers: Sequence[PackedLinear]) -> PackedLinear:
     Nothing is rounded again: where the parts have tensor scales of their own, each row keeps its part's.
     """
     first = layers[0]
-    assert all(layer.weight_format == first.weight_format and layer.in_features == first.in_features for layer in layers)
+    assert all(
+        layer.weight_format == first.weight_format and layer.in_features == first.in_features for layer in layers
+    )
     assert "nested_absmax" not in first.packed(), "the scales of doubly quantized layers are relative to their own mean"
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in first.packed().items():

@@ -35,7 +35,9 @@ class NF4:
 
     def __post_init__(self) -> None:
         require(self.name != "", "quant.name is empty; give the format a name, for example nf4")
-        require(isinstance(self.double_quant, bool), f"quant.double_quant must be true or false, got {self.double_quant!r}")
+        require(
+            isinstance(self.double_quant, bool), f"quant.double_quant must be true or false, got {self.double_quant!r}"
+        )
 
     @property
     def bits_per_weight(self) -> float | None:
@@ -99,7 +101,7 @@ class NF4:
 def quant_state(
     packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype, with_code: bool = False
 ) -> QuantState:
-    """bitsandbytes' own record of how `packed` is to be decoded, to (N, K) in `dtype`; its table if it is to be stored."""
+    """bitsandbytes' own record of how to decode `packed` to (N, K) in `dtype`; with its table if it is to be stored."""
     from bitsandbytes.functional import QuantState, get_4bit_type
 
     nested: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""quant=nvfp4: 4.5 bits per weight, the format of the QeRL paper; bytes of compressed-tensors' NVFP4A16 or of torchao."""
+"""quant=nvfp4: 4.5 bits per weight, the format of the QeRL paper; bytes as in compressed-tensors or torchao."""
 
 from __future__ import annotations
 

@@ -111,7 +111,9 @@ def _pack(
     for name, *aliases in layers:
         original, moment = _linear(model, name), moments.get(name)
 
-        def pack(weight: torch.Tensor, amax: float | None, moment: torch.Tensor | None = moment) -> dict[str, torch.Tensor]:
+        def pack(
+            weight: torch.Tensor, amax: float | None, moment: torch.Tensor | None = moment
+        ) -> dict[str, torch.Tensor]:
             return quantizer.pack(weight, weight_format, amax, moment)
 
         layer = pack_linear(name, original, weight_format, shared.get(name), pack)

@@ -3,7 +3,7 @@
 Lin et al., arXiv 2306.00978, with a search that packs every candidate in the real format: a block scale shared by 16 or
 32 inputs reacts to scaling in a way that an integer stand-in does not show. The factors are s = rms(x)^a, normalised,
 with `a` on a grid; a = 0 is plain rounding, so the measured output error never gets worse. They are folded into what
-feeds the layer: a norm's scale, the value projection, or the up projection. Left out: clipping, which quantizer=mse does.
+feeds the layer: a norm's scale, the value projection, or the up projection. Left out: clipping.
 """
 
 from __future__ import annotations

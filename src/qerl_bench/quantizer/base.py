@@ -43,7 +43,7 @@ class Quantizer(Protocol):
     ) -> dict[str, torch.Tensor]:
         """The packed tensors of W, as `WeightFormat.encode` returns them.
 
-        `tensor_amax` is that of `WeightFormat.scales`. `moment` is the mean of x x^T over the layer's calibration inputs,
-        FP32 (K, K); None where no text was asked for or none of it reached the layer.
+        `tensor_amax` is that of `WeightFormat.scales`. `moment` is the mean of x x^T over the layer's calibration
+        inputs, FP32 (K, K); None where no text was asked for or none of it reached the layer.
         """
         ...

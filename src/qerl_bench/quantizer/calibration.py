@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from qerl_bench.records import Demonstration
     from qerl_bench.task.base import Task
 
 BATCH = 16  # sequences per forward pass; a memory setting
@@ -48,8 +49,8 @@ class Calibration:
         found = self._of_file(tokenizer, Path(self.file))
         require(
             len(found) >= self.samples,
-            f"quantizer.calibration.file={self.file} gives {len(found)} samples of up to {self.length} tokens, fewer than "
-            f"quantizer.calibration.samples={self.samples}; use a longer file or fewer samples",
+            f"quantizer.calibration.file={self.file} gives {len(found)} samples of up to {self.length} tokens, "
+            f"fewer than quantizer.calibration.samples={self.samples}; use a longer file or fewer samples",
         )
         return found[: self.samples]
 
@@ -80,11 +81,13 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
-def demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration) -> list[int]:  # noqa: ANN001
+def demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
     """Prompt in the model's chat template, completion and stop token, as training sees them."""
     messages = list(demonstration.prompt.messages)
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return [*_ids(tokenizer, str(prompt)), *_ids(tokenizer, demonstration.completion), int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "the tokenizer has no end-of-text token"
+    return [*_ids(tokenizer, str(prompt)), *_ids(tokenizer, demonstration.completion), end]
 
 
 def batches(sequences: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -77,7 +77,7 @@ class GPTQ:
 
 
 def inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
-    """U (K, K), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1; a dead input counts as an average one.
+    """U (K, K), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1; dead inputs count as average ones.
 
     Raises BadInput if the second moment H cannot be inverted with this damping.
     """

@@ -35,8 +35,8 @@ def load_packed(
     if folder is not None and quantization_config(folder) is not None:
         require(
             quantizer.name == "rtn",
-            f"{folder} is packed already, so quantizer={quantizer.name} cannot choose its codes; leave quantizer=rtn, or "
-            "give the unquantized model",
+            f"{folder} is packed already, so quantizer={quantizer.name} cannot choose its codes; leave quantizer=rtn, "
+            "or give the unquantized model",
         )
         model = read_packed(folder, quant, getattr(torch, spec.dtype), device)
         packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}

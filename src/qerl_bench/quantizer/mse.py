@@ -30,7 +30,7 @@ class BlockScaleSearch:
         require(self.name != "", "quantizer.name is empty; give it a name, for example mse")
         require(
             len(self.stretches) > 0 and all(isinstance(s, int | float) and 0.1 <= s <= 10 for s in self.stretches),
-            f"quantizer.stretches must be factors between 0.1 and 10, got {self.stretches}; 1 is the format's own scale",
+            f"quantizer.stretches must be factors between 0.1 and 10, got {self.stretches}; 1 is the format's own",
         )
 
     @property

@@ -160,7 +160,9 @@ def observe(block: torch.nn.Module, index: int, states: list[State], layers: dic
     sums: dict[str, torch.Tensor] = {}
     norms: dict[str, torch.nn.Module] = {}
     names = {id(linear): name for name, linear in layers.items()}
-    seen: dict[int, tuple[torch.Tensor, str]] = {}  # input -> first layer; the tensor is kept so that its id stays taken
+    seen: dict[
+        int, tuple[torch.Tensor, str]
+    ] = {}  # input -> first layer; the tensor is kept so that its id stays taken
     made: dict[int, tuple[torch.Tensor, torch.nn.Module]] = {}  # output -> the norm that made it
     mask = states[0].mask
 
@@ -210,7 +212,7 @@ def _scales_channels(module: torch.nn.Module) -> bool:
 
 
 def _find_previous(group: Group, layers: dict[str, torch.nn.Linear], block: torch.nn.Module) -> None:
-    """Set `previous` if the group is one layer behind another of `CHAINS`, in the same module and of a fitting width."""
+    """Set `previous` if the group is one layer behind another of `CHAINS`, in the same module and of fitting width."""
     if group.norm is not None or len(group.layers) != 1:
         return
     ((name, linear),) = group.layers.items()
@@ -231,6 +233,7 @@ def require_same_output(before: torch.Tensor, after: torch.Tensor, name: str) ->
     limit = 20 * torch.finfo(before.dtype).eps
     if not change <= limit:
         raise BadInput(
-            f"{name}: rescaling changed the block's output by {change:.1e} of its norm (rounding explains {limit:.0e}); "
-            "this model family scales its channels in a way that quantizer=awq does not know; use quantizer=gptq or mse"
+            f"{name}: rescaling changed the block's output by {change:.1e} of its norm (rounding explains "
+            f"{limit:.0e}); this model family scales its channels in a way that quantizer=awq does not know; "
+            "use quantizer=gptq or mse"
         )
