@@ -96,10 +96,8 @@ def check_checkpoint(folder: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError):  # ValueError: neither text nor JSON
         manifest = None
-    require(
-        isinstance(manifest, dict),
-        f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}",
-    )
+    if not isinstance(manifest, dict):
+        raise BadInput(f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}")
     for name, digest in manifest.items():
         file = folder / name
         require(file.is_file() and sha256(file) == digest, f"checkpoint {folder} is damaged: {name}. {remedy}")

@@ -28,6 +28,11 @@ EXPERIMENTS = sorted(
     str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in (CONF_DIR / "experiment").rglob("*.yaml")
 )
 SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+# Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
+GRIDS = (
+    ("quant", "quantizer", "aqn", "algo", "lora", "model"),
+    ("quant", "aqn", "algo", "lora", "eval", "logger", "task", "engine"),
+)
 
 
 def pairwise(options: dict[str, list[str]]) -> list[dict[str, str]]:
@@ -54,6 +59,13 @@ def pairwise(options: dict[str, list[str]]) -> list[dict[str, str]]:
     return rows
 
 
+def composed_rows() -> list[dict[str, str]]:
+    """Combinations to compose for real: every two options of the axes with few, in turns with those of the others."""
+    turns = {axis: names for axis, names in OPTIONS.items() if len(names) > 8}
+    rows = pairwise({axis: names for axis, names in OPTIONS.items() if axis not in turns})
+    return [row | {axis: names[i % len(names)] for axis, names in turns.items()} for i, row in enumerate(rows)]
+
+
 def sweep_points(sweep: dict[str, Any]) -> list[list[str]]:
     """The command-line words of every point; of seeds, which are plain numbers, all with the first point only."""
     values = {key: entry["values"] for key, entry in sweep["parameters"].items()}
@@ -77,9 +89,14 @@ from qerl_bench.errors import BadInput
 asked = json.load(sys.stdin)
 started = time.perf_counter()
 found = {"composed": {}, "refused": {}, "grid": 0, "grid_refused": []}
+built = {axis: {} for axis in asked["options"]}
 for name, overrides in asked["points"]:
+    cfg = compose(overrides)
+    if name.startswith("{"):  # a row: what it chose for each axis serves the grids below
+        for axis, option in json.loads(name).items():
+            built[axis].setdefault(option, spec(cfg, axis))
     try:
-        found["composed"][name] = build(compose(overrides)).name
+        found["composed"][name] = build(cfg).name
     except BadInput as error:
         found["refused"][name] = str(error)
 
@@ -87,16 +104,15 @@ for name, overrides in asked["points"]:
 base = compose()
 plain = {key: base[key] for key in base if key not in asked["options"]}
 plain |= {key: spec(base, key) for key in plain}
-built = {
-    axis: {option: spec(compose([f"{axis}={option}"]), axis) for option in options}
-    for axis, options in asked["options"].items()
-}
-for point in itertools.product(*(options.items() for options in built.values())):
-    found["grid"] += 1
-    try:
-        Experiment(**plain, **{axis: option for axis, (_, option) in zip(built, point)})
-    except BadInput:
-        found["grid_refused"].append([name for name, _ in point])
+usual = {axis: spec(base, axis) for axis in built}
+for axes in asked["grids"]:
+    for names in itertools.product(*(asked["options"][axis] for axis in axes)):
+        point = dict(zip(axes, names))
+        found["grid"] += 1
+        try:
+            Experiment(**plain, **{**usual, **{axis: built[axis][name] for axis, name in point.items()}})
+        except BadInput:
+            found["grid_refused"].append(point)
 found["seconds"] = time.perf_counter() - started
 found["modules"] = sorted(sys.modules)
 json.dump(found, sys.stdout)
@@ -106,7 +122,7 @@ json.dump(found, sys.stdout)
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What one fresh process made of all of it."""
-    points = [(json.dumps(row, sort_keys=True), [f"{k}={v}" for k, v in row.items()]) for row in pairwise(OPTIONS)]
+    points = [(json.dumps(row, sort_keys=True), [f"{k}={v}" for k, v in row.items()]) for row in composed_rows()]
     points += [(f"experiment={name}", [f"experiment={name}"]) for name in EXPERIMENTS]
     for recipe, experiment in itertools.product(RECIPES, ("smoke", "demo")):
         points.append((f"{recipe} {experiment}", [f"recipe={recipe}", f"experiment={experiment}"]))
@@ -114,7 +130,7 @@ def found() -> dict[str, Any]:
         points += [(" ".join(words), words) for words in sweep_points(yaml.safe_load(path.read_text()))]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input=json.dumps({"points": points, "options": OPTIONS}),
+        input=json.dumps({"points": points, "options": OPTIONS, "grids": GRIDS}),
         capture_output=True,
         text=True,
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": ""},
@@ -123,9 +139,13 @@ def found() -> dict[str, Any]:
     return {**json.loads(done.stdout), "asked": [name for name, _ in points]}
 
 
-def test_pairwise_meets_every_two_options() -> None:
-    rows = pairwise(OPTIONS)
-    for a, b in itertools.combinations(OPTIONS, 2):
+def test_rows_meet_every_two_options_of_most_axes_and_every_option_of_all() -> None:
+    rows = composed_rows()
+    for axis, names in OPTIONS.items():
+        assert {row[axis] for row in rows} == set(names)
+    few = [axis for axis, names in OPTIONS.items() if len(names) <= 8]
+    assert len(few) >= 6
+    for a, b in itertools.combinations(few, 2):
         assert {(row[a], row[b]) for row in rows} == set(itertools.product(OPTIONS[a], OPTIONS[b]))
 
 
@@ -161,6 +181,8 @@ def _refusal(row: dict[str, str]) -> str | None:
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
     if row["lora"] == "none" and row.get("model", "tiny") != "tiny":
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
+    if row.get("quantizer", "rtn") != "rtn" and row["quant"] == "bf16":
+        return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
     if row["aqn"] == "layerwise" and row["quant"] == "bf16":
         return "aqn=layerwise follows each layer's quantization error, but quant=bf16 quantizes nothing"
     if row["aqn"] == "format_error":
@@ -169,8 +191,8 @@ def _refusal(row: dict[str, str]) -> str | None:
     return None
 
 
-def test_every_two_options_compose_or_are_refused_for_a_known_reason(found: dict[str, Any]) -> None:
-    rows = {json.dumps(row, sort_keys=True): row for row in pairwise(OPTIONS)}
+def test_rows_compose_or_are_refused_for_a_known_reason(found: dict[str, Any]) -> None:
+    rows = {json.dumps(row, sort_keys=True): row for row in composed_rows()}
     for name, row in rows.items():
         reason = _refusal(row)
         if reason is not None:
@@ -184,10 +206,17 @@ def test_every_two_options_compose_or_are_refused_for_a_known_reason(found: dict
 
 
 def test_the_full_grid_is_possible_but_for_the_known_reasons(found: dict[str, Any]) -> None:
-    rows = [dict(zip(OPTIONS, point, strict=True)) for point in itertools.product(*OPTIONS.values())]
-    assert found["grid"] == len(rows)
-    refused = {tuple(point) for point in found["grid_refused"]}
-    assert refused == {tuple(row.values()) for row in rows if _refusal(row) is not None}
+    rows = [
+        dict(zip(axes, names, strict=True))
+        for axes in GRIDS
+        for names in itertools.product(*(OPTIONS[axis] for axis in axes))
+    ]
+    assert found["grid"] == len(rows) > 1000
+    assert found["grid_refused"] == [row for row in rows if _refusal(row) is not None]
+
+
+def test_every_axis_is_in_a_full_grid() -> None:
+    assert {axis for axes in GRIDS for axis in axes} == set(AXES)
 
 
 @pytest.mark.parametrize("experiment", ["smoke", "demo"])
@@ -230,54 +259,19 @@ def test_runs_of_the_same_science_share_a_fingerprint() -> None:
 
 
 def test_runs_of_other_science_do_not() -> None:
-    others = [
-        "steps=151",
-        "optim.lr=1e-9",
-        "optim.schedule=linear",
-        "optim.warmup_steps=4",
-        "optim.weight_decay=0.01",
-        "optim.max_grad_norm=2",
-        "optim.micro_batch=32",
-        "lora.rank=16",
-        "lora.alpha=64",
-        "lora.dropout=0.1",
-        "lora.targets=[q_proj]",
-        "rollout.prompts=8",
-        "rollout.group_size=4",
-        "rollout.temperature=0.9",
-        "quant=nvfp4",
-        "quant=mxfp4",
-        "quant=nf4",
-        "aqn=exp",
-        "aqn=exp_paper",
-        "aqn=constant",
-        "aqn=entropy",
-        "recipe=paper",
-        "recipe=repo",
-        "recipe=shipped",
-        "inject.norms=blocks_final",
-        "inject.relative=true",
-        "inject.cadence=group",
-        "inject.site=trainer",
-        "inject.accumulate=all",
-        "inject.add_dtype=bfloat16",
-        "optim.entropy_coef=0.1",
-        "algo=dapo",
-        "algo=sft",
-        "algo.epsilon_low=0.1",
-        "model=qwen2.5-7b-instruct",
-        "model.layers=5",
-        "model.seed=1",
-        "task=gsm8k",
-        "task.max_start=21",
-        "task.procedures.guess=0.5",
-        "eval.questions=8",
-        "eval=none",
-        "engine.max_batch=1",
-        "device=cpu",
-    ]
-    prints = {_print(word): word for word in others}
-    assert len(prints) == len(others) and _print() not in prints
+    changes = ["steps=151", "optim.lr=1.0e-9", "optim.schedule=linear", "optim.warmup_steps=4", "optim.weight_decay=0.01", "lora.rank=16", "optim.max_grad_norm=2", "optim.micro_batch=32", "lora.alpha=64", "lora.dropout=0.1", "lora.targets=[q_proj]", "rollout.prompts=8", "rollout.group_size=4", "rollout.temperature=0.9", "algo.epsilon_low=0.1", "model.layers=5", "model.seed=1", "task.max_start=21", "task.procedures.guess=0.5", "eval.questions=8", "engine.max_batch=1", "device=cpu"]
+    base = compose()
+    prints = [fingerprint(base)]
+    for change in changes:
+        key, _, value = change.partition("=")
+        other = base.copy()
+        assert OmegaConf.select(other, key) != yaml.safe_load(value), change
+        OmegaConf.update(other, key, yaml.safe_load(value), force_add=False)
+        prints.append(fingerprint(other))
+    prints += [_print(word) for word in ("quant=nvfp4", "quant=nf4", "aqn=exp", "algo=dapo", "algo=sft")]
+    prints += [_print(word) for word in ("model=qwen2.5-7b-instruct", "task=gsm8k", "eval=none")]
+    prints += [_print("lora.rank=16")]  # from the command line, where alpha follows the rank
+    assert len(set(prints)) == len(prints)
 
 
 def test_the_name_of_a_run() -> None:

@@ -39,6 +39,7 @@ class WandbSink:
 
     def __init__(self, spec: Wandb, run: RunDir, config: dict[str, Any]) -> None:
         import wandb
+        from wandb.errors import Error
 
         identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run.path.name, "resume": "allow"}
         try:
@@ -51,7 +52,7 @@ class WandbSink:
                 config=config,
                 **identity,  # type: ignore[arg-type]
             )
-        except wandb.errors.Error as error:
+        except Error as error:
             raise BadInput(
                 f"logger=wandb cannot start: {error}. Log in with `wandb login`, or use logger.mode=offline"
             ) from error
