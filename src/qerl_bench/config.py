@@ -71,7 +71,10 @@ class OptimSpec:
             f"optim.schedule must be constant, linear or cosine, got {self.schedule!r}",
         )
         require_count("optim.warmup_steps", self.warmup_steps, least=0)
-        require(is_number(self.weight_decay) and self.weight_decay >= 0, f"optim.weight_decay must be >= 0, got {self.weight_decay!r}")
+        require(
+            is_number(self.weight_decay) and self.weight_decay >= 0,
+            f"optim.weight_decay must be >= 0, got {self.weight_decay!r}",
+        )
         require_positive("optim.max_grad_norm", self.max_grad_norm)
         require(
             is_number(self.entropy_coef) and 0 <= self.entropy_coef < math.inf,
@@ -79,7 +82,8 @@ class OptimSpec:
         )
         require_count("optim.micro_batch", self.micro_batch)
         require(
-            self.optimizer in ("adamw", "adamw_8bit"), f"optim.optimizer must be adamw or adamw_8bit, got {self.optimizer!r}"
+            self.optimizer in ("adamw", "adamw_8bit"),
+            f"optim.optimizer must be adamw or adamw_8bit, got {self.optimizer!r}",
         )
         if self.optimizer == "adamw_8bit":
             require_package("bitsandbytes", "optim.optimizer=adamw_8bit", "bitsandbytes")
@@ -144,8 +148,9 @@ class Experiment:
         )
         require(
             self.kl.coef == 0 or (self.lora.rank > 0 and self.algo.on_policy),
-            "kl.coef > 0 compares a sampled completion with the base model, which is the policy with its adapter switched "
-            f"off. It needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
+            "kl.coef > 0 compares a sampled completion with the base model, which is the policy with its adapter "
+            "switched off. It needs lora=default and an on-policy algorithm, got "
+            f"lora={self.lora.name}, algo={self.algo.name}",
         )
         require(
             self.optim.updates == 1 or self.lora.rank == 0 or self.lora.dropout == 0,

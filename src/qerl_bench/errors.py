@@ -25,4 +25,4 @@ def require_package(name: str, option: str, extra: str) -> None:
 
 
 class TrainingStopped(RuntimeError):
-    """Raised by a run that cannot go on; `src/run.py` prints its message, without a traceback, and exits with code 1."""
+    """Raised by a run that cannot go on; `src/run.py` prints its message, no traceback, and exits with code 1."""

@@ -1,7 +1,8 @@
 """THE LOOP, to be read top to bottom: rollout -> reward -> update -> log -> evaluate.
 
-Sampling and training share one model, so "sync" is nothing but the noise that goes into its norm scales for the rollout
-and comes out again. Every random draw is seeded by (run seed, purpose, step): a resumed run repeats an uninterrupted one.
+Sampling and training share one model, so "sync" is nothing but the noise that goes into its norm scales for the
+rollout and comes out again. Every random draw is seeded by (run seed, purpose, step): a resumed run repeats an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
                     sink.log("train", step, measured)
                 steps.report(step, measured)
                 if step % experiment.save_every == 0 or step == experiment.steps:
-                    run.save_checkpoint(step, lambda folder, step=step: save(folder, experiment, policy, optimizer, step))
+                    run.save_checkpoint(
+                        step, lambda folder, step=step: save(folder, experiment, policy, optimizer, step)
+                    )
             steps.close()
             evaluate(experiment, policy, engine, run, sinks, step=experiment.steps)
         run_figures(run.path)
@@ -149,7 +152,14 @@ def sampled_batch(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [(r, w) for group in sampled for r, w in zip(group.rollouts, group.rewards, strict=True)]
     kept = [
-        {"step": step, "prompt": r.prompt.id, "completion": r.text, "gold": r.prompt.answer, "reward": w.total, **w.parts}
+        {
+            "step": step,
+            "prompt": r.prompt.id,
+            "completion": r.text,
+            "gold": r.prompt.answer,
+            "reward": w.total,
+            **w.parts,
+        }
         for r, w in judged[:KEPT_ROLLOUTS]
     ]
     run.append("rollouts.jsonl", kept)

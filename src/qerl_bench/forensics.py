@@ -1,4 +1,4 @@
-"""What remains of a step that produced NaN or infinity: the offending micro-batch, the last metrics, and where it began."""
+"""What remains of a step that produced NaN or infinity: the offending micro-batch, last metrics, where it began."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def dump(run: RunDir, step: int, case: NonFinite) -> str:
     folder = run.path / "nonfinite" / f"step_{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     if case.tensors:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in case.tensors.items()}, folder / "batch.safetensors")
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in case.tensors.items()}, folder / "batch.safetensors"
+        )
     last: list[dict[str, Any]] = run.metrics()[-1:]
     report = {"step": step, "what": case.what, "first": case.tensor, "last_metrics": last[0] if last else None}
     write_atomically(folder / "report.json", json.dumps(report, indent=1))

@@ -1,8 +1,8 @@
 """Log-probability and entropy of given tokens without ever holding the logits of all of them.
 
-A 152k vocabulary makes the logits of one 16 x 1024 micro-batch 10 GB in FP32. Here they exist for a few tokens at a time,
-in the forward pass and again in the backward pass, which makes them anew. Any module can be the head: packed, with bias,
-tied to the embedding, or with an adapter of its own.
+A 152k vocabulary makes the logits of one 16 x 1024 micro-batch 10 GB in FP32. Here they exist for a few tokens at a
+time, in the forward pass and again in the backward pass, which makes them anew. Any module can be the head: packed,
+with bias, tied to the embedding, or with an adapter of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def token_scores(
     entropy_gradient: bool = False,
     at_once: int = LOGITS_AT_ONCE,
 ) -> Scores:
-    """Of M tokens, each (M,) FP32: log-probability and entropy at `temperature`, entropy at temperature 1, all in nats, and
-    1 where greedy decoding would have chosen the token.
+    """Of M tokens, each (M,) FP32: log-probability and entropy at `temperature`, entropy at temperature 1, all in
+    nats, and 1 where greedy decoding would have chosen the token.
 
     `hidden` (M, H) goes through `head` to logits (M, V) in pieces of at most `at_once` elements; `targets` (M,) are the
     tokens asked for. Only the log-probability carries a gradient, with `entropy_gradient` the first entropy too.
@@ -52,9 +52,7 @@ def token_scores(
     return logprobs, entropy, entropy_t1, likeliest
 
 
-def plain_scores(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_gradient: bool
-) -> Scores:
+def plain_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_gradient: bool) -> Scores:
     """`token_scores` of logits (M, V) that are there already."""
     logits = logits.float()
     scaled = torch.log_softmax(logits / temperature, dim=-1)
@@ -68,5 +66,5 @@ def plain_scores(
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V); impossible tokens (-inf) count 0."""
+    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V); tokens at -inf count 0."""
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)

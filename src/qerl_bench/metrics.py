@@ -30,12 +30,18 @@ SAMPLED = {
     "completions/tokens": Metric("tokens", "completion tokens sampled"),
     "completions/mean_length": Metric("tokens", "mean completion length, stop token included"),
     "completions/truncated_frac": Metric("share", "completions cut at the token limit"),
-    "mismatch/kl": Metric("nats/token", "KL(sampler || trainer), k3 estimate: mean of exp(d) - d - 1, d = trainer - sampler"),
+    "mismatch/kl": Metric(
+        "nats/token", "KL(sampler || trainer), k3 estimate: mean of exp(d) - d - 1, d = trainer - sampler"
+    ),
     "mismatch/logp_abs_mean": Metric("nats", "mean |trainer - sampler| log-probability of the sampled tokens"),
     "mismatch/logp_abs_max": Metric("nats", "largest |trainer - sampler| log-probability of the sampled tokens"),
     "mismatch/ess": Metric("share", "(sum w)^2 / (n sum w^2) over tokens, w = exp(trainer - sampler); 1 = no mismatch"),
-    "clip_ratio/low_mean": Metric("share", "tokens with ratio < 1 - epsilon_low and negative advantage, over all updates"),
-    "clip_ratio/high_mean": Metric("share", "tokens with ratio > 1 + epsilon_high and positive advantage, over all updates"),
+    "clip_ratio/low_mean": Metric(
+        "share", "tokens with ratio < 1 - epsilon_low and negative advantage, over all updates"
+    ),
+    "clip_ratio/high_mean": Metric(
+        "share", "tokens with ratio > 1 + epsilon_high and positive advantage, over all updates"
+    ),
     "completions/garbled_frac": Metric("share", "completions with broken tags, or tokens repeated over and over"),
     "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
     "dynamic/groups_kept": Metric("count", "groups that are trained on"),
@@ -69,7 +75,9 @@ TRAINED = {
     "memory/peak_gib": Metric("GiB", "peak of the step"),
 }
 PENALISED = {  # only with kl.coef > 0
-    "kl": Metric("nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"),
+    "kl": Metric(
+        "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
+    ),
 }
 EVALUATED = {
     "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
@@ -145,12 +153,14 @@ def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int)
 def garbled(rollout: Rollout) -> bool:
     """Broken tags in a finished completion, or a loop: over half of all windows of LOOP tokens seen before.
 
-    A tag is broken if it is closed before it is opened, opened and not closed, or written more than once. No tags at all
-    are bad format, not garbling; and a completion cut at the limit is truncated, which is counted apart.
+    A tag is broken if it is closed before it is opened, opened and not closed, or written more than once. No tags at
+    all are bad format, not garbling; and a completion cut at the limit is truncated, which is counted apart.
     """
     for tag in ("think", "answer"):
         opened, closed = rollout.text.count(f"<{tag}>"), rollout.text.count(f"</{tag}>")
-        ordered = opened == 0 or rollout.text.index(f"<{tag}>") < (rollout.text.find(f"</{tag}>") if closed else math.inf)
+        ordered = opened == 0 or rollout.text.index(f"<{tag}>") < (
+            rollout.text.find(f"</{tag}>") if closed else math.inf
+        )
         if rollout.finished and (opened != closed or opened > 1 or not ordered):
             return True
     ids = rollout.token_ids

@@ -1,8 +1,9 @@
-"""Training without padding: the sequences of a micro-batch end to end in one row, so that linear layers see real tokens only.
+"""Training without padding: the sequences of a micro-batch end to end in one row.
 
 Attention alone needs to know where one sequence ends. It gets its own rectangle back, padded on the right and causal,
-which needs no mask and so can use the fast kernels; all other layers, where nearly all of the arithmetic is, never see
-padding. Left out: packing across micro-batches, and attention without any padding, for which PyTorch has no portable kernel.
+which needs no mask and so can use the fast kernels; all other layers, where nearly all of the arithmetic is, never
+see padding. Left out: packing across micro-batches, and attention without any padding, for which PyTorch has no
+portable kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Packing:
 
     @classmethod
     def of(cls, mask: torch.Tensor) -> Packing:
-        """From the completion mask (B, T): a sequence ends with its last completion token (or, without any, its first)."""
+        """From the completion mask (B, T): a sequence ends with its last completion token, or else its first token."""
         batch, width = mask.shape
         columns = torch.arange(width, device=mask.device)
         lengths = ((columns + 1) * mask).amax(1).clamp(min=1)  # (B,)
@@ -78,7 +79,7 @@ def attention(
     packing: Packing | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA; with `packing`, query (1, heads, N, D), key and value (1, kv heads, N, D) of packed sequences."""
+    """transformers' SDPA; with `packing`, query (1, heads, N, D), key and value (1, kv heads, N, D)."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     window = options.get("sliding_window")

@@ -159,9 +159,7 @@ class Policy:
         else:
             hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state[predicts]  # (M, H)
         vocabulary = self.model.config.vocab_size
-        scores = token_scores(
-            self.model.lm_head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient
-        )
+        scores = token_scores(self.model.lm_head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
@@ -169,7 +167,7 @@ class Policy:
         return TokenStats(*(spread(score) for score in scores))
 
     def save(self, folder: Path) -> None:
-        """Write the trained part: `adapter/` in PEFT's format, and the norms if they are trained; or `model/`, all of it."""
+        """Write the trained part: `adapter/` in PEFT's format, and the norms if trained; or `model/`, all of it."""
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
             if self.base_scales:

@@ -81,11 +81,15 @@ def update(
             measured.applied += 1
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
-    return {"lr": lr, "updates_skipped": optim.updates - measured.applied, **measured.metrics(optim.updates, experiment)}
+    return {
+        "lr": lr,
+        "updates_skipped": optim.updates - measured.applied,
+        **measured.metrics(optim.updates, experiment),
+    }
 
 
 def split(experiment: Experiment, batch: Batch) -> list[Micro]:
-    """Micro-batches, first those with a gradient. Weights come from the whole step, so leaving rows out changes nothing."""
+    """Micro-batches, first those with a gradient. Weights are those of the whole step, whoever is left out."""
     weights = experiment.algo.weights(batch.mask.sum(1))
     teaches = torch.ones_like(batch.advantages, dtype=torch.bool)
     if experiment.algo.on_policy and experiment.kl.coef == 0 and experiment.optim.entropy_coef == 0:

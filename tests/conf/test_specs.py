@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from qerl_bench.algo.kl import KlPenalty
+from qerl_bench.aqn.injection import Injection
 from qerl_bench.config import CONF_DIR, Experiment, OptimSpec, RolloutSpec, build, compose
 from qerl_bench.errors import BadInput
 
@@ -69,12 +72,12 @@ def test_the_root_and_its_class_have_the_same_keys() -> None:
     groups = {folder.name for folder in CONF_DIR.iterdir() if folder.is_dir()} - WHOLE
     assert (set(node) - HYDRA) | groups == _fields(Experiment)
     assert {next(iter(entry)) for entry in node["defaults"] if isinstance(entry, dict)} >= groups
-    for key, spec in (("rollout", RolloutSpec), ("optim", OptimSpec)):
-        assert node[key]["_target_"] == f"qerl_bench.config.{spec.__name__}"
+    for key, spec in (("rollout", RolloutSpec), ("optim", OptimSpec), ("kl", KlPenalty), ("inject", Injection)):
+        assert node[key]["_target_"] == f"{spec.__module__}.{spec.__name__}"
         assert set(node[key]) - {"_target_"} == _fields(spec)
 
 
-@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec])
+@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec, KlPenalty])
 def test_the_specs_of_the_root_are_frozen_too(spec: Any) -> None:
     _check_spec(spec)
 
@@ -90,8 +93,8 @@ def test_a_built_experiment_cannot_be_changed() -> None:
 def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
     needed = {
         "quant": ("bits_per_weight", "unsupported_reason", "check_width", "pack", "operand", "output_scale"),
-        "aqn": ("sigma",),
-        "algo": ("on_policy", "advantages", "weights", "token_loss"),
+        "aqn": ("sigma", "check_with", "steering"),
+        "algo": ("on_policy", "max_refills", "when_degenerate", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),
         "task": ("check", "train_prompts", "eval_prompts", "demonstrations", "reward"),
@@ -101,15 +104,19 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
     for path in GROUPS:
         spec = _class(_load(path)["_target_"])
         for name in needed.get(path.parent.name, ()):
-            assert hasattr(spec, name), f"{spec.__name__} lacks {name}"
+            assert hasattr(spec, name) or name in _fields(spec), f"{spec.__name__} lacks {name}"
 
 
 # --- the learning rate -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _default_optim() -> OptimSpec:
+    return build(compose()).optim
+
+
 def _optim(**changed: Any) -> OptimSpec:
-    base = dataclasses.replace(build(compose()).optim, lr=1.0, schedule="constant", warmup_steps=0)
-    return dataclasses.replace(base, **changed)
+    return dataclasses.replace(_default_optim(), **{"lr": 1.0, "schedule": "constant", "warmup_steps": 0, **changed})
 
 
 def _rates(total: int, **changed: Any) -> list[float]:

@@ -34,7 +34,7 @@ DAPO = Dapo(
     max_refills=0,
     when_degenerate="stop",
     length_limit=10,
-    overlong_tokens=0,
+    overlong_share=0.0,
     overlong_factor=1.0,
 )
 BNPO = Bnpo(name="bnpo", **CLIP, chunk=2)
@@ -130,7 +130,9 @@ def test_on_policy_step_is_the_plain_policy_gradient() -> None:
     )
     loss.backward()
     assert loss.item() == pytest.approx((-2.0 + 1.0) / 2, abs=1e-12)
-    assert torch.allclose(logprobs.grad, torch.tensor([[-0.5, -0.5], [0.5, 0.0]], dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        logprobs.grad, torch.tensor([[-0.5, -0.5], [0.5, 0.0]], dtype=torch.float64), rtol=0, atol=1e-12
+    )
     assert not any(indicator.any() for indicator in indicators.values())
 
 
@@ -156,7 +158,7 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
         )
         indicators = algo.token_loss(terms).indicators
         clipped = {key: value.tolist() for key, value in indicators.items()}
-        expected = dict.fromkeys(clipped, [[False, False]])
+        expected = {key: [[False, False]] for key in clipped}
         if sign == advantage:
             expected[name] = [[False, True]]
         assert clipped == expected
@@ -219,7 +221,9 @@ def _random_step(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Ten
 @ALGORITHMS
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(step=steps(), coef=st.sampled_from([0.0, 0.1]))
-def test_loss_and_gradient_do_not_depend_on_the_split(algo: Any, step: tuple[list[int], list[int], int], coef: float) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_split(
+    algo: Any, step: tuple[list[int], list[int], int], coef: float
+) -> None:
     lengths, cuts, seed = step
     logprobs, old, advantages, mask = _random_step(lengths, seed)
     kl, reference = replace(NO_KL, coef=coef), old - 0.1
@@ -231,7 +235,11 @@ def test_loss_and_gradient_do_not_depend_on_the_split(algo: Any, step: tuple[lis
         for low, high in zip([0, *bounds], [*bounds, len(lengths)], strict=True):
             rows = slice(low, high)
             terms = Terms(
-                logprobs=leaf[rows], old_logprobs=old[rows], advantages=advantages[rows], mask=mask[rows], reference_logprobs=reference[rows]
+                logprobs=leaf[rows],
+                old_logprobs=old[rows],
+                advantages=advantages[rows],
+                mask=mask[rows],
+                reference_logprobs=reference[rows],
             )
             loss, indicators = objective(algo, kl, terms, weights[rows])
             loss.backward()
@@ -305,7 +313,9 @@ def test_advantages_by_hand(algo: Any) -> None:
         [0.75 / (first + 1e-4), *[-0.25 / (first + 1e-4)] * 3],
         [0.5 / (second + 1e-4), -0.5 / (second + 1e-4)] * 2,
     ]
-    assert torch.allclose(algo.advantages(rewards, lengths_of(rewards)), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        algo.advantages(rewards, lengths_of(rewards)), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
+    )
 
 
 @GROUPED
@@ -341,7 +351,8 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(algo: Any, reward: flo
         (DAPO, {"epsilon_high": 0.0}),
         (DAPO, {"max_refills": -1}),
         (DAPO, {"when_degenerate": "cry"}),
-        (DAPO, {"overlong_tokens": 10}),
+        (DAPO, {"overlong_share": 1.0}),
+        (DAPO, {"length_limit": 0}),
         (DAPO, {"overlong_factor": -0.1}),
         (BNPO, {"chunk": 0}),
         (DR_GRPO, {"length_limit": 0}),
@@ -382,7 +393,7 @@ def test_weights_by_hand(algo: Any, weights: list[float]) -> None:
 
 
 def test_gspo_by_hand() -> None:
-    """Completion 1: ratios 1 and 1.5, mean of logs -> sqrt(1.5) = 1.22 is clipped. Completion 2: (0.5 * 1 * 1.25)^(1/3)."""
+    """Completion 1: ratios 1 and 1.5, sqrt(1.5) = 1.22 is clipped. Completion 2: (0.5 * 1 * 1.25)^(1/3)."""
     example = _example()
     loss, indicators = step_loss(GSPO, **example)
     second, fourth = (0.5 * 1.0 * 1.25) ** (1 / 3), 0.9**0.5
@@ -445,12 +456,12 @@ def test_dr_grpo_and_rloo_do_not_divide_by_the_spread() -> None:
 
 def test_overlong_penalty_by_hand() -> None:
     """Limit 10, stretch 4: nothing up to 6 tokens, then a quarter a token, all of it at 10."""
-    algo = replace(DAPO, overlong_tokens=4)
-    assert algo.overlong(torch.tensor([1, 6, 7, 8, 10, 12])).tolist() == [0, 0, 0.25, 0.5, 1, 1]
+    algo = replace(DAPO, overlong_share=0.4)
+    assert algo.overlong(torch.tensor([1, 6, 7, 8, 10, 12])).tolist() == pytest.approx([0, 0, 0.25, 0.5, 1, 1])
     lengths = torch.tensor([[3, 10, 8, 6]])
     shaped = torch.tensor([[1.0, 1 - 2 * 1.0, 1 - 2 * 0.5, 1.0]])
     found = replace(algo, overlong_factor=2.0).advantages(torch.ones(1, 4), lengths)
-    assert torch.equal(found, DAPO.advantages(shaped, lengths))
+    assert torch.allclose(found, DAPO.advantages(shaped, lengths), rtol=0, atol=1e-5)
 
 
 # --- KL --------------------------------------------------------------------------------------------------------------
@@ -519,7 +530,14 @@ def test_kl_is_added_per_token_with_the_weights_of_the_algorithm() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"coef": -0.1}, {"coef": True}, {"estimator": "k4"}, {"ratio_weighted": 1}, {"estimator": "k1", "ratio_weighted": False}]
+    "changed",
+    [
+        {"coef": -0.1},
+        {"coef": True},
+        {"estimator": "k4"},
+        {"ratio_weighted": 1},
+        {"estimator": "k1", "ratio_weighted": False},
+    ],
 )
 def test_kl_values_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=next(iter(changed))):

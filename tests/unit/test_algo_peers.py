@@ -1,9 +1,9 @@
 """Losses against TRL 1.16 itself, value and gradient. Needs the extra `peers`.
 
-TRL's loss is a method of a trainer that needs a model, data and an accelerator; here it runs on a stand-in that holds just
-the attributes it reads, and on log-probabilities that are given. The grid covers every loss that both have, the KL penalty
-with and without its ratio, the cap on the ratio, old log-probabilities given or not, accumulation over 1 and 4 micro-batches,
-and one, as many, or twice as many micro-batches to a generation. One completion is empty.
+TRL's loss is a method of a trainer that needs a model, data and an accelerator; here it runs on a stand-in that holds
+just the attributes it reads, and on log-probabilities that are given. The grid covers every loss that both have, the
+KL penalty with and without its ratio, the cap on the ratio, old log-probabilities given or not, accumulation over 1
+and 4 micro-batches, and one, as many, or twice as many micro-batches to a generation. One completion is empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DAPO = Dapo(
     max_refills=0,
     when_degenerate="stop",
     length_limit=LIMIT,
-    overlong_tokens=4,
+    overlong_share=4 / LIMIT,
     overlong_factor=1.0,
 )
 BNPO = Bnpo(name="bnpo", **SHARED, chunk=1)
@@ -117,9 +117,14 @@ def _data(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _theirs(
-    loss_of: Any, trainer: SimpleNamespace, data: dict[str, torch.Tensor], rows: list[slice], items: list[int], old: bool
+    loss_of: Any,
+    trainer: SimpleNamespace,
+    data: dict[str, torch.Tensor],
+    rows: list[slice],
+    items: list[int],
+    old: bool,
 ) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of one optimiser step: the sum over its micro-batches `rows`, each with its generation's tokens."""
+    """Loss and gradient of one optimiser step: the sum over its micro-batches, with their generation's tokens."""
     leaf = data["logprobs"].clone().requires_grad_()
     value = 0.0
     for part, tokens in zip(rows, items, strict=True):
@@ -207,7 +212,9 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(
 
 def _with_weights(algo: Any, weights: torch.Tensor) -> Any:
     """`algo` with given weights in place of its own."""
-    given = SimpleNamespace(**{name: getattr(algo, name) for name in ("name", "epsilon_low", "epsilon_high", "token_loss")})
+    given = SimpleNamespace(
+        **{name: getattr(algo, name) for name in ("name", "epsilon_low", "epsilon_high", "token_loss")}
+    )
     given.delta = getattr(algo, "delta", None)
     given.weights = lambda lengths: weights
     return given

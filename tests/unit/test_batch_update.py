@@ -137,20 +137,20 @@ def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
 
 
 def test_one_update_is_clipped_adamw(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
-    """Two steps of AdamW (0.9, 0.99), clipped to the global norm, written out."""
+    """Three steps of AdamW (0.9, 0.99), clipped to the global norm, written out; each on rows of its own."""
     policy, fresh = make_policy(adapted=True), make_policy(adapted=True)
     clipped = {"max_grad_norm": 0.01, "weight_decay": 0.1, "lr": 0.02, "schedule": "linear", "warmup_steps": 1}
     experiment = _experiment(make_experiment, "sft", **clipped)
     optimizer = make_optimizer(policy, experiment.optim)
     names = [name for name, parameter in fresh.model.named_parameters() if parameter.requires_grad]
     mean, square = (dict.fromkeys(names, torch.zeros(())) for _ in range(2))
-    for step, lr in ((1, 0.02 * 0.5), (2, 0.02 * (1 - 1 / 4))):
-        batch = _batch(fresh)
+    for step, lr in ((1, 0.02 * 0.5), (2, 0.02 * (1 - 1 / 4)), (3, 0.02 * (1 - 2 / 4))):
+        batch = _batch(fresh).rows(torch.tensor([[0, 1, 2], [4, 6], [5]][step - 1]))
         found = _update(experiment, policy, optimizer, batch, step)
         assert found["lr"] == pytest.approx(lr, rel=1e-12)
 
         logprobs = fresh.token_stats(batch.input_ids, batch.mask, 1.0).logprobs
-        loss = -logprobs.sum() / 35
+        loss = -logprobs.sum() / int(batch.mask.sum())
         gradients = dict(zip(names, torch.autograd.grad(loss, fresh.trainable), strict=True))
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -164,8 +164,9 @@ def test_one_update_is_clipped_adamw(make_policy: Callable[..., Any], make_exper
                 square[name] = 0.99 * square[name] + 0.01 * gradient**2
                 scaled = (mean[name] / (1 - 0.9**step)) / ((square[name] / (1 - 0.99**step)).sqrt() + 1e-8)
                 parameter.copy_(parameter * (1 - lr * 0.1) - lr * scaled)
-    assert torch.allclose(_state(policy), _state(fresh), rtol=0, atol=2e-4)
-    assert (_state(policy) - _state(make_policy(adapted=True))).abs().max() > 5e-3
+    gap = (_state(policy) - _state(fresh)).abs()
+    assert gap.quantile(0.99) < 1e-5 and gap.max() < 1e-3  # where a gradient is all rounding, so is its scaled step
+    assert (_state(policy) - _state(make_policy(adapted=True))).abs().median() > 5e-3
 
 
 def test_gradients_do_not_pile_up_and_dropout_ends(

@@ -115,7 +115,14 @@ def _rollout(text: str, ids: list[int] | None = None, finished: bool = True) -> 
     ids = list(range(len(text))) if ids is None else ids
     numbers = [0.0] * len(ids)
     return Rollout(
-        prompt=PROMPT, sample=0, prompt_ids=[], token_ids=ids, logprobs=numbers, entropies=numbers, text=text, finished=finished
+        prompt=PROMPT,
+        sample=0,
+        prompt_ids=[],
+        token_ids=ids,
+        logprobs=numbers,
+        entropies=numbers,
+        text=text,
+        finished=finished,
     )
 
 

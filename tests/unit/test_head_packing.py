@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_bench import head
 from qerl_bench.batch import make_batch
@@ -18,7 +20,9 @@ from qerl_bench.packing import Packing, packed_hidden
 VOCABULARY = 97
 
 
-def _inputs(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
+def _inputs(
+    tokens: int, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     linear = torch.nn.Linear(16, VOCABULARY, dtype=dtype)
     with torch.no_grad():
@@ -105,6 +109,42 @@ def test_how_many_logits_exist_at_once_does_not_depend_on_the_number_of_tokens()
     assert largest[300] <= 300 * 4
 
 
+class _Live(TorchDispatchMode):
+    """Bytes of all storages that operations make, alive at once, at their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.sizes:
+                storage = tensor.untyped_storage()
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage.data_ptr(), None)
+                self.peak = max(self.peak, sum(self.sizes.values()))
+        return made
+
+
+def test_peak_memory_of_forward_and_backward_does_not_depend_on_the_number_of_tokens() -> None:
+    """Four tokens of a vocabulary of 151,936 at a time: under seven times their logits, for 5 tokens or for 80."""
+    vocabulary = 151_936
+    linear = torch.nn.Linear(4, vocabulary, bias=False).requires_grad_(False)
+    peaks = []
+    for tokens in (5, 80):
+        hidden = torch.randn(tokens, 4, requires_grad=True)
+        targets = torch.randint(0, vocabulary, (tokens,))
+        with _Live() as live:
+            logprobs, *_ = token_scores(linear, hidden, targets, 0.9, vocabulary, at_once=4 * vocabulary)
+            logprobs.sum().backward()
+        peaks.append(live.peak)
+    piece = 4 * vocabulary * 4  # bytes
+    assert 2 * piece < peaks[0] < 7 * piece + linear.weight.nbytes
+    assert peaks[1] < 1.05 * peaks[0]
+
+
 def test_the_default_piece_is_as_documented() -> None:
     assert head.LOGITS_AT_ONCE * 4 == 512 * 2**20
 
@@ -145,7 +185,9 @@ def _ragged(policy: Any) -> Any:
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_packed_training_equals_padded_training(make_policy: Callable[..., Any], quant: str, checkpointing: str) -> None:
+def test_packed_training_equals_padded_training(
+    make_policy: Callable[..., Any], quant: str, checkpointing: str
+) -> None:
     """Log-probabilities, entropies and every gradient; in training mode, where gradient checkpointing is at work."""
     found = {}
     for packing, checkpoint in (("false", "false"), ("true", checkpointing)):

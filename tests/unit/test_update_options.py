@@ -1,4 +1,4 @@
-"""Options of the training step: several updates, KL penalty, groups without signal, 8-bit AdamW, trainable norms, NaN."""
+"""Options of the step: several updates, KL penalty, rows without signal, 8-bit AdamW, trained norms, NaN."""
 
 from __future__ import annotations
 
@@ -89,10 +89,14 @@ def test_three_updates_are_three_steps_against_the_same_old_policy(
     if coef > 0:
         assert found["kl"] == pytest.approx(sums["kl"], rel=1e-3) and found["kl"] > 1e-3
     if algo in ("grpo", "gspo"):
-        assert found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"] > 0  # later updates do leave the first policy
+        assert (
+            found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"] > 0
+        )  # later updates do leave the first policy
     for one, other in zip(_state(policy), _state(fresh), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=3e-4)
-    moved = max(float((a - b).abs().max()) for a, b in zip(_state(policy), _state(make_policy(adapted=True)), strict=True))
+    moved = max(
+        float((a - b).abs().max()) for a, b in zip(_state(policy), _state(make_policy(adapted=True)), strict=True)
+    )
     assert moved > 2 * 3e-3 * 0.9
 
 
@@ -120,7 +124,9 @@ def test_rows_without_advantage_are_left_out_of_the_backward_pass_and_nothing_el
 
     weights = experiment.algo.weights(batch.mask.sum(1))  # over all six, the two without advantage included
     logprobs = plain(batch.input_ids, batch.mask, 1.0).logprobs
-    loss = -(weights[:, None].float() * batch.advantages[:, None] * torch.exp(logprobs - logprobs.detach()) * batch.mask).sum()
+    loss = -(
+        weights[:, None].float() * batch.advantages[:, None] * torch.exp(logprobs - logprobs.detach()) * batch.mask
+    ).sum()
     expected = torch.autograd.grad(loss, policy.trainable)
     monkeypatch.setattr(policy, "token_stats", watched)
     optimizer = make_optimizer(policy, experiment.optim)
@@ -228,7 +234,7 @@ def test_norms_are_frozen_unless_asked_for(make_policy: Maker) -> None:
         (["optim.packing=1"], "optim.packing"),
         (["lora.train_norms=2"], "lora.train_norms"),
         (["kl.estimator=k5"], "k1, k2 or k3"),
-        (["algo=dapo", "algo.overlong_tokens=48"], "algo.overlong_tokens"),
+        (["algo=dapo", "algo.overlong_share=1.5"], "algo.overlong_share"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -267,7 +273,9 @@ def test_the_first_tensor_that_is_not_finite_is_named(make_policy: Maker, make_e
     assert not policy.model.training
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(make_policy: Maker, make_experiment: Maker) -> None:
+def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(
+    make_policy: Maker, make_experiment: Maker
+) -> None:
     policy = make_policy(adapted=True)
     experiment = make_experiment("quant=nvfp4", "algo=grpo")
     names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
@@ -292,7 +300,9 @@ def test_what_was_not_finite_is_written_down(
     run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [{"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.2}])
     case = NonFinite(what="loss", tensor="output of lm_head", tensors={"input_ids": torch.arange(6).view(2, 3).t()})
     if mode == "stop":
-        with pytest.raises(TrainingStopped, match="step 8: the loss is not finite. First: output of lm_head") as stopped:
+        with pytest.raises(
+            TrainingStopped, match=r"step 8: the loss is not finite\. First: output of lm_head"
+        ) as stopped:
             not_finite(experiment, run, 8, case)
         assert "optim.on_nonfinite=skip" in str(stopped.value)
     else:

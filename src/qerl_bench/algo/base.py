@@ -1,9 +1,9 @@
-"""What an algorithm is: advantages from rewards, weights from lengths, and a loss for every token. Pure functions of tensors.
+"""What an algorithm is: advantages from rewards, weights from lengths, a loss for every token; pure functions.
 
-The loss of an optimiser step is  sum_i w_i sum_t l_it  over its completions i and their tokens t (`algo/objective.py`).
-The weights w_i are made once from the lengths of all completions of the step, so neither the split into micro-batches nor
-leaving out completions whose l_it is zero can change the loss or its gradient. KL penalty and reference belong to
-`algo/kl.py`, for all algorithms alike.
+The loss of an optimiser step is  sum_i w_i sum_t l_it  over its completions i and their tokens t
+(`algo/objective.py`). The weights w_i are made once from the lengths of all completions of the step, so neither the
+split into micro-batches nor leaving out completions whose l_it is zero can change the loss or its gradient. KL
+penalty and reference belong to `algo/kl.py`, for all algorithms alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Terms:
     old_logprobs: torch.Tensor  # (B, T) of the policy before the first update on this batch
     advantages: torch.Tensor  # (B,)
     mask: torch.Tensor  # (B, T) true on completion tokens
-    reference_logprobs: torch.Tensor | None = None  # (B, T) of the base without its adapter, where a KL penalty needs them
+    reference_logprobs: torch.Tensor | None = None  # (B, T) of the base without its adapter, for a KL penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Algorithm(Protocol):
 
     @property
     def max_refills(self) -> int:
-        """How often a step may sample again to replace groups without signal (`algo/dynamic.py`); 0 keeps every group."""
+        """How often a step may sample again to replace groups without signal (`algo/dynamic.py`); 0 keeps all."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Algorithm(Protocol):
         ...
 
     def weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        """What each token of a completion counts in the step's loss (N,), from the lengths (N,) of all its completions."""
+        """What each token of a completion counts in the step's loss (N,), from the lengths (N,) of all completions."""
         ...
 
     def token_loss(self, terms: Terms) -> TokenLoss:

@@ -1,7 +1,7 @@
-"""algo=bnpo: token mean within chunks of the step, then the mean over chunks: what QeRL's official scripts run as "DAPO".
+"""algo=bnpo: token mean within chunks of the step, then the mean over chunks; QeRL's scripts run it as "DAPO".
 
-In TRL the chunk is whatever one micro-batch happens to hold, so memory settings change the objective. Here it is a number
-of its own, and the micro-batches are free.
+In TRL the chunk is whatever one micro-batch happens to hold, so memory settings change the objective. Here it is a
+number of its own, and the micro-batches are free.
 """
 
 from __future__ import annotations

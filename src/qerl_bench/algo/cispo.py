@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cispo:
-    """-clip(r, 1 - epsilon_low, 1 + epsilon_high) A log p with the weight held constant, averaged over the step's tokens."""
+    """-clip(r, 1 - epsilon_low, 1 + epsilon_high) A log p with a constant weight, averaged over the step's tokens."""
 
     name: str
     epsilon_low: float
@@ -32,7 +32,7 @@ class Cispo:
 
     def __post_init__(self) -> None:
         require(0 < self.epsilon_low <= 1, f"algo.epsilon_low must be in (0, 1], got {self.epsilon_low!r}")
-        require(self.epsilon_high > 0, f"algo.epsilon_high must be positive, got {self.epsilon_high!r}")
+        require(0 < self.epsilon_high < float("inf"), f"algo.epsilon_high must be positive, got {self.epsilon_high!r}")
         require_advantage_eps(self.advantage_eps)
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Dapo:
     max_refills: int
     when_degenerate: str
     length_limit: int
-    overlong_tokens: int
+    overlong_share: float
     overlong_factor: float
 
     on_policy = True
@@ -35,29 +35,36 @@ class Dapo:
         require_advantage_eps(self.advantage_eps)
         require(
             isinstance(self.max_refills, int) and self.max_refills >= 0,
-            f"algo.max_refills must be a whole number of at least 0 (0 = no dynamic sampling), got {self.max_refills!r}",
+            f"algo.max_refills must be a whole number >= 0 (0 = no dynamic sampling), got {self.max_refills!r}",
         )
         require(
             self.when_degenerate in ("stop", "continue"),
             f"algo.when_degenerate must be stop or continue, got {self.when_degenerate!r}",
         )
         require(
-            isinstance(self.overlong_tokens, int) and 0 <= self.overlong_tokens < self.length_limit,
-            f"algo.overlong_tokens must be a whole number from 0 (no penalty) to below algo.length_limit="
-            f"{self.length_limit}, got {self.overlong_tokens!r}",
+            isinstance(self.length_limit, int) and self.length_limit >= 1,
+            f"algo.length_limit must be a whole number of tokens, at least 1, got {self.length_limit!r}",
         )
-        require(self.overlong_factor >= 0, f"algo.overlong_factor must be at least 0, got {self.overlong_factor!r}")
+        require(
+            0 <= self.overlong_share < 1,
+            f"algo.overlong_share must be in [0, 1), 0 for no penalty, got {self.overlong_share!r}",
+        )
+        require(
+            0 <= self.overlong_factor < float("inf"),
+            f"algo.overlong_factor must be at least 0, got {self.overlong_factor!r}",
+        )
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         from qerl_bench.algo.group import group_advantages
 
-        if self.overlong_tokens > 0:
+        if self.overlong_share > 0:
             rewards = rewards - self.overlong_factor * self.overlong(lengths).to(rewards.dtype)
         return group_advantages(rewards, self.advantage_eps)
 
     def overlong(self, lengths: torch.Tensor) -> torch.Tensor:
-        """0 up to length_limit - overlong_tokens, then rising linearly to 1 at the limit (DAPO eq. 13, sign reversed)."""
-        return ((lengths - self.length_limit + self.overlong_tokens) / self.overlong_tokens).clamp(0, 1)
+        """0 up to (1 - overlong_share) of the limit, then linearly up to 1 at the limit (DAPO eq. 13, negated)."""
+        stretch = self.overlong_share * self.length_limit
+        return ((lengths - self.length_limit + stretch) / stretch).clamp(0, 1)
 
     def weights(self, lengths: torch.Tensor) -> torch.Tensor:
         from qerl_bench.algo.group import token_mean_weights

@@ -1,7 +1,7 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): sample again until enough groups have something to teach.
 
-Left out: sampling ahead while training runs, and looking at accuracy rather than reward; a group counts if its completions
-did not all earn the same.
+Left out: sampling ahead while training runs, and looking at accuracy rather than reward; a group counts if its
+completions did not all earn the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from qerl_bench.records import Group
 def fill(sample: Callable[[int], list[Group]], algo: Algorithm, wanted: int) -> tuple[list[Group], list[Group], int]:
     """Groups to train on (at most `wanted`), all groups sampled, and the number of refills that took.
 
-    `sample(i)` gives new groups for refill i, 0 being the first round; none means that there are no more prompts. Where no
-    group at all has signal, `algo.when_degenerate` decides: "stop" raises TrainingStopped, "continue" returns the groups of
-    the first round, whose gradient is zero.
+    `sample(i)` gives new groups for refill i, 0 being the first round; none means that there are no more prompts.
+    Where no group at all has signal, `algo.when_degenerate` decides: "stop" raises TrainingStopped, "continue"
+    returns the groups of the first round, whose gradient is zero.
     """
     sampled = sample(0)
     if algo.max_refills == 0:
@@ -37,9 +37,9 @@ def fill(sample: Callable[[int], list[Group]], algo: Algorithm, wanted: int) -> 
     if algo.when_degenerate == "stop":
         earned = ", ".join(f"{reward:g}" for reward in sorted({group.rewards[0].total for group in sampled}))
         raise TrainingStopped(
-            f"nothing to learn from: in all {len(sampled)} groups, sampled in {refills + 1} rounds, the completions of a group "
-            f"earned the same (rewards: {earned}). The task is too hard or too easy for this model: change it or warm the "
-            "model up, raise rollout.group_size, rollout.prompts or algo.max_refills, or go on without a gradient: "
-            "algo.when_degenerate=continue"
+            f"nothing to learn from: in all {len(sampled)} groups, sampled in {refills + 1} rounds, the completions of "
+            f"a group earned the same (rewards: {earned}). The task is too hard or too easy for this model: change it "
+            "or warm the model up, raise rollout.group_size, rollout.prompts or algo.max_refills, or go on without a "
+            "gradient: algo.when_degenerate=continue"
         )
     return sampled[:wanted], sampled, refills

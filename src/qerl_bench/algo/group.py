@@ -1,4 +1,4 @@
-"""What the algorithms share: advantages within a group, probability ratios, the clipped surrogate of PPO, and weights."""
+"""What the algorithms share: advantages within a group, probability ratios, the clipped surrogate, weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from qerl_bench.algo.base import TokenLoss
 def group_advantages(rewards: torch.Tensor, eps: float) -> torch.Tensor:
     """(R - mean) / (std + eps) within each row of `rewards` (P, G), std with Bessel's correction (DeepSeekMath, TRL).
 
-    A group of equal rewards gets exactly 0: the rounding of its mean, divided by a std of that size, would be a gradient.
+    A group of equal rewards gets exactly 0: the rounding of its mean, divided by a std of that size, would be a
+    gradient.
     """
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + eps)
     return advantages.masked_fill(degenerate(rewards)[:, None], 0.0)

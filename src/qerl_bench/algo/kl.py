@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KlPenalty:
-    """`coef` times the estimated KL divergence per token, added to the loss of each token; 0 = no reference is computed."""
+    """`coef` times the estimated KL divergence per token, added to each token's loss; 0 = no reference needed."""
 
     coef: float
     estimator: str
@@ -28,9 +28,12 @@ class KlPenalty:
 
     def __post_init__(self) -> None:
         number = isinstance(self.coef, int | float) and not isinstance(self.coef, bool)
-        require(number and self.coef >= 0, f"kl.coef must be a number of at least 0, got {self.coef!r}")
+        require(number and 0 <= self.coef < float("inf"), f"kl.coef must be a number of at least 0, got {self.coef!r}")
         require(self.estimator in ("k1", "k2", "k3"), f"kl.estimator must be k1, k2 or k3, got {self.estimator!r}")
-        require(isinstance(self.ratio_weighted, bool), f"kl.ratio_weighted must be true or false, got {self.ratio_weighted!r}")
+        require(
+            isinstance(self.ratio_weighted, bool),
+            f"kl.ratio_weighted must be true or false, got {self.ratio_weighted!r}",
+        )
         require(
             self.coef == 0 or self.estimator != "k1" or self.ratio_weighted,
             "kl.estimator=k1 needs kl.ratio_weighted=true: without it the expected gradient of the penalty is zero. "

@@ -13,8 +13,8 @@ def objective(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's share of the step's loss, and per-token columns (B, T) to be averaged as metrics.
 
-    `weights` (B,) are these completions' entries of `algo.weights`, made from all completions of the step: the shares of
-    micro-batches add up to the loss of the step, whatever the split.
+    `weights` (B,) are these completions' entries of `algo.weights`, made from all completions of the step: the shares
+    of micro-batches add up to the loss of the step, whatever the split.
     """
     found = algo.token_loss(terms)
     loss, columns = found.loss, found.indicators

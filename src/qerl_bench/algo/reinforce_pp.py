@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePp:
-    """Clipped surrogate with the advantage (R - mean) / (std + eps) over all tokens of the step, averaged over tokens."""
+    """Clipped surrogate with the advantage (R - mean) / (std + eps) over the step's tokens, averaged over tokens."""
 
     name: str
     epsilon_low: float
@@ -31,7 +31,8 @@ class ReinforcePp:
         require_clip(self.epsilon_low, self.epsilon_high, None)
         require_advantage_eps(self.advantage_eps)
         require(
-            isinstance(self.group_baseline, bool), f"algo.group_baseline must be true or false, got {self.group_baseline!r}"
+            isinstance(self.group_baseline, bool),
+            f"algo.group_baseline must be true or false, got {self.group_baseline!r}",
         )
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

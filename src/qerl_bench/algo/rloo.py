@@ -1,4 +1,4 @@
-"""algo=rloo: REINFORCE with a leave-one-out baseline (arXiv 2402.14740), clipped for updates after the first, as in TRL."""
+"""algo=rloo: REINFORCE with a leave-one-out baseline (arXiv 2402.14740), clipped after the first update as in TRL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rloo:
-    """The completion is one action: ratio of its probabilities, reward minus the mean of its siblings, mean over completions."""
+    """A completion is one action: ratio of its probability, reward minus its siblings' mean; mean over completions."""
 
     name: str
     epsilon_low: float

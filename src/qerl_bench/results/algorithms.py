@@ -1,14 +1,16 @@
 """Algorithms side by side: how they learn, and how much better held-out answers got, with an honest standard error.
 
-Runs of one algorithm should differ in their seed alone; the same questions are asked before and after training, so gains
-are paired.
+Runs of one algorithm should differ in their seed alone; the same questions are asked before and after training, so
+gains are paired.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -35,34 +37,11 @@ def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def gains(runs: Sequence[Run]) -> pd.DataFrame:
     """One row per algorithm: greedy held-out accuracy before and after training, and the gain with its standard error.
 
-    `gain_se` joins two sources: questions (paired differences, averaged over seeds) and seeds. `gain_z` is their quotient,
-    and `worst_z` the smallest quotient of a single seed with its own questions. Entropies are of the first and last step.
+    `gain_se` joins two sources: questions (paired differences, averaged over seeds) and seeds. `gain_z` is their
+    quotient, and `worst_z` the smallest quotient of a single seed with its own questions. Entropies are of the first
+    and last step.
     """
-    rows = []
-    for name, group in by_algorithm(runs).items():
-        changes = pd.concat([_changes(run) for run in group], axis=1)  # (questions, seeds)
-        questions = _standard_error(changes.mean(axis=1))
-        seeds = _standard_error(changes.mean(axis=0)) if len(group) > 1 else 0.0
-        error = math.hypot(questions, seeds)
-        gain = float(changes.mean(axis=1).mean())
-        entropies = [run.series("train", "entropy") for run in group]
-        rows.append(
-            {
-                "algo": name,
-                "seeds": len(group),
-                "steps": max(run.last_step for run in group),
-                "start": _mean([run.series("eval", "eval/accuracy_greedy").iloc[0] for run in group]),
-                "final": _mean([run.series("eval", "eval/accuracy_greedy").iloc[-1] for run in group]),
-                "gain": gain,
-                "gain_se": error,
-                "gain_z": _quotient(gain, error),
-                "worst_z": min(_quotient(float(changes[s].mean()), _standard_error(changes[s])) for s in changes),
-                "sampled_final": _mean([run.series("eval", "eval/accuracy_sampled").iloc[-1] for run in group]),
-                "entropy_first": _mean([series.iloc[0] for series in entropies]),
-                "entropy_last": _mean([series.iloc[-1] for series in entropies]),
-            }
-        )
-    return pd.DataFrame(rows)
+    return pd.DataFrame([_row(name, group) for name, group in by_algorithm(runs).items()])
 
 
 def figure(runs: Sequence[Run], smooth: int) -> Figure:
@@ -73,11 +52,10 @@ def figure(runs: Sequence[Run], smooth: int) -> Figure:
         for ax, metric in zip(axes[0], PANELS, strict=True):
             for (name, group), colour in zip(groups.items(), COLOURS * len(groups), strict=False):
                 seeds = pd.concat([run.series("train", metric) for run in group], axis=1, join="inner")
-                seeds = seeds.rolling(smooth, min_periods=1, center=True).mean()
-                mean = seeds.mean(axis=1)
-                ax.plot(mean.index, mean, label=name, color=colour, linewidth=1.0)
+                steps, values = seeds.index, np.asarray(seeds.rolling(smooth, min_periods=1, center=True).mean())
+                ax.plot(steps, values.mean(1), label=name, color=colour, linewidth=1.0)
                 if len(group) > 1:
-                    ax.fill_between(mean.index, seeds.min(axis=1), seeds.max(axis=1), color=colour, alpha=0.1, linewidth=0)
+                    ax.fill_between(steps, values.min(1), values.max(1), color=colour, alpha=0.1, linewidth=0)
             label_axes(ax, metric)
         counts = sorted({len(group) for group in groups.values()})
         seeds_shown = f"mean and range of {' or '.join(map(str, counts))} seeds" if counts[-1] > 1 else ""
@@ -85,21 +63,42 @@ def figure(runs: Sequence[Run], smooth: int) -> Figure:
     return drawn
 
 
-def _changes(run: Run) -> pd.Series:
-    """For each held-out question, correct after training minus correct before, greedy; named after the seed."""
-    samples = pd.read_parquet(run.path / "samples.parquet")
-    greedy = samples[samples["mode"] == "greedy"].pivot(index="question", columns="step", values="correct").astype(float)
-    require(greedy.shape[1] >= 2, f"{run.path} was not evaluated before and after training: run it with eval=task")
-    return (greedy[greedy.columns.max()] - greedy[greedy.columns.min()]).rename(run.option("seed"))
+def _row(name: str, group: list[Run]) -> dict[str, Any]:
+    changes = np.stack([paired_changes(run) for run in group], axis=1)  # (questions, seeds)
+    by_seed = changes.mean(0)
+    error = math.hypot(_standard_error(changes.mean(1)), _standard_error(by_seed) if len(group) > 1 else 0.0)
+    entropies = [run.series("train", "entropy").to_numpy() for run in group]
+    greedy = [run.series("eval", "eval/accuracy_greedy").to_numpy() for run in group]
+    sampled = [run.series("eval", "eval/accuracy_sampled").to_numpy() for run in group]
+    return {
+        "algo": name,
+        "seeds": len(group),
+        "steps": max(run.last_step for run in group),
+        "start": np.mean([values[0] for values in greedy]),
+        "final": np.mean([values[-1] for values in greedy]),
+        "gain": by_seed.mean(),
+        "gain_se": error,
+        "gain_z": _quotient(by_seed.mean(), error),
+        "worst_z": min(_quotient(seed.mean(), _standard_error(seed)) for seed in changes.T),
+        "sampled_final": np.mean([values[-1] for values in sampled]),
+        "entropy_first": np.mean([values[0] for values in entropies]),
+        "entropy_last": np.mean([values[-1] for values in entropies]),
+    }
 
 
-def _standard_error(values: pd.Series) -> float:
+def paired_changes(run: Run) -> np.ndarray:
+    """For each held-out question, sorted, correct after training minus correct before, greedy: (questions,)."""
+    samples = pd.read_parquet(run.path / "samples.parquet", columns=["mode", "question", "step", "correct"])
+    greedy = samples.loc[samples["mode"] == "greedy"].sort_values(by="question")
+    step, correct = np.asarray(greedy["step"]), np.asarray(greedy["correct"], dtype=float)
+    require(step.min() < step.max(), f"{run.path} was not evaluated before and after training: run it with eval=task")
+    return correct[step == step.max()] - correct[step == step.min()]
+
+
+def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def _quotient(gain: float, error: float) -> float:
-    return gain / error if error > 0 else math.nan
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    """0 where nothing changed; infinite where every question changed alike."""
+    return gain / error if error > 0 else math.copysign(math.inf, gain) if gain != 0 else 0.0
