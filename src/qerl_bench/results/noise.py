@@ -136,7 +136,7 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
         axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
         axes[0, 2].set_yscale("log")
         note = (
-            "solid: as sampled, noise in; dashed: noise off (entropy: same tokens; accuracy: held out, after training)"
+            "solid: sampled with noise; dashed: noise off (accuracy: held out)"
         )
         legend_above(figure, [axes[0, 0]], [note])
     return figure
