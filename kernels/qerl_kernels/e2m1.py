@@ -41,6 +41,18 @@ def encode(values: torch.Tensor) -> torch.Tensor:
     return index | ((values < 0).to(torch.uint8) << 3)
 
 
+def nearest(values: torch.Tensor) -> torch.Tensor:
+    """The E2M1 value nearest to each FP32 value, as `encode` chooses it, in FP32 and of the same shape."""
+    index = torch.bucketize(values.abs(), _boundaries(values.device), out_int32=True)
+    return torch.copysign(lookup(_magnitudes(values.device), index), values)
+
+
+@cache
+def _magnitudes(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(MAGNITUDES).to(device)
+
+
 def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
     """Codes (..., K), K even, to bytes (..., K/2)."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

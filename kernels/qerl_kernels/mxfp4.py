@@ -24,6 +24,29 @@ ROUND_UP = {
 _LARGEST_BYTE = 252
 
 
+def scales(weight: torch.Tensor, scale_rule: str, stretch: float = 1.0) -> dict[str, torch.Tensor]:
+    """`weight_scale` uint8 (N, K/32) of a finite W (N, K), K a multiple of 32, by a rule that is a key of `ROUND_UP`.
+
+    `stretch` multiplies the maxima before the rule sees them.
+    """
+    blocks = weight.to(torch.float32).unflatten(-1, (-1, BLOCK))  # (N, K/32, 32)
+    amax_bits = (blocks.abs().amax(dim=-1) * stretch).view(torch.int32)  # (N, K/32)
+    exponent = (amax_bits + ROUND_UP[scale_rule]) >> 23  # k + 127
+    return {"weight_scale": (exponent - 2).clamp(0, _LARGEST_BYTE).to(torch.uint8)}
+
+
+def unit(scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The weight that a code of 1 stands for, FP32 (N, K/32)."""
+    scale_byte = scales["weight_scale"]
+    return e2m1.lookup(_scale_table(scale_byte.device, torch.float32), scale_byte)
+
+
+def encode(weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the packed W (N, K): `scales` as they are, and `weight_packed` uint8 (N, K/2)."""
+    scaled = weight.to(torch.float32).unflatten(-1, (-1, BLOCK)) / unit(scales).unsqueeze(-1)
+    return {"weight_packed": e2m1.pack_pairs(e2m1.encode(scaled.flatten(-2))), **scales}
+
+
 def pack(weight: torch.Tensor, scale_rule: str) -> dict[str, torch.Tensor]:
     """Quantize a finite W (N, K), K a multiple of 32, to `weight_packed` uint8 (N, K/2) and `weight_scale` (N, K/32).
 
@@ -31,15 +54,7 @@ def pack(weight: torch.Tensor, scale_rule: str) -> dict[str, torch.Tensor]:
     weights. For float16 that library keeps scales in float16, so those below 2^-24, zero blocks included, become 1;
     here they do not.
     """
-    blocks = weight.to(torch.float32).unflatten(-1, (-1, BLOCK))  # (N, K/32, 32)
-    amax_bits = blocks.abs().amax(dim=-1).view(torch.int32)  # (N, K/32)
-    exponent = (amax_bits + ROUND_UP[scale_rule]) >> 23  # k + 127
-    scale_byte = (exponent - 2).clamp(0, _LARGEST_BYTE).to(torch.uint8)
-    scaled = blocks / e2m1.lookup(_scale_table(weight.device, torch.float32), scale_byte).unsqueeze(-1)
-    return {
-        "weight_packed": e2m1.pack_pairs(e2m1.encode(scaled.flatten(-2))),
-        "weight_scale": scale_byte,
-    }
+    return encode(weight, scales(weight, scale_rule))
 
 
 @cache

@@ -1,10 +1,16 @@
 """NVFP4 weights: E2M1 codes, an E4M3 scale for every 16 inputs, one FP32 scale for the tensor.
 
-Follows the NVFP4A16 scheme of compressed-tensors bit for bit (round to nearest from plain maxima, no calibration data),
-which is what QeRL's checkpoints use. Its quirks are kept because they change bytes: scales are computed in the dtype of
-the weights, the tensor scale G is a divisor made by a rounded reciprocal, and a block scale that rounds to zero becomes
-0.125. torchao and ModelOpt compute in FP32 with other clamps and differ in about 1 % of the scales. Left out:
-activation scales, the swizzled scale layout of Blackwell, searched scales ("four over six").
+Two conventions make different bytes from the same weights, and both are here:
+
+- "compressed-tensors": the NVFP4A16 scheme of that library bit for bit (round to nearest from plain maxima, no
+  calibration data), which is what QeRL's checkpoints use. Its quirks are kept because they change bytes: scales are
+  computed in the dtype of the weights, the tensor scale G is a divisor made by a rounded reciprocal, and a block scale
+  that rounds to zero becomes 0.125.
+- "torchao": everything in FP32, the tensor scale is a multiplier, block scales are never below 2^-6, and a weight is
+  multiplied by a reciprocal instead of divided. The two differ in about 1 % of the block scales.
+
+Packing is two steps, `scales` and `encode`, so that a quantizer can put scales of its own between them. Left out:
+activation scales and the swizzled scale layout of Blackwell.
 """
 
 from __future__ import annotations
@@ -17,6 +23,8 @@ from qerl_kernels import e2m1
 
 BLOCK = 16
 E4M3_LARGEST = 448.0
+E4M3_SMALLEST_NORMAL = 2.0**-6  # torchao's lower bound for a block scale
+CONVENTIONS = ("compressed-tensors", "torchao")
 _EMPTY_BLOCK_SCALE = 0.125  # what compressed-tensors stores where a scale rounds to zero
 
 
@@ -31,27 +39,70 @@ def tensor_scale(tensor_amax: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(scale, nan=1.0, posinf=1.0).to(torch.float32).reshape(1)
 
 
-def pack(weight: torch.Tensor, compute_dtype: torch.dtype, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
-    """Quantize a finite W (N, K), K a multiple of 16, to the three tensors of a compressed-tensors checkpoint.
+def scales(
+    weight: torch.Tensor,
+    compute_dtype: torch.dtype,
+    tensor_amax: float | None = None,
+    convention: str = CONVENTIONS[0],
+    stretch: float = 1.0,
+) -> dict[str, torch.Tensor]:
+    """The scales of a finite W (N, K), K a multiple of 16: `weight_scale` float8_e4m3fn (N, K/16) and the tensor scale.
 
-    Returns `weight_packed` uint8 (N, K/2), `weight_scale` float8_e4m3fn (N, K/16), `weight_global_scale` FP32 (1,).
-    W is rounded to `compute_dtype` first. `tensor_amax` is the largest |w| over all matrices that share one tensor
-    scale (query, key and value; gate and up), None for a matrix of its own.
+    The tensor scale is `weight_global_scale` (a divisor) in the convention of compressed-tensors and `weight_scale_2`
+    (a multiplier, ModelOpt's name) in that of torchao, FP32 (1,). `tensor_amax` is the largest |w| over all matrices
+    that share it, None for a matrix of its own. `stretch` multiplies the block scales before they are rounded: 1 maps a
+    block's maximum to 6, and 1.5 maps it to 4.
     """
-    blocks = weight.to(compute_dtype).unflatten(-1, (-1, BLOCK))  # (N, K/16, 16)
-    block_amax = blocks.abs().amax(dim=-1)  # (N, K/16)
+    block_amax = weight.to(compute_dtype).unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)  # (N, K/16)
     amax = block_amax.amax() if tensor_amax is None else block_amax.new_tensor(tensor_amax)
-    global_scale = tensor_scale(amax)
     # Divisors are tensors on the device, not Python numbers: CUDA turns division by a number into a product.
-    wanted = (block_amax / block_amax.new_tensor(e2m1.LARGEST)).to(torch.float32) * global_scale
+    six = block_amax.new_tensor(e2m1.LARGEST)
+    if convention == "torchao":
+        multiplier = amax.to(torch.float32) / amax.new_tensor(E4M3_LARGEST * e2m1.LARGEST, dtype=torch.float32)
+        multiplier = torch.where(multiplier == 0, 1.0, multiplier)
+        wanted = block_amax.to(torch.float32) / six.to(torch.float32) / multiplier * stretch
+        block_scale = wanted.clamp(E4M3_SMALLEST_NORMAL, E4M3_LARGEST).to(torch.float8_e4m3fn)
+        return {"weight_scale": block_scale, "weight_scale_2": multiplier.reshape(1)}
+    global_scale = tensor_scale(amax)
+    wanted = (block_amax / six).to(torch.float32) * global_scale * stretch
     block_scale = wanted.clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).to(torch.float32)
     block_scale = torch.where(block_scale == 0, _EMPTY_BLOCK_SCALE, block_scale)
-    scaled = blocks.to(torch.float32) / (block_scale / global_scale).unsqueeze(-1)
-    return {
-        "weight_packed": e2m1.pack_pairs(e2m1.encode(scaled.flatten(-2))),
-        "weight_scale": block_scale.to(torch.float8_e4m3fn),
-        "weight_global_scale": global_scale,
-    }
+    return {"weight_scale": block_scale.to(torch.float8_e4m3fn), "weight_global_scale": global_scale}
+
+
+def unit(scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The weight that a code of 1 stands for, FP32 (N, K/16)."""
+    block_scale = scales["weight_scale"].to(torch.float32)
+    if "weight_scale_2" in scales:
+        return block_scale * scales["weight_scale_2"].view(-1, 1)
+    return block_scale / scales["weight_global_scale"].view(-1, 1)
+
+
+def encode(
+    weight: torch.Tensor, compute_dtype: torch.dtype, scales: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors of the packed W (N, K): `scales` as they are, and `weight_packed` uint8 (N, K/2)."""
+    blocks = weight.to(compute_dtype).to(torch.float32).unflatten(-1, (-1, BLOCK))  # (N, K/16, 16)
+    if "weight_scale_2" in scales:
+        reciprocal = scales["weight_scale_2"].reciprocal().view(-1, 1) / scales["weight_scale"].to(torch.float32)
+        scaled = blocks * reciprocal.unsqueeze(-1)
+    else:
+        scaled = blocks / unit(scales).unsqueeze(-1)
+    return {"weight_packed": e2m1.pack_pairs(e2m1.encode(scaled.flatten(-2))), **scales}
+
+
+def pack(
+    weight: torch.Tensor,
+    compute_dtype: torch.dtype,
+    tensor_amax: float | None = None,
+    convention: str = CONVENTIONS[0],
+) -> dict[str, torch.Tensor]:
+    """Round a finite W (N, K), K a multiple of 16, to nearest under the scales of its maxima.
+
+    W is rounded to `compute_dtype` first. See `scales` and `encode` for the tensors; under the convention of
+    compressed-tensors they are those of its checkpoints.
+    """
+    return encode(weight, compute_dtype, scales(weight, compute_dtype, tensor_amax, convention))
 
 
 @cache

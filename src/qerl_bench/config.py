@@ -117,6 +117,7 @@ class Experiment:
     optim: OptimSpec
     kl: KlPenalty
     quant: WeightFormat
+    quantizer: Any
     aqn: Schedule
     inject: Injection
     algo: Any
@@ -156,6 +157,11 @@ class Experiment:
             self.optim.updates == 1 or self.lora.rank == 0 or self.lora.dropout == 0,
             f"optim.updates={self.optim.updates} compares log-probabilities between updates, and lora.dropout="
             f"{self.lora.dropout} would change them at random; set lora.dropout=0",
+        )
+        require(
+            self.quantizer.name == "rtn" or self.quant.bits_per_weight is not None,
+            f"quantizer={self.quantizer.name} chooses 4-bit codes, and quant={self.quant.name} stores none. Leave "
+            "quantizer=rtn, or use quant=nvfp4, mxfp4 or nf4.",
         )
         require(
             self.optim.warmup_steps < self.steps,

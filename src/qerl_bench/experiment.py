@@ -29,6 +29,7 @@ from qerl_bench.evals.record import record_evaluation
 from qerl_bench.forensics import NonFinite, dump
 from qerl_bench.policy import Policy
 from qerl_bench.progress import Steps
+from qerl_bench.quant.anatomy import write_layers
 from qerl_bench.records import Group
 from qerl_bench.results.figures import run_figures
 from qerl_bench.results.table import render, summary
@@ -58,6 +59,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         run.write_environment(device)
         torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
         policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.root), device)
+        write_layers(run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name)
         engine = experiment.engine.build(policy)
         optimizer = make_optimizer(policy, experiment.optim)
         first = run.resume_step()

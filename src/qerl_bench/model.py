@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -24,6 +26,10 @@ class Model(Protocol):
 
     def warm_start_overrides(self) -> list[str] | None:
         """The command-line words of the supervised run that makes this model's base weights; None = needs none."""
+        ...
+
+    def folder(self) -> Path | None:
+        """The checkpoint folder that `load` would read, for packing its layers one by one; None to load it whole."""
         ...
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -71,6 +77,9 @@ class TinyModel:
             f"save_every={self.warm_start_steps}",
             *(f"model.{key}={getattr(self, key)}" for key in shape),
         ]
+
+    def folder(self) -> Path | None:
+        return None
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         import torch
@@ -128,18 +137,44 @@ class HubModel:
     def warm_start_overrides(self) -> list[str] | None:
         return None
 
+    def folder(self) -> Path | None:
+        """The local folder, downloaded if need be. None if it holds no safetensors."""
+        path = Path(self.id)
+        if not path.is_dir():
+            path = self._download()
+        return path if any(path.glob("*.safetensors")) else None
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        with self._explained():
+            return AutoTokenizer.from_pretrained(self.id, revision=self.revision)
+
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.id, revision=self.revision)
+        tokenizer = self.tokenizer()
+        with self._explained():
             model = AutoModelForCausalLM.from_pretrained(
                 self.id, revision=self.revision, dtype=getattr(torch, self.dtype)
             )
+        return placed(model, device, model.dtype), tokenizer
+
+    def _download(self) -> Path:
+        from huggingface_hub import snapshot_download
+
+        wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        with self._explained():
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn a failure to find or read the model into words."""
+        try:
+            yield
         except (OSError, ValueError) as error:  # not there; no tokenizer in it, or an architecture that is not known
             raise BadInput(
                 f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine "
                 "can reach or a local folder: model.id=/path/to/model"
             ) from error
-        return placed(model, device, model.dtype), tokenizer

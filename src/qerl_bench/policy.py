@@ -20,7 +20,8 @@ from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, keep_input_dt
 from qerl_bench.config import Experiment
 from qerl_bench.head import token_scores
 from qerl_bench.packing import Packing, enable, packed_hidden
-from qerl_bench.quant.linear import LayerReport, quantize_model
+from qerl_bench.quant.anatomy import LayerReport
+from qerl_bench.quantizer.load import load_packed
 from qerl_bench.records import Message
 from qerl_bench.seeding import derive
 
@@ -70,8 +71,7 @@ class Policy:
     @classmethod
     def build(cls, experiment: Experiment, base: Path | None, device: str) -> Policy:
         """Load the base, pack it in the run's format, and attach a fresh adapter seeded by the run's seed."""
-        model, tokenizer = experiment.model.load(base, device)
-        layers = quantize_model(model, experiment.quant)
+        model, tokenizer, layers = load_packed(experiment, base, device)
         model.eval()
         if experiment.optim.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -21,6 +21,7 @@ def write_run(folder: Path, quant: str, aqn: str, algo: str, seed: int, steps: i
         "steps": steps,
         "seed": seed,
         "quant": {"name": quant},
+        "quantizer": {"name": "rtn"},
         "aqn": {"name": aqn},
         "algo": {"name": algo},
         "lora": {"name": "default", "rank": 32},

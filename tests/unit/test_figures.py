@@ -46,6 +46,7 @@ def write_run(
         "steps": 3,
         "seed": seed,
         "quant": {"name": quant},
+        "quantizer": {"name": "rtn"},
         "aqn": {"name": aqn},
         "algo": {"name": "grpo"},
         "lora": {"name": "default", "rank": rank},

@@ -26,9 +26,9 @@ CONF = Path(__file__).parents[2] / "conf" / "quant"
 NAMES = ("bf16", "nf4", "mxfp4", "nvfp4")
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 SPECS = [
-    NVFP4(name="nvfp4", compute_dtype="bfloat16"),
+    NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors"),
     MXFP4(name="mxfp4", scale_rule="even"),
-    NF4(name="nf4"),
+    NF4(name="nf4", double_quant=False),
 ]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
@@ -68,11 +68,14 @@ def test_specs_import_without_torch() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: NVFP4(name="nvfp4", compute_dtype="float64"), "bfloat16, float16, float32, got 'float64'"),
+        (
+            lambda: NVFP4(name="nvfp4", compute_dtype="float64", convention="compressed-tensors"),
+            "bfloat16, float16, float32, got 'float64'",
+        ),
         (lambda: MXFP4(name="mxfp4", scale_rule="ceil"), "even, floor, rceil, got 'ceil'"),
-        (lambda: NVFP4(name="", compute_dtype="float16"), "name is empty"),
+        (lambda: NVFP4(name="", compute_dtype="float16", convention="compressed-tensors"), "name is empty"),
         (lambda: MXFP4(name="", scale_rule="even"), "name is empty"),
-        (lambda: NF4(name=""), "name is empty"),
+        (lambda: NF4(name="", double_quant=False), "name is empty"),
         (lambda: BF16(name=""), "name is empty"),
     ],
 )
@@ -93,10 +96,10 @@ def test_block_widths_and_bits(spec: Any, block: int, bits: float) -> None:
 def test_nf4_without_bitsandbytes_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reason = NF4(name="nf4").unsupported_reason("cpu")
+    reason = NF4(name="nf4", double_quant=False).unsupported_reason("cpu")
     assert reason is not None and "bitsandbytes" in reason
     with pytest.raises(BadInput, match="bitsandbytes"):
-        NF4(name="nf4").pack(_weights(1, 64))
+        NF4(name="nf4", double_quant=False).pack(_weights(1, 64))
 
 
 @packing
@@ -111,7 +114,7 @@ def test_weights_that_are_not_finite_are_refused(spec: Any, value: float) -> Non
 def test_weights_that_overflow_the_compute_dtype_are_refused() -> None:
     weight = torch.full((1, 16), 70000.0)
     with pytest.raises(BadInput, match=r"16 of 16 .* as torch\.float16"):
-        NVFP4(name="nvfp4", compute_dtype="float16").pack(weight)
+        NVFP4(name="nvfp4", compute_dtype="float16", convention="compressed-tensors").pack(weight)
 
 
 def test_bf16_rounds_nothing_and_claims_no_bits() -> None:
@@ -190,9 +193,11 @@ def test_nvfp4_shares_one_tensor_scale_when_asked() -> None:
 
 def test_nvfp4_compute_dtype_rounds_the_weight_first_and_changes_bytes() -> None:
     weight = _weights(64, 256, torch.float32)
-    in_bf16 = NVFP4(name="nvfp4", compute_dtype="bfloat16").pack(weight)
-    in_fp32 = NVFP4(name="nvfp4", compute_dtype="float32").pack(weight.bfloat16())
-    rounded_before = NVFP4(name="nvfp4", compute_dtype="bfloat16").pack(weight.bfloat16())
+    in_bf16 = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors").pack(weight)
+    in_fp32 = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors").pack(weight.bfloat16())
+    rounded_before = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors").pack(
+        weight.bfloat16()
+    )
     assert all(torch.equal(in_bf16[name].view(torch.uint8), rounded_before[name].view(torch.uint8)) for name in in_bf16)
     differing = (in_bf16["weight_scale"].view(torch.uint8) != in_fp32["weight_scale"].view(torch.uint8)).float().mean()
     assert 0.002 < float(differing) < 0.05
@@ -292,18 +297,18 @@ CODEBOOK = [
 
 def test_nf4_decodes_the_codebook_with_the_first_input_in_the_high_nibble() -> None:
     row = torch.tensor([CODEBOOK * 4])
-    packed = NF4(name="nf4").pack(torch.cat([row, 2 * row], dim=1))
+    packed = NF4(name="nf4", double_quant=False).pack(torch.cat([row, 2 * row], dim=1))
     assert packed["weight"].shape == (64, 1)
     assert _hex(packed["weight"]) == "0123456789abcdef" * 8
     assert packed["absmax"].dtype == torch.float32
     assert packed["absmax"].tolist() == [1.0, 2.0]
-    restored = NF4(name="nf4").operand(packed, (1, 128), torch.float32)
+    restored = NF4(name="nf4", double_quant=False).operand(packed, (1, 128), torch.float32)
     torch.testing.assert_close(restored, torch.cat([row, 2 * row], dim=1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_nf4_picks_the_nearest_entry_and_rounds_once(dtype: torch.dtype) -> None:
-    spec, weight = NF4(name="nf4"), _weights(8, 128, dtype)
+    spec, weight = NF4(name="nf4", double_quant=False), _weights(8, 128, dtype)
     packed = spec.pack(weight)
     blocks = weight.float().view(-1, 64)
     absmax = blocks.abs().amax(dim=1)
@@ -315,7 +320,7 @@ def test_nf4_picks_the_nearest_entry_and_rounds_once(dtype: torch.dtype) -> None
 
 
 def test_nf4_zero_block_stays_zero() -> None:
-    assert _restored(NF4(name="nf4"), torch.zeros(2, 64)).tolist() == torch.zeros(2, 64).tolist()
+    assert _restored(NF4(name="nf4", double_quant=False), torch.zeros(2, 64)).tolist() == torch.zeros(2, 64).tolist()
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -348,8 +353,8 @@ def test_bytes_recorded_from_compressed_tensors() -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        (NF4(name="nf4"), 0.0085),
-        (NVFP4(name="nvfp4", compute_dtype="bfloat16"), 0.0090),
+        (NF4(name="nf4", double_quant=False), 0.0085),
+        (NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors"), 0.0090),
         (MXFP4(name="mxfp4", scale_rule="even"), 0.0126),
         (MXFP4(name="mxfp4", scale_rule="floor"), 0.0130),
         (MXFP4(name="mxfp4", scale_rule="rceil"), 0.0140),
@@ -404,7 +409,9 @@ def test_tensors_have_the_promised_size_and_errors_stay_within_half_a_step(
 def test_packing_what_was_unpacked_changes_nothing(spec: Any, shape: tuple[int, int, int, int]) -> None:
     n, blocks, seed, exponent = shape
     if spec.name == "nvfp4":
-        spec = NVFP4(name="nvfp4", compute_dtype="float32")  # a BF16 tensor scale moves by a step of its own
+        spec = NVFP4(
+            name="nvfp4", compute_dtype="float32", convention="compressed-tensors"
+        )  # a BF16 tensor scale moves by a step of its own
     weight = (_weights(n, 64 * blocks, seed=seed) * 4.0**exponent).float()
     once = _restored(spec, weight)
     torch.testing.assert_close(_restored(spec, once), once, rtol=1e-6, atol=0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.quant.nf4 import NF4
 from qerl_kernels import e2m1, mxfp4, nvfp4
 
 pytestmark = pytest.mark.peers
@@ -136,3 +137,48 @@ def test_torchao_nvfp4_differs_in_about_one_per_cent_of_the_scales() -> None:
     differing = (ours["weight_scale"].view(torch.uint8) != scale.view(torch.uint8)).float().mean()
     assert 0.001 < float(differing) < 0.05
     assert float((ours["weight_packed"] != codes.view(torch.uint8)).float().mean()) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1e-5, 0.02, 1.0, 30.0])
+def test_nvfp4_bytes_of_the_other_convention_are_those_of_torchao(dtype: torch.dtype, scale: float) -> None:
+    nvfp4_tensor = _peer("torchao.prototype.mx_formats.nvfp4_tensor")
+    for seed in range(5):
+        weight = _adversarial(dtype, scale, seed) + 0.0  # torchao stores -0.0 with its sign
+        for factor in (1.0, 3.0):
+            amax = weight.abs().amax().float() * factor
+            tensor_scale = nvfp4_tensor.per_tensor_amax_to_scale(amax)
+            scales, codes = nvfp4_tensor.nvfp4_quantize(weight, per_tensor_scale=tensor_scale)
+            ours = nvfp4.pack(weight, torch.float32, float(amax), "torchao")
+            assert torch.equal(ours["weight_scale_2"], tensor_scale.reshape(1))
+            assert torch.equal(ours["weight_scale"].view(torch.uint8), scales.view(torch.uint8))
+            assert torch.equal(ours["weight_packed"], codes.view(torch.uint8))
+
+
+def test_torchao_decodes_its_convention_to_our_weights() -> None:
+    nvfp4_tensor = _peer("torchao.prototype.mx_formats.nvfp4_tensor")
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    scale = nvfp4_tensor.per_tensor_amax_to_scale(weight.abs().amax())
+    theirs = nvfp4_tensor.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=scale).dequantize(torch.float32)
+    ours = nvfp4.pack(weight, torch.float32, None, "torchao")
+    restored = nvfp4.operand(ours["weight_packed"], ours["weight_scale"], torch.float32) * ours["weight_scale_2"]
+    torch.testing.assert_close(restored, theirs, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("double", [False, True])
+def test_nf4_bytes_are_those_of_bitsandbytes(dtype: torch.dtype, double: bool) -> None:
+    functional = _peer("bitsandbytes.functional")
+    spec = NF4(name="nf4", double_quant=double)
+    for seed in range(5):
+        for scale in (1e-4, 0.02, 30.0):
+            weight = _adversarial(dtype, scale, seed)
+            codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=double, quant_type="nf4")
+            ours = spec.pack(weight)
+            assert torch.equal(ours["weight"], codes)
+            assert torch.equal(ours["absmax"], state.absmax)
+            if double:
+                assert torch.equal(ours["nested_absmax"], state.state2.absmax)
+                assert float(ours["nested_offset"]) == float(state.offset)
+            theirs = functional.dequantize_4bit(codes, state)
+            assert torch.equal(spec.operand(ours, (48, 256), dtype), theirs)

@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from qerl_bench.errors import BadInput
 from qerl_bench.quant.bf16 import BF16
-from qerl_bench.quant.linear import LayerReport, PackedLinear, pack_linear, quantize_model, resident_bytes
+from qerl_bench.quant.linear import PackedLinear, join, pack_linear, resident_bytes
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quantizer.apply import quantize_model
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16")
-SPECS = [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4")]
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors")
+SPECS = [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False)]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -248,7 +249,8 @@ def test_bf16_leaves_layers_alone() -> None:
     reports = quantize_model(model, BF16(name="bf16"))
     assert [model.q_proj, model.o_proj] == layers
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert reports["q_proj"] == LayerReport(bytes=2 * 64 * 64, bits_per_weight=16.0, relative_error=0.0)
+    report = reports["q_proj"]
+    assert (report.bytes, report.bits_per_weight, report.relative_error) == (2 * 64 * 64, 16.0, 0.0)
 
 
 @packing
@@ -291,7 +293,8 @@ def test_relative_error_by_hand() -> None:
     linear.weight.data = torch.tensor([[5.0, 4.0, *[0.0] * 30]])  # 5 rounds to 4 at scale 1
     model = torch.nn.Sequential(linear)
     report = quantize_model(model, MXFP4(name="mxfp4", scale_rule="even"))["0"]
-    assert report == LayerReport(bytes=17, bits_per_weight=4.25, relative_error=pytest.approx(1 / 41**0.5))
+    assert (report.bytes, report.bits_per_weight) == (17, 4.25)
+    assert report.relative_error == pytest.approx(1 / 41**0.5)
     linear.weight.data.zero_()
     assert quantize_model(torch.nn.Sequential(linear), NVFP4_SPEC)["0"].relative_error == 0.0
 
@@ -344,7 +347,7 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
     model = torch.nn.Sequential(_linear(64, 64))
     quantize_model(model, NVFP4_SPEC)
     with pytest.raises(BadInput, match="0 is packed already"):
-        quantize_model(model, NF4(name="nf4"))
+        quantize_model(model, NF4(name="nf4", double_quant=False))
     adapted = get_peft_model(Block(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(BadInput, match="q_proj carries an adapter"):
         quantize_model(adapted, NVFP4_SPEC)
@@ -353,7 +356,50 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
 def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"^q_proj: .*bitsandbytes"):
-        quantize_model(Block(), NF4(name="nf4"))
+        quantize_model(Block(), NF4(name="nf4", double_quant=False))
+
+
+# --- joined layers ---------------------------------------------------------------------------------------------------
+
+TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao")
+
+
+@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
+@dtypes
+def test_joined_layers_keep_their_own_tensor_scales(spec: Any, dtype: torch.dtype) -> None:
+    linears = [_linear(64, n, bias=i != 1, seed=i) for i, n in enumerate((48, 32, 32, 16))]
+    for i, linear in enumerate(linears):
+        linear.weight.data *= 1 + i / 3
+    parts = [_packed(spec, linear) for linear in linears]
+    joined = join(parts)
+    assert (joined.out_features, joined.in_features) == (128, 64)
+    if spec.name == "nvfp4":
+        assert [scale for _, scale in joined.row_scales] == [part.output_scale for part in parts]
+        assert [(rows.start, rows.stop) for rows, _ in joined.row_scales] == [(0, 48), (48, 80), (80, 112), (112, 128)]
+    assert torch.equal(joined.dequantized(), torch.cat([part.dequantized() for part in parts]))
+    x = torch.randn(2, 5, 64).to(dtype).requires_grad_()
+    apart = torch.cat([part(x) for part in parts], dim=-1)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(joined(x), apart, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(2, 5, 128).to(dtype)
+    (ours,) = torch.autograd.grad(joined(x), x, grad)
+    (expected,) = torch.autograd.grad(apart, x, grad)
+    torch.testing.assert_close(ours, expected, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+    again = copy.deepcopy(joined)
+    again.load_state_dict(joined.state_dict())
+    assert torch.equal(again(x), joined(x))
+
+
+def test_layers_with_one_scale_in_common_join_to_one_scale() -> None:
+    linears = [_linear(64, 32, seed=i) for i in range(3)]
+    amax = max(float(linear.weight.detach().abs().max()) for linear in linears)
+    parts = [pack_linear("a", linear, NVFP4_SPEC, amax) for linear in linears]
+    joined = join(parts)  # type: ignore[arg-type]
+    assert joined.packed()["weight_global_scale"].shape == (1,)
+    whole = torch.nn.Linear(64, 96)
+    whole.weight.data = torch.cat([linear.weight.detach() for linear in linears])
+    whole.bias.data = torch.cat([linear.bias.detach() for linear in linears])
+    assert _bits(joined) == _bits(_packed(NVFP4_SPEC, whole))
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

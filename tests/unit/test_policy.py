@@ -15,7 +15,8 @@ from peft import PeftModel
 from qerl_bench.algo.sft import Sft
 from qerl_bench.batch import make_batch
 from qerl_bench.policy import Policy, stop_ids
-from qerl_bench.quant.linear import PackedLinear, quantize_model
+from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.update import make_optimizer, update
 
 QUANTS = pytest.mark.parametrize("quant", ["bf16", "nvfp4", "mxfp4", "nf4"])

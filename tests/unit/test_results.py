@@ -38,6 +38,7 @@ def config(name: str = "a", **changes: object) -> dict[str, object]:
         "steps": 3,
         "seed": 0,
         "quant": {"name": "nvfp4"},
+        "quantizer": {"name": "rtn"},
         "aqn": {"name": "exp"},
         "algo": {"name": "grpo"},
         "lora": {"name": "default", "rank": 32},
@@ -178,14 +179,14 @@ def test_the_tidy_table_says_what_each_number_belongs_to(tmp_path: Path) -> None
     second = load_run(write_run(tmp_path / "second", LINES[:2], False, quant={"name": "bf16"}, lora=full))
     table = tidy([first, second])
     assert list(table.columns) == [
-        "run", "quant", "aqn", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished",
+        "run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished",
         "kind", "step", "metric", "value",
     ]  # fmt: skip
     assert len(table) == len(first.metrics) + len(second.metrics)
     identity = table.drop(columns=["kind", "step", "metric", "value", "fingerprint"]).drop_duplicates()
     assert identity.astype(object).to_numpy().tolist() == [
-        ["first", "nvfp4", "exp", "grpo", 32, "tiny", "arithmetic", 7, 1e-5, True],
-        ["second", "bf16", "exp", "grpo", 0, "tiny", "arithmetic", 0, 1e-5, False],
+        ["first", "nvfp4", "exp", "rtn", "grpo", 32, "tiny", "arithmetic", 7, 1e-5, True],
+        ["second", "bf16", "exp", "rtn", "grpo", 0, "tiny", "arithmetic", 0, 1e-5, False],
     ]
     row = table[(table["run"] == "first") & (table["metric"] == "entropy") & (table["step"] == 3)]
     assert row[["kind", "value"]].to_numpy().tolist() == [["train", 0.7]]

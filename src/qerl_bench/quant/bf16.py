@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BF16:
-    """The format of a model that is not quantized. Its layers are never packed; the last three methods go unused."""
+    """The format of a model that is not quantized. Its layers are never packed; most methods go unused."""
 
     name: str
 
@@ -29,6 +29,26 @@ class BF16:
 
     def check_width(self, name: str, in_features: int) -> None:
         """Any width will do."""
+
+    @property
+    def block(self) -> int:
+        return 0
+
+    def scales(
+        self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        return {}
+
+    def unit(self, scales: dict[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+        import torch
+
+        return torch.ones(shape)
+
+    def nearest(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def encode(self, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"weight": weight}
 
     def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
         return {"weight": weight}

@@ -7,16 +7,16 @@ per cent of the update. Left out: fused kernels, and gradients for weight and bi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.errors import BadInput
 from qerl_bench.quant.base import WeightFormat
 
+# Checkpoint names of a scale for the whole tensor: (1,), or one for each row of a layer that was joined from several.
+TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
 # Inference engines run these layers as one matrix with one tensor scale, and llm-compressor quantizes them with a scale
 # in common. Names are those of sibling modules; where a model has none of them, nothing is shared.
 FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -31,10 +31,14 @@ class _PackedMatmul(torch.autograd.Function):
         ctx.shape = x.shape
         rows = x.reshape(-1, layer.in_features)
         operand = layer.operand(x.dtype)  # (N, K)
-        if layer.bias is None:
-            y = torch.addmm(rows.new_zeros(1), rows, operand.t(), beta=0, alpha=layer.output_scale)
-        else:
-            y = torch.addmm(layer.bias.to(x.dtype), rows, operand.t(), alpha=layer.output_scale)
+        parts = []
+        for these, scale in layer.row_scales:
+            if layer.bias is None:
+                y = torch.addmm(rows.new_zeros(1), rows, operand[these].t(), beta=0, alpha=scale)
+            else:
+                y = torch.addmm(layer.bias[these].to(x.dtype), rows, operand[these].t(), alpha=scale)
+            parts.append(y)
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return y.view(*x.shape[:-1], layer.out_features)
 
     @staticmethod
@@ -43,7 +47,9 @@ class _PackedMatmul(torch.autograd.Function):
         (grad_y,) = grads
         rows = grad_y.reshape(-1, layer.out_features)
         operand = layer.operand(grad_y.dtype)  # (N, K)
-        grad_x = torch.addmm(rows.new_zeros(1), rows, operand, beta=0, alpha=layer.output_scale)
+        grad_x = rows.new_zeros(1)
+        for i, (these, scale) in enumerate(layer.row_scales):
+            grad_x = torch.addmm(grad_x, rows[:, these], operand[these], beta=int(i > 0), alpha=scale)
         return grad_x.view(ctx.shape), None
 
 
@@ -71,10 +77,11 @@ class PackedLinear(torch.nn.Linear):
     """A frozen linear layer whose weight stays packed. Buffers carry the names of the format's checkpoint layout.
 
     Takes x (..., K) in bfloat16, float16 or float32, returns (..., N) in the same dtype; differentiable in x only.
-    `output_scale` is kept as a Python number, so that a matmul never waits for the device.
+    Tensor scales are kept as Python numbers, so that a matmul never waits for the device. A layer that was joined from
+    parts with tensor scales of their own (`join`) has one for each range of rows, in `row_scales`.
     """
 
-    output_scale: float
+    row_scales: list[tuple[slice, float]]
 
     def __init__(
         self,
@@ -90,7 +97,13 @@ class PackedLinear(torch.nn.Linear):
         self.register_parameter("bias", frozen_bias)
         # Not register_buffer, which refuses NF4's "weight" because the class has a property of that name.
         self._buffers.update(packed)
-        self.output_scale = weight_format.output_scale(packed)
+        self.row_scales = _row_scales(weight_format, packed)
+
+    @property
+    def output_scale(self) -> float:
+        """The tensor scale that all rows have in common."""
+        ((_, scale),) = self.row_scales
+        return scale
 
     @property
     def weight(self) -> PackedWeight:
@@ -106,7 +119,10 @@ class PackedLinear(torch.nn.Linear):
 
     def dequantized(self) -> torch.Tensor:
         """The weight (N, K) that this layer multiplies by, in FP32."""
-        return self.operand(torch.float32).mul_(self.output_scale)
+        weight = self.operand(torch.float32)
+        for these, scale in self.row_scales:
+            weight[these].mul_(scale)
+        return weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -127,22 +143,67 @@ class PackedLinear(torch.nn.Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.output_scale = self.weight_format.output_scale(self.packed())
+        self.row_scales = _row_scales(self.weight_format, self.packed())
+
+
+def _row_scales(weight_format: WeightFormat, packed: dict[str, torch.Tensor]) -> list[tuple[slice, float]]:
+    """The tensor scale of each range of rows; most layers have one range with all rows."""
+    vector = next((name for name in TENSOR_SCALES if name in packed and packed[name].numel() > 1), None)
+    if vector is None:
+        return [(slice(None), weight_format.output_scale(packed))]
+    values, counts = packed[vector].unique_consecutive(return_counts=True)
+    ranges, start = [], 0
+    for value, count in zip(values, counts.tolist(), strict=True):
+        scale = weight_format.output_scale({**packed, vector: value.reshape(1)})
+        ranges.append((slice(start, start + count), scale))
+        start += count
+    return ranges
+
+
+def join(layers: Sequence[PackedLinear]) -> PackedLinear:
+    """One layer whose output is that of `layers` one behind the other, as engines run query, key and value.
+
+    Nothing is rounded again: where the parts have tensor scales of their own, each row keeps its part's.
+    """
+    first = layers[0]
+    assert all(
+        layer.weight_format == first.weight_format and layer.in_features == first.in_features for layer in layers
+    )
+    assert "nested_absmax" not in first.packed(), "the scales of doubly quantized layers are relative to their own mean"
+    packed: dict[str, torch.Tensor] = {}
+    for name, tensor in first.packed().items():
+        parts = [layer.packed()[name] for layer in layers]
+        if name in TENSOR_SCALES:
+            same = all(torch.equal(part, tensor) for part in parts)
+            rows = [part.expand(layer.out_features) for part, layer in zip(parts, layers, strict=True)]
+            packed[name] = tensor if same and tensor.numel() == 1 else torch.cat(rows)
+        else:
+            packed[name] = torch.cat([part.view(torch.uint8) for part in parts]).view(tensor.dtype)
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        like = next(layer.bias for layer in layers if layer.bias is not None)
+        bias = torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in layers])
+    shape = (sum(layer.out_features for layer in layers), first.in_features)
+    return PackedLinear(first.weight_format, packed, shape, bias).train(first.training)
 
 
 def pack_linear(
-    name: str, linear: torch.nn.Linear, weight_format: WeightFormat, tensor_amax: float | None = None
+    name: str,
+    linear: torch.nn.Linear,
+    weight_format: WeightFormat,
+    tensor_amax: float | None = None,
+    pack: Callable[[torch.Tensor, float | None], dict[str, torch.Tensor]] | None = None,
 ) -> torch.nn.Linear:
     """The layer `name` with its weight packed; the layer itself for a format that packs nothing.
 
-    `tensor_amax` is that of `WeightFormat.pack`. Raises BadInput, naming the layer, if its width does not fit the
-    format or a weight is not finite.
+    `tensor_amax` is that of `WeightFormat.pack`, and `pack` takes the place of that method where it is given. Raises
+    BadInput, naming the layer, if its width does not fit the format or a weight is not finite.
     """
     if weight_format.bits_per_weight is None:
         return linear
     weight_format.check_width(name, linear.in_features)
     try:
-        packed = weight_format.pack(linear.weight.detach(), tensor_amax)
+        packed = (pack or weight_format.pack)(linear.weight.detach(), tensor_amax)
     except BadInput as error:
         raise BadInput(f"{name}: {error}") from error
     shape = (linear.out_features, linear.in_features)
@@ -154,100 +215,3 @@ def resident_bytes(layer: torch.nn.Linear) -> int:
     if isinstance(layer, PackedLinear):
         return sum(tensor.nbytes for tensor in layer.packed().values())
     return layer.weight.nbytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerReport:
-    """What became of one layer: resident bytes of its weight, 8 * bytes / (N*K), and ||W - W'|| / ||W|| (Frobenius)."""
-
-    bytes: int
-    bits_per_weight: float
-    relative_error: float
-
-
-def _report(original: torch.nn.Linear, layer: torch.nn.Linear) -> LayerReport:
-    size = resident_bytes(layer)
-    error = 0.0
-    if isinstance(layer, PackedLinear):
-        weight = original.weight.detach().to(torch.float32)
-        norm = float(weight.norm())
-        error = float((layer.dequantized() - weight).norm()) / norm if norm > 0 else 0.0
-    return LayerReport(
-        bytes=size,
-        bits_per_weight=8 * size / (layer.out_features * layer.in_features),
-        relative_error=error,
-    )
-
-
-def _layers_to_pack(model: torch.nn.Module, skip: Sequence[str]) -> list[list[str]]:
-    """The names of every linear layer that is not skipped; a module reachable by several names is one entry."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        require(
-            not isinstance(module, PackedLinear),
-            f"{name} is packed already; load the model again to quantize it in another format",
-        )
-        require(
-            not hasattr(module, "base_layer"),
-            f"{name} carries an adapter, whose own matrices must not be quantized; quantize first, then add adapters",
-        )
-        if isinstance(module, torch.nn.Linear) and not any(f".{part}." in f".{name}." for part in skip):
-            names.setdefault(id(module), []).append(name)
-    return list(names.values())
-
-
-def _amax(name: str, linear: torch.nn.Linear) -> float:
-    low, high = linear.weight.detach().aminmax()
-    amax = max(-float(low), float(high))
-    require(
-        math.isfinite(amax), f"{name}: the weights hold NaN or infinity, which cannot be packed; repair the checkpoint"
-    )
-    return amax
-
-
-def _shared_amax(amax: dict[str, float]) -> dict[str, float]:
-    """For each layer that runs fused with siblings, the largest |w| of all of them."""
-    shared: dict[str, float] = {}
-    for siblings in FUSED_SIBLINGS:
-        for name in amax:
-            parent, _, leaf = name.rpartition(".")
-            if leaf in siblings:
-                paths = [f"{parent}.{sibling}" if parent else sibling for sibling in siblings]
-                shared[name] = max(amax[path] for path in paths if path in amax)
-    return shared
-
-
-@torch.no_grad()
-def quantize_model(
-    model: torch.nn.Module, weight_format: WeightFormat, skip: Sequence[str] = ("lm_head",)
-) -> dict[str, LayerReport]:
-    """Pack every linear layer of `model` in place, one after the other, freeing each original; report each by name.
-
-    A layer is left alone if one of `skip` is its name, a part of its dotted path, or a dotted stretch of it. Layers
-    that engines fuse (`FUSED_SIBLINGS`) share one tensor scale. Raises BadInput before anything is packed if the format
-    cannot run here, a width does not fit it, a weight is not finite, or the model holds packed layers or adapters.
-    """
-    layers = _layers_to_pack(model, skip)
-    amax: dict[str, float] = {}
-    if weight_format.bits_per_weight is not None:
-        for name, *_ in layers:
-            linear = _linear(model, name)
-            reason = weight_format.unsupported_reason(linear.weight.device.type)
-            require(reason is None, f"{name}: {reason}")
-            weight_format.check_width(name, linear.in_features)
-            amax[name] = _amax(name, linear)
-    shared = _shared_amax(amax)
-    reports: dict[str, LayerReport] = {}
-    for name, *aliases in layers:
-        original = _linear(model, name)
-        layer = pack_linear(name, original, weight_format, shared.get(name))
-        reports[name] = _report(original, layer)
-        for path in (name, *aliases):
-            model.set_submodule(path, layer)
-    return reports
-
-
-def _linear(model: torch.nn.Module, name: str) -> torch.nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, torch.nn.Linear), name
-    return module

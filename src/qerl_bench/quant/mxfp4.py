@@ -40,11 +40,35 @@ class MXFP4:
     def check_width(self, name: str, in_features: int) -> None:
         require_blocks(name, in_features, BLOCK, "MXFP4")
 
-    def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    def scales(
+        self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
+    ) -> dict[str, torch.Tensor]:
         from qerl_kernels import mxfp4
 
         require_finite(weight, "MXFP4")
-        return mxfp4.pack(weight, self.scale_rule)
+        return mxfp4.scales(weight, self.scale_rule, stretch)
+
+    def unit(self, scales: dict[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+        from qerl_kernels import mxfp4
+
+        return mxfp4.unit(scales)
+
+    def nearest(self, values: torch.Tensor) -> torch.Tensor:
+        from qerl_kernels import e2m1
+
+        return e2m1.nearest(values)
+
+    def encode(self, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from qerl_kernels import mxfp4
+
+        return mxfp4.encode(weight, scales)
+
+    def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
+        return self.encode(weight, self.scales(weight, tensor_amax))
 
     def operand(self, packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         from qerl_kernels import mxfp4

@@ -34,7 +34,7 @@ from qerl_bench.results.style import (
 )
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # what tells settings of one colour and dash apart
-SETTING = ("quant", "aqn", "algo", "lora_rank", "model", "task", "lr", "fingerprint")  # equal for runs of one mean
+SETTING = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "lr", "fingerprint")  # equal for runs of one mean
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
 
 

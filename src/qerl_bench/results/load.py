@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qerl_bench.config import fingerprint
 from qerl_bench.errors import BadInput, require
 
-IDENTITY = ("run", "quant", "aqn", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished")
+IDENTITY = ("run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished")
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = {"lora_rank", "seed", "lr", "finished", "step", "value"}  # the other columns are categories
 NUMBERS = {int, float, bool, type(None)}
@@ -73,6 +73,7 @@ class Run:
             "run": self.name,
             "quant": self.option("quant.name"),
             "aqn": self.option("aqn.name"),
+            "quantizer": self.option("quantizer.name"),
             "algo": self.option("algo.name"),
             "lora_rank": 0 if self.option("lora.name") == "none" else self.option("lora.rank"),
             "model": self.option("model.name"),

@@ -1,0 +1,193 @@
+"""`python -m qerl_bench.quant.export model=PATH_OR_ID quant=nvfp4 out=DIR`: pack a model for other programs to read.
+
+Options are those of conf/ (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 become
+compressed-tensors checkpoints, which transformers and vLLM read; nf4 becomes one of bitsandbytes. The folder appears
+under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.errors import BadInput, require
+from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.mxfp4 import MXFP4
+from qerl_bench.quant.nf4 import NF4, quant_state
+from qerl_bench.quant.nvfp4 import NVFP4
+
+SHARD_BYTES = 5 * 10**9
+
+
+def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
+    """Write a packed `model` and its tokenizer to the new folder `out`. Raises BadInput if `out` holds something."""
+    check_place(out)
+    beside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    tokenizer.save_pretrained(beside)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(beside)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(beside)
+    config = json.loads((beside / "config.json").read_text())
+    left = [name for name, m in model.named_modules() if type(m) is torch.nn.Linear]
+    config["quantization_config"] = config_entry(weight_format, left, str(model.dtype).removeprefix("torch."))
+    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_shards(dict(checkpoint_tensors(model)), beside)
+    if out.is_dir():
+        out.rmdir()
+    os.replace(beside, out)
+
+
+def check_place(out: Path) -> None:
+    """Raise BadInput unless `out` is a new or empty folder."""
+    require(
+        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        f"out={out} exists and is not an empty folder; choose a new one, nothing there is overwritten",
+    )
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the model under the name that its checkpoint format gives it; tied ones once."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    for name, layer in packed.items():
+        if layer.bias is not None:
+            yield f"{name}.bias", layer.bias.detach()
+        yield from _of_layer(name, layer)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] not in packed:
+            yield name, parameter.detach()
+
+
+def _of_layer(name: str, layer: PackedLinear) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = layer.packed()
+    if isinstance(layer.weight_format, NF4):
+        state = quant_state(tensors, (layer.out_features, layer.in_features), torch.bfloat16, with_code=True)
+        yield f"{name}.weight", tensors["weight"]
+        for key, tensor in state.as_dict(packed=True).items():
+            yield f"{name}.weight.{key}", tensor
+        return
+    for key, tensor in tensors.items():
+        if key == "weight_scale_2":  # torchao's multiplier; compressed-tensors stores the divisor
+            yield f"{name}.weight_global_scale", tensor.reciprocal()
+        else:
+            yield f"{name}.{key}", tensor
+
+
+def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> dict[str, Any]:
+    """`quantization_config` of config.json. `ignore` names the linear layers that are not packed."""
+    if isinstance(weight_format, NF4):
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": weight_format.double_quant,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ignore,
+        }
+    require(
+        isinstance(weight_format, NVFP4 | MXFP4),
+        f"quant={weight_format.name} packs nothing that could be exported; use quant=nvfp4, mxfp4 or nf4",
+    )
+    nvfp4 = isinstance(weight_format, NVFP4)
+    pack_format = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "group_size": weight_format.block,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": pack_format}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": pack_format,
+        "quantization_status": "compressed",
+        "ignore": ignore,
+        "config_groups": {"group_0": group},
+    }
+
+
+def _write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name in sorted(tensors):
+        if size + tensors[name].nbytes > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors[name].cpu().contiguous()
+        size += tensors[name].nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def overrides_of(words: list[str]) -> tuple[list[str], Path]:
+    """The config overrides behind the command's words, and the folder `out`. A model that conf/model does not know is
+    taken as a hub id or a local folder."""
+    given = {key: value for key, _, value in (word.partition("=") for word in words)}
+    require(
+        "out" in given and "model" in given, "usage: model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
+    )
+    model = given["model"]
+    chosen = ["model.dtype=bfloat16", f"model={model}"]
+    if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
+        some_hub_model = next(p.stem for p in sorted((CONF_DIR / "model").glob("*.yaml")) if p.stem != "tiny")
+        chosen = [
+            f"model={some_hub_model}",
+            f"model.name={Path(model).name}",
+            f"model.id={model}",
+            "model.dtype=bfloat16",
+        ]
+    return [*chosen, *(word for word in words if word.partition("=")[0] not in ("out", "model"))], Path(given["out"])
+
+
+def main(words: list[str]) -> None:
+    from qerl_bench.device import resolve_device
+    from qerl_bench.quant.anatomy import write_layers
+    from qerl_bench.quantizer.load import load_packed
+    from qerl_bench.warm_start import base_checkpoint
+
+    overrides, out = overrides_of(words)
+    experiment = build(compose(overrides))
+    config_entry(experiment.quant, [], "bfloat16")  # refuses a format that packs nothing before any work
+    check_place(out)
+    base = base_checkpoint(experiment.model, experiment.root)
+    model, tokenizer, layers = load_packed(experiment, base, resolve_device(experiment.device))
+    export(model, tokenizer, experiment.quant, out)
+    write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
+    size = sum(report.bytes for report in layers.values())
+    print(
+        f"{out}: {len(layers)} layers as {experiment.quant.name} ({experiment.quantizer.name}), {size / 2**20:.1f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

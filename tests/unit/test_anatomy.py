@@ -1,0 +1,112 @@
+"""The split of a rounding error: by hand, as an identity, and on the Gaussian weights whose errors are known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from qerl_bench.quant.anatomy import layer_report, output_error, unpacked_report, write_layers
+from qerl_bench.quant.linear import pack_linear
+from qerl_bench.quant.mxfp4 import MXFP4
+from qerl_bench.quant.nf4 import NF4
+from qerl_bench.quant.nvfp4 import NVFP4
+
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
+
+
+def test_by_hand() -> None:
+    # W = (2, 1, 2, 0) becomes Q = (2, 0, 1, 0): <W,Q> = 6 of 9, so g = 2/3 and R = Q - 2/3 W = (2/3, -2/3, -1/3, 0).
+    report = layer_report(torch.tensor([[2.0, 1.0, 2.0, 0.0]]), torch.tensor([[2.0, 0.0, 1.0, 0.0]]), size=2)
+    assert report.relative_error == pytest.approx(math.sqrt(2 / 9))
+    assert report.gain == pytest.approx(2 / 3)
+    assert report.scale_bias == pytest.approx(1 / 9)
+    assert report.dead_zone == pytest.approx((4 / 9) / 9)
+    assert report.grid_noise == pytest.approx((4 / 9 + 1 / 9) / 9)
+    assert report.cosine == pytest.approx(6 / math.sqrt(9 * 5))
+    assert report.zero_share == 0.5
+    # Mean 5/4; deviations 3/4, -1/4, 3/4, -5/4: squares 9 + 1 + 9 + 25 over 16, fourths 81 + 1 + 81 + 625 over 256.
+    assert report.kurtosis == pytest.approx((788 / 256 / 4) / (44 / 16 / 4) ** 2)
+    assert (report.bytes, report.bits_per_weight, report.output_error) == (2, 4.0, None)
+
+
+def test_a_pure_shrink_is_all_scale_bias_and_zeros_are_no_error() -> None:
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    report = layer_report(weight, 0.9 * weight, size=1)
+    assert report.scale_bias == pytest.approx(0.01, rel=1e-5)
+    assert report.dead_zone == 0 and report.grid_noise == pytest.approx(0, abs=1e-9)
+    nothing = layer_report(torch.zeros(2, 16), torch.zeros(2, 16), size=1)
+    assert (nothing.relative_error, nothing.gain, nothing.cosine, nothing.zero_share) == (0, 1, 1, 1)
+    all_dead = layer_report(weight, torch.zeros_like(weight), size=1)
+    assert (all_dead.scale_bias, all_dead.dead_zone, all_dead.relative_error) == (pytest.approx(1), 0, pytest.approx(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1e-4, 1.0])
+def test_the_parts_add_up(dtype: torch.dtype, scale: float) -> None:
+    weight = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
+    for spec in (NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="floor"), NF4(name="nf4", double_quant=True)):
+        linear = torch.nn.Linear(256, 64, bias=False, dtype=dtype)
+        linear.weight.data = weight
+        restored: torch.Tensor = pack_linear("a", linear, spec).dequantized()  # type: ignore[operator]
+        report = layer_report(weight, restored, size=1)
+        exact, q = weight.double(), restored.double()
+        total = float((q - exact).square().sum() / exact.square().sum())
+        assert report.relative_error**2 == pytest.approx(total, rel=1e-5)
+        assert report.scale_bias + report.dead_zone + report.grid_noise == pytest.approx(total, rel=1e-5)
+        rest = q - report.gain * exact
+        assert report.grid_noise == pytest.approx(float(rest[q != 0].square().sum() / exact.square().sum()), rel=1e-4)
+
+
+def test_pieces_of_a_large_layer_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
+    restored = weight.round()
+    whole = layer_report(weight, restored, size=1)
+    monkeypatch.setattr("qerl_bench.quant.anatomy._PIECE", 10)
+    parts = layer_report(weight, restored, size=1)
+    for name, value in vars(whole).items():
+        assert getattr(parts, name) == (None if value is None else pytest.approx(value, rel=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("spec", "squared_error"),
+    [
+        (NF4(name="nf4", double_quant=False), 0.0085),
+        (NVFP4_SPEC, 0.0090),
+        (MXFP4(name="mxfp4", scale_rule="even"), 0.0126),
+        (MXFP4(name="mxfp4", scale_rule="floor"), 0.0130),
+        (MXFP4(name="mxfp4", scale_rule="rceil"), 0.0140),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_gaussian_weights_lose_what_they_are_known_to_lose(spec: Any, squared_error: float) -> None:
+    weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
+    linear = torch.nn.Linear(1024, 512, bias=False)
+    linear.weight.data = weight
+    report = layer_report(weight, pack_linear("a", linear, spec).dequantized(), size=1)  # type: ignore[operator]
+    assert report.relative_error**2 == pytest.approx(squared_error, rel=0.02)
+    assert report.kurtosis == pytest.approx(3, abs=0.05)
+
+
+def test_the_output_error_is_that_of_the_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 32, generator=generator), torch.randn(100, 32, generator=generator)
+    restored = weight.round()
+    direct = float((x @ (weight - restored).t()).norm() / (x @ weight.t()).norm())
+    assert output_error(weight, restored, x.t() @ x / 100) == pytest.approx(direct, rel=1e-5)
+
+
+def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
+    weight = torch.randn(4, 32)
+    layers = {"b": layer_report(weight, weight.round(), size=8), "a": unpacked_report(256, 128)}
+    write_layers(tmp_path / "layers.parquet", layers, "nvfp4", "rtn")
+    table = pd.read_parquet(tmp_path / "layers.parquet")
+    assert list(table["layer"]) == ["b", "a"]
+    assert set(table["quant"]) == {"nvfp4"} and set(table["quantizer"]) == {"rtn"}
+    assert table["relative_error"].tolist() == pytest.approx([layers["b"].relative_error, 0.0])
+    assert table["output_error"].isna().all()
+    assert [file.name for file in tmp_path.iterdir()] == ["layers.parquet"]
