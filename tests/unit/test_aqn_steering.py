@@ -183,6 +183,15 @@ def test_layerwise_noise_follows_the_measured_errors(
     assert measured[4:] == [0.0] * (len(measured) - 4)
 
 
+def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
+    """A checkpoint that was packed before comes without a report of errors."""
+    policy = make_policy()
+    for report in policy.layers.values():
+        object.__setattr__(report, "relative_error", 0.0)
+    with pytest.raises(BadInput, match="this model was packed before"):
+        policy.noise_of(make_experiment("aqn=layerwise", "quant=nvfp4"))
+
+
 # --- noise of the size of a format's error ---------------------------------------------------------------------------
 
 
@@ -196,7 +205,7 @@ def test_noise_of_the_size_of_a_formats_error(
     )
     noise = policy.noise_of(experiment)
     assert noise.steering.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
-    from qerl_bench.quant.linear import quantize_model
+    from qerl_bench.quantizer.apply import quantize_model
 
     weights = {name: policy.model.get_submodule(name).base_layer.weight.detach().clone() for name in policy.layers}
     noisy, packed = [], []
