@@ -139,8 +139,8 @@ class Experiment:
         require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda, got {self.device!r}")
         require(
             self.lora.rank > 0 or self.quant.bits_per_weight is None,
-            f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no gradient "
-            "step fits. Use lora=default, or quant=bf16.",
+            f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no "
+            "gradient step fits. Use lora=default, or quant=bf16.",
         )
         require(
             self.lora.rank > 0 or self.model.dtype == "float32",

@@ -44,7 +44,7 @@ KEPT_ROLLOUTS = 4  # completions per step in rollouts.jsonl
 
 
 def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
-    """Run, or continue, one experiment in its run directory. `cfg` is the resolved config that `experiment` came from."""
+    """Run, or continue, one experiment in its run directory. `cfg` is the resolved config it was built from."""
     device = resolve_device(experiment.device)
     reason = experiment.quant.unsupported_reason(device)
     require(reason is None, f"quant={experiment.quant.name} cannot run here: {reason}")

@@ -33,8 +33,8 @@ class Lora:
         require(isinstance(self.train_norms, bool), f"lora.train_norms must be true or false, got {self.train_norms!r}")
         require(
             isinstance(self.targets, list) and len(self.targets) > 0 and all(isinstance(t, str) for t in self.targets),
-            f"lora.targets must list the names of layers, such as [q_proj, v_proj], got {self.targets!r}; to train without "
-            "an adapter use lora=none",
+            f"lora.targets must list the names of layers, such as [q_proj, v_proj], got {self.targets!r}; to train "
+            "without an adapter use lora=none",
         )
 
     def peft_config(self) -> LoraConfig:

@@ -179,8 +179,8 @@ def test_the_tidy_table_says_what_each_number_belongs_to(tmp_path: Path) -> None
     second = load_run(write_run(tmp_path / "second", LINES[:2], False, quant={"name": "bf16"}, lora=full))
     table = tidy([first, second])
     assert list(table.columns) == [
-        "run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished",
-        "kind", "step", "metric", "value",
+        "run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint",
+        "finished", "kind", "step", "metric", "value",
     ]  # fmt: skip
     assert len(table) == len(first.metrics) + len(second.metrics)
     identity = table.drop(columns=["kind", "step", "metric", "value", "fingerprint"]).drop_duplicates()

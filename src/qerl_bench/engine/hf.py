@@ -70,7 +70,13 @@ class HfEngine:
         ]
 
     def _rollout(
-        self, prompt: Prompt, sample: int, prompt_ids: list[int], ids: list[int], logprobs: list[float], entropies: list[float]
+        self,
+        prompt: Prompt,
+        sample: int,
+        prompt_ids: list[int],
+        ids: list[int],
+        logprobs: list[float],
+        entropies: list[float],
     ) -> Rollout:
         finished = ids[-1] in self.policy.stop_ids
         text = self.policy.tokenizer.decode(ids[:-1] if finished else ids)
@@ -88,7 +94,9 @@ class HfEngine:
 
 def uniform_numbers(sampling: Sampling, prompt_id: str, sample: int) -> np.ndarray:
     """One number in [0, 1) for each position of one request, (max_tokens,) float64."""
-    return np.random.Generator(np.random.Philox(key=derive(sampling.seed, prompt_id, sample))).random(sampling.max_tokens)
+    return np.random.Generator(np.random.Philox(key=derive(sampling.seed, prompt_id, sample))).random(
+        sampling.max_tokens
+    )
 
 
 def decode(
@@ -110,14 +118,17 @@ def decode(
     cache = DynamicCache(config=policy.model.config)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     output = policy.model(
-        input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=position,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
     )
     count = uniforms.shape[0]
     samples = count // len(prompt_ids)
     cache.batch_repeat_interleave(samples)
-    mask, position, logits = (
-        x.repeat_interleave(samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1])
-    )
+    mask, position, logits = (x.repeat_interleave(samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1]))
     rows = torch.arange(count, device=device)  # which request each row of the batch belongs to
     ids = torch.full((count, sampling.max_tokens), -1, dtype=torch.long, device=device)
     logprobs, entropies = (torch.zeros(count, sampling.max_tokens, device=device) for _ in range(2))
@@ -145,7 +156,9 @@ def decode(
     return [tuple(column[i][:n] for column in columns) for i, n in enumerate(lengths)]  # type: ignore[misc]
 
 
-def draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, temperature: float, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A token for each row of `logits` (B, V), with its log-probability and the row's entropy in nats, all (B,).
 
     The token is the first whose cumulative probability exceeds `uniform` (B,). Temperature 0 takes the likeliest token

@@ -34,7 +34,8 @@ from qerl_bench.results.style import (
 )
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # what tells settings of one colour and dash apart
-SETTING = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "lr", "fingerprint")  # equal for runs of one mean
+# Equal for the runs that one mean is taken over.
+SETTING = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "lr", "fingerprint")
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
 
 

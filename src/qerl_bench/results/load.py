@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from qerl_bench.config import fingerprint
 from qerl_bench.errors import BadInput, require
 
-IDENTITY = ("run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint", "finished")
+OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
+IDENTITY = ("run", *OPTIONS, "seed", "lr", "fingerprint", "finished")
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = {"lora_rank", "seed", "lr", "finished", "step", "value"}  # the other columns are categories
 NUMBERS = {int, float, bool, type(None)}
