@@ -188,7 +188,7 @@ def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_expe
     policy = make_policy()
     for report in policy.layers.values():
         object.__setattr__(report, "relative_error", 0.0)
-    with pytest.raises(BadInput, match="this model was packed before"):
+    with pytest.raises(BadInput, match="this model came packed"):
         policy.noise_of(make_experiment("aqn=layerwise", "quant=nvfp4"))
 
 

@@ -50,7 +50,7 @@ class Layerwise(Schedule):
         mean = root_mean_square(errors.values())
         require(
             mean > 0,
-            "aqn=layerwise follows each layer's quantization error, but none was measured: this model was packed before. "
+            "aqn=layerwise follows each layer's quantization error, but none was measured: this model came packed. "
             "Give the unquantized model, or use another schedule",
         )
         factors = {name: error / mean for name, error in errors.items()}
