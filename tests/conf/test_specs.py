@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from qerl_bench.algo.kl import KlPenalty
+from qerl_bench.aqn.injection import Injection
 from qerl_bench.config import CONF_DIR, Experiment, OptimSpec, RolloutSpec, build, compose
 from qerl_bench.errors import BadInput
 
@@ -71,7 +72,7 @@ def test_the_root_and_its_class_have_the_same_keys() -> None:
     groups = {folder.name for folder in CONF_DIR.iterdir() if folder.is_dir()} - WHOLE
     assert (set(node) - HYDRA) | groups == _fields(Experiment)
     assert {next(iter(entry)) for entry in node["defaults"] if isinstance(entry, dict)} >= groups
-    for key, spec in (("rollout", RolloutSpec), ("optim", OptimSpec), ("kl", KlPenalty)):
+    for key, spec in (("rollout", RolloutSpec), ("optim", OptimSpec), ("kl", KlPenalty), ("inject", Injection)):
         assert node[key]["_target_"] == f"{spec.__module__}.{spec.__name__}"
         assert set(node[key]) - {"_target_"} == _fields(spec)
 
@@ -92,7 +93,7 @@ def test_a_built_experiment_cannot_be_changed() -> None:
 def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
     needed = {
         "quant": ("bits_per_weight", "unsupported_reason", "check_width", "pack", "operand", "output_scale"),
-        "aqn": ("sigma",),
+        "aqn": ("sigma", "check_with", "steering"),
         "algo": ("on_policy", "max_refills", "when_degenerate", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),

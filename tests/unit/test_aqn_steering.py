@@ -15,7 +15,7 @@ from qerl_bench import metrics
 from qerl_bench.aqn.entropy import EntropyLoop, EntropyTarget
 from qerl_bench.aqn.feeds import error_of_norms
 from qerl_bench.errors import BadInput
-from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quantizer.apply import quantize_model
 
 SETTINGS = {
     "target_start": 0.3,
@@ -183,6 +183,15 @@ def test_layerwise_noise_follows_the_measured_errors(
     assert measured[4:] == [0.0] * (len(measured) - 4)
 
 
+def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
+    """A checkpoint that was packed before comes without a report of errors."""
+    policy = make_policy()
+    for report in policy.layers.values():
+        object.__setattr__(report, "relative_error", 0.0)
+    with pytest.raises(BadInput, match="this model came packed"):
+        policy.noise_of(make_experiment("aqn=layerwise", "quant=nvfp4"))
+
+
 # --- noise of the size of a format's error ---------------------------------------------------------------------------
 
 
@@ -196,10 +205,8 @@ def test_noise_of_the_size_of_a_formats_error(
     )
     noise = policy.noise_of(experiment)
     assert noise.steering.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
-    from qerl_bench.quant.linear import quantize_model
-
     weights = {name: policy.model.get_submodule(name).base_layer.weight.detach().clone() for name in policy.layers}
-    noisy, packed = [], []
+    noisy = []
     for step in range(1, 51):
         with noise.sampler(step, 0):
             factor = policy.norms["model.layers.0.input_layernorm"].weight.detach() / 1.0
@@ -207,7 +214,7 @@ def test_noise_of_the_size_of_a_formats_error(
         noisy.append(((weight * (factor - 1)[None, :]).norm() / weight.norm()).item() ** 2)
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(64, 64, bias=False)})
     model["q_proj"].weight.data.copy_(weights["model.layers.0.self_attn.q_proj"])
-    packed = quantize_model(model, NVFP4(name="nvfp4", compute_dtype="bfloat16"))["q_proj"].relative_error
+    packed = quantize_model(model, experiment.aqn.format)["q_proj"].relative_error
     assert (sum(noisy) / 50) ** 0.5 == pytest.approx(packed, rel=0.08)
     assert all(
         torch.equal(policy.model.get_submodule(name).base_layer.weight, weight) for name, weight in weights.items()

@@ -55,6 +55,7 @@ class FormatError(Schedule):
             for name in policy.layers:
                 module = policy.model.get_submodule(name)
                 linear = getattr(module, "base_layer", module)  # beside an adapter
+                assert isinstance(linear, torch.nn.Linear), name
                 weight = linear.weight.detach().float()
                 packed = pack_linear(name, linear, self.format)
                 assert isinstance(packed, PackedLinear), name

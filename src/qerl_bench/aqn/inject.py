@@ -111,7 +111,7 @@ class Noise:
         if sigma > 0:
             self.added = drawn(self.norms, sigma, seed, self.injection.relative, self.steering.factors)
         for name in self.added.keys() & self._accumulating():
-            before = self.held.get(name, self.norms[name].weight.detach())
+            before = self.held.get(name, scale_of(self.norms[name]).detach())
             self.held[name] = summed(before, self.added[name], self.injection.add_dtype)
 
     def _accumulating(self) -> set[str]:
@@ -121,11 +121,18 @@ class Noise:
     def _noisy(self) -> Tensors:
         """The scales to compute with, for the norms that carry noise now."""
         fresh = {
-            name: summed(self.norms[name].weight, added, self.injection.add_dtype)
+            name: summed(scale_of(self.norms[name]), added, self.injection.add_dtype)
             for name, added in self.added.items()
             if name not in self.held
         }
         return fresh | self.held
+
+
+def scale_of(norm: torch.nn.Module) -> torch.Tensor:
+    """What the norm multiplies by."""
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
 
 
 def perturbed(norms: Norms, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
@@ -135,7 +142,7 @@ def perturbed(norms: Norms, sigma: float, seed: int) -> AbstractContextManager[N
     """
     noisy = {}
     if sigma > 0:
-        noisy = {name: summed(norms[name].weight, z, "float32") for name, z in drawn(norms, sigma, seed).items()}
+        noisy = {name: summed(scale_of(norms[name]), z, "float32") for name, z in drawn(norms, sigma, seed).items()}
     report = compared(norms, noisy, sigma)
     require_reached(report, len(noisy))
     return _reporting(norms, noisy, report)
@@ -149,7 +156,7 @@ def drawn(
     `relative` multiplies it by |scale|. Norms of factor 0 are left out. One transfer to the device for all of them.
     """
     factors = factors or {}
-    weights = {name: norm.weight.detach() for name, norm in norms.items()}
+    weights = {name: scale_of(norm).detach() for name, norm in norms.items()}
     if not weights:
         return {}
     sizes = [weight.numel() for weight in weights.values()]
@@ -176,13 +183,13 @@ def compared(norms: Norms, noisy: Tensors, sigma: float, relative: bool = False)
         return NoiseReport(sigma, 0.0, 0, 0.0)
     counts, squares = [], []
     for name, scale in noisy.items():
-        clean = norms[name].weight.double()
+        clean = scale_of(norms[name]).double()
         change = scale.double() - clean
         counts.append((change != 0).sum().double())
         size = change / clean.abs() if relative else change
         squares.append(torch.where(change != 0, size, 0.0).square().sum())
     *changed, square = torch.stack([*counts, torch.stack(squares).sum()]).tolist()
-    scales = sum(norm.weight.numel() for norm in norms.values())
+    scales = sum(scale_of(norm).numel() for norm in norms.values())
     return NoiseReport(sigma, (square / scales) ** 0.5, sum(count > 0 for count in changed), sum(changed) / scales)
 
 

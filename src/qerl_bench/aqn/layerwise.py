@@ -48,6 +48,10 @@ class Layerwise(Schedule):
     def steering(self, policy: Policy, total_steps: int) -> Steering:
         errors = error_of_norms(policy.norms, {name: report.relative_error for name, report in policy.layers.items()})
         mean = root_mean_square(errors.values())
-        assert mean > 0, "the format changed no weight behind any norm"
+        require(
+            mean > 0,
+            "aqn=layerwise follows each layer's quantization error, but none was measured: this model came packed. "
+            "Give the unquantized model, or use another schedule",
+        )
         factors = {name: error / mean for name, error in errors.items()}
         return OpenLoop(self, total_steps, {"model.norm": 0.0} | factors)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qerl_bench.errors import BadInput, require
@@ -85,7 +87,7 @@ def entropy_effect(table: pd.DataFrame, sigma: float) -> pd.DataFrame:
     difference the mean and the half-width of its 95 % interval.
     """
     rows = []
-    plain = table[table["temperature"] == 1.0]
+    plain: Any = table[table["temperature"] == 1.0]
     for quant, group in _by_format(plain):
         off, on = (group[group["sigma"] == level].set_index("seed")["entropy"] for level in (0.0, sigma))
         seeds = sorted(set(off.index) & set(on.index))
@@ -111,7 +113,7 @@ def entropy_effect(table: pd.DataFrame, sigma: float) -> pd.DataFrame:
 
 def sigma_figure(table: pd.DataFrame) -> Figure:
     """Entropy, accuracy and mismatch against sigma, mean over seeds with 95 % intervals; a line per format."""
-    plain = table[table["temperature"] == 1.0]
+    plain: Any = table[table["temperature"] == 1.0]
     smallest = plain.loc[plain["sigma"] > 0, "sigma"].min()
     require(
         not math.isnan(smallest), "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=..."
@@ -122,7 +124,7 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
         for ax, (solid, dashed) in zip(axes[0], shown, strict=True):
             for quant, group in _by_format(plain):
                 _line(ax, group, quant, solid, linestyle="solid")
-                if dashed is not None and group[dashed].notna().any():
+                if dashed is not None and bool(group[dashed].notna().to_numpy().any()):
                     _line(ax, group, quant, dashed, linestyle="dashed")
             ax.set_xscale("symlog", linthresh=smallest, linscale=0.4)
             label_axes(ax, solid)
@@ -134,13 +136,13 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
         axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
         axes[0, 2].set_yscale("log")
         note = (
-            "solid: as sampled, noise in; dashed: noise off (entropy: same tokens; accuracy: held out, after training)"
+            "solid: sampled with noise; dashed: noise off (accuracy: held out)"
         )
         legend_above(figure, [axes[0, 0]], [note])
     return figure
 
 
-def _line(ax, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:
+def _line(ax: Axes, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:
     points = [
         (sigma, interval(values.tolist())) for sigma, values in group.dropna(subset=metric).groupby("sigma")[metric]
     ]
@@ -195,7 +197,7 @@ def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float
     Linear between neighbouring temperatures of the means over seeds. Raises BadInput if `target` lies outside of them.
     """
     rows = table[(table["quant"] == quant) & (table["sigma"] == 0)]
-    curve = rows.groupby("temperature")["entropy"].mean().sort_index()
+    curve: Any = rows.groupby("temperature")["entropy"].mean()  # sorted by temperature
     require(
         len(curve) >= 2,
         f"quant={quant} without noise has fewer than two temperatures: run more, rollout.temperature=1,1.1,1.2",
@@ -203,7 +205,7 @@ def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float
     for (low, below), (high, above) in zip(curve.items(), list(curve.items())[1:], strict=False):
         if min(below, above) <= target <= max(below, above):
             share = (target - below) / (above - below) if above != below else 0.0
-            return float(low) + share * (float(high) - float(low))  # type: ignore[arg-type]
+            return float(low) + share * (float(high) - float(low))
     raise BadInput(
         f"the entropy {target:.4g} is outside of what was run without noise, {curve.min():.4g} to {curve.max():.4g} at "
         f"temperatures {curve.index.min():g} to {curve.index.max():g}; run further temperatures"
