@@ -166,6 +166,8 @@ def _refusal(row: dict[str, str]) -> str | None:
     if row["aqn"] == "format_error":
         stands_in = "aqn=format_error stands in for a format's error on unquantized weights"
         return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
+    if row["quantizer"] != "rtn" and row["quant"] == "bf16":
+        return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
     return None
 
 
