@@ -161,13 +161,13 @@ def _refusal(row: dict[str, str]) -> str | None:
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
     if row["lora"] == "none" and row.get("model", "tiny") != "tiny":
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
+    if row["quantizer"] != "rtn" and row["quant"] == "bf16":
+        return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
     if row["aqn"] == "layerwise" and row["quant"] == "bf16":
         return "aqn=layerwise follows each layer's quantization error, but quant=bf16 quantizes nothing"
     if row["aqn"] == "format_error":
         stands_in = "aqn=format_error stands in for a format's error on unquantized weights"
         return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
-    if row["quantizer"] != "rtn" and row["quant"] == "bf16":
-        return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
     return None
 
 

@@ -196,7 +196,7 @@ def test_noise_of_the_size_of_a_formats_error(
     )
     noise = policy.noise_of(experiment)
     assert noise.steering.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
-    from qerl_bench.quant.linear import quantize_model
+    from qerl_bench.quantizer.apply import quantize_model
 
     weights = {name: policy.model.get_submodule(name).base_layer.weight.detach().clone() for name in policy.layers}
     noisy, packed = [], []
@@ -207,7 +207,7 @@ def test_noise_of_the_size_of_a_formats_error(
         noisy.append(((weight * (factor - 1)[None, :]).norm() / weight.norm()).item() ** 2)
     model = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(64, 64, bias=False)})
     model["q_proj"].weight.data.copy_(weights["model.layers.0.self_attn.q_proj"])
-    packed = quantize_model(model, NVFP4(name="nvfp4", compute_dtype="bfloat16"))["q_proj"].relative_error
+    packed = quantize_model(model, NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors"))["q_proj"].relative_error
     assert (sum(noisy) / 50) ** 0.5 == pytest.approx(packed, rel=0.08)
     assert all(
         torch.equal(policy.model.get_submodule(name).base_layer.weight, weight) for name, weight in weights.items()
