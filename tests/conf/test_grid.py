@@ -181,7 +181,7 @@ def _refusal(row: dict[str, str]) -> str | None:
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
     if row["lora"] == "none" and row.get("model", "tiny") != "tiny":
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
-    if row["quantizer"] != "rtn" and row["quant"] == "bf16":
+    if row.get("quantizer", "rtn") != "rtn" and row["quant"] == "bf16":
         return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
     if row["aqn"] == "layerwise" and row["quant"] == "bf16":
         return "aqn=layerwise follows each layer's quantization error, but quant=bf16 quantizes nothing"
@@ -259,7 +259,30 @@ def test_runs_of_the_same_science_share_a_fingerprint() -> None:
 
 
 def test_runs_of_other_science_do_not() -> None:
-    changes = ["steps=151", "optim.lr=1.0e-9", "optim.schedule=linear", "optim.warmup_steps=4", "optim.weight_decay=0.01", "lora.rank=16", "optim.max_grad_norm=2", "optim.micro_batch=32", "lora.alpha=64", "lora.dropout=0.1", "lora.targets=[q_proj]", "rollout.prompts=8", "rollout.group_size=4", "rollout.temperature=0.9", "algo.epsilon_low=0.1", "model.layers=5", "model.seed=1", "task.max_start=21", "task.procedures.guess=0.5", "eval.questions=8", "engine.max_batch=1", "device=cpu"]
+    changes = [
+        "steps=151",
+        "optim.lr=1.0e-9",
+        "optim.schedule=linear",
+        "optim.warmup_steps=4",
+        "optim.weight_decay=0.01",
+        "lora.rank=16",
+        "optim.max_grad_norm=2",
+        "optim.micro_batch=32",
+        "lora.alpha=64",
+        "lora.dropout=0.1",
+        "lora.targets=[q_proj]",
+        "rollout.prompts=8",
+        "rollout.group_size=4",
+        "rollout.temperature=0.9",
+        "algo.epsilon_low=0.1",
+        "model.layers=5",
+        "model.seed=1",
+        "task.max_start=21",
+        "task.procedures.guess=0.5",
+        "eval.questions=8",
+        "engine.max_batch=1",
+        "device=cpu",
+    ]
     base = compose()
     prints = [fingerprint(base)]
     for change in changes:
