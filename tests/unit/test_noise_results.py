@@ -34,6 +34,7 @@ def _run(
         "steps": len(train),
         "seed": seed,
         "quant": {"name": quant},
+        "quantizer": {"name": "rtn"},
         "aqn": aqn,
         "rollout": {"temperature": temperature},
     }
