@@ -157,7 +157,8 @@ class Policy:
             packing = Packing.of(mask)
             hidden = packed_hidden(self.model, input_ids, packing)[packing.pack(predicts)]  # (M, H)
         else:
-            hidden = self.model.model(input_ids=input_ids, use_cache=False).last_hidden_state[predicts]  # (M, H)
+            trunk: torch.nn.Module = self.model.get_submodule("model")
+            hidden = trunk(input_ids=input_ids, use_cache=False).last_hidden_state[predicts]  # (M, H)
         vocabulary = self.model.config.vocab_size
         scores = token_scores(self.model.lm_head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient)
 

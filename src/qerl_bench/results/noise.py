@@ -143,11 +143,12 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
 
 
 def _line(ax: Axes, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:
-    points = [
-        (sigma, interval(values.tolist())) for sigma, values in group.dropna(subset=metric).groupby("sigma")[metric]
-    ]
+    found = group.dropna(subset=[metric])
     if metric == "mismatch/kl":
-        points = [(sigma, found) for sigma, found in points if sigma > 0]  # without noise it is rounding alone
+        found = found[found["sigma"] > 0]  # without noise it is rounding alone
+    points = [
+        (sigma, interval(found.loc[found["sigma"] == sigma, metric].tolist())) for sigma in sorted(set(found["sigma"]))
+    ]
     if not points:
         return
     ax.errorbar(
