@@ -172,6 +172,11 @@ class Experiment:
             f"algo={self.algo.name} compares the completions of one prompt with each other: rollout.group_size must be "
             f"at least 2, got {self.rollout.group_size}",
         )
+        require(
+            self.algo.on_policy or self.aqn.name == "none",
+            f"algo={self.algo.name} reads demonstrations and samples nothing that aqn={self.aqn.name} could perturb; "
+            "use aqn=none",
+        )
         self.aqn.check_with(self.quant, self.inject)
 
     @property

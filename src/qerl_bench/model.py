@@ -75,6 +75,7 @@ class TinyModel:
             "experiment=warm_start",
             f"steps={self.warm_start_steps}",
             f"save_every={self.warm_start_steps}",
+            f"optim.warmup_steps={min(20, self.warm_start_steps // 2)}",
             *(f"model.{key}={getattr(self, key)}" for key in shape),
         ]
 

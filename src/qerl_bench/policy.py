@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, keep_input_dtype, noise_sites, perturbed
 from qerl_bench.config import Experiment
+from qerl_bench.errors import require
 from qerl_bench.head import token_scores
 from qerl_bench.packing import Packing, enable, packed_hidden
 from qerl_bench.quant.anatomy import LayerReport
@@ -77,6 +78,7 @@ class Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapter = None
         if experiment.lora.rank > 0:
+            check_targets(model, experiment.lora.targets)
             model.requires_grad_(False)
             with torch.random.fork_rng():
                 torch.manual_seed(derive(experiment.seed, "adapter"))
@@ -172,8 +174,8 @@ class Policy:
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
             if self.base_scales:
-                scales = {f"{name}.weight": norm.weight.detach() for name, norm in self.norms.items()}
-                save_file(scales, folder / "norms.safetensors")  # type: ignore[arg-type]
+                scales = {f"{name}.weight": norm.get_parameter("weight").detach() for name, norm in self.norms.items()}
+                save_file(scales, folder / "norms.safetensors")
         else:
             self.model.save_pretrained(str(folder / "model"))
             self.tokenizer.save_pretrained(str(folder / "model"))
@@ -196,6 +198,18 @@ class Policy:
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapter's tensors under PEFT's names; empty where there is no adapter."""
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter)
+
+
+def check_targets(model: torch.nn.Module, targets: list[str]) -> None:
+    """Raise BadInput if a name in lora.targets is not that of a linear layer of the model."""
+    layers = {
+        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    unknown = [target for target in targets if target not in layers]
+    require(
+        not unknown,
+        f"lora.targets names {', '.join(unknown)}, but the linear layers of this model are {', '.join(sorted(layers))}",
+    )
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -183,6 +183,8 @@ def _refusal(row: dict[str, str]) -> str | None:
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
     if row.get("quantizer", "rtn") != "rtn" and row["quant"] == "bf16":
         return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
+    if row["algo"] == "sft" and row["aqn"] != "none":
+        return f"algo=sft reads demonstrations and samples nothing that aqn={row['aqn']} could perturb"
     if row["aqn"] == "layerwise" and row["quant"] == "bf16":
         return "aqn=layerwise follows each layer's quantization error, but quant=bf16 quantizes nothing"
     if row["aqn"] == "format_error":

@@ -109,7 +109,7 @@ def test_the_order_stays_the_same_between_versions() -> None:
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 20])
 def test_batches_read_one_epoch_after_the_other(count: int) -> None:
     steps = 24
-    stream = [row for step in range(steps) for row in training_rows(step, count, seed=5, size=8)]
+    stream = [row for step in range(1, steps + 1) for row in training_rows(step, count, seed=5, size=8)]
     expected = [row for epoch in range(steps * count // 8 + 1) for row in epoch_order(5, epoch, 8)]
     assert stream == expected[: steps * count]
 
@@ -153,13 +153,13 @@ def test_eval_prompts_are_the_test_file_in_order(tiny: Gsm8k) -> None:
 
 
 def test_train_prompts_follow_the_epoch_order(tiny: Gsm8k) -> None:
-    ids = [prompt.id for step in range(4) for prompt in tiny.train_prompts(step, 4, seed=3)]
+    ids = [prompt.id for step in range(1, 5) for prompt in tiny.train_prompts(step, 4, seed=3)]
     lines = [row + 1 for epoch in (0, 1) for row in epoch_order(3, epoch, 8)]
     assert ids == [f"gsm8k/train/{line}" for line in lines]
 
 
 def test_a_demonstration_is_the_solution_without_annotations(tiny: Gsm8k) -> None:
-    demonstrations = {demo.prompt.id: demo.completion for demo in tiny.demonstrations(0, 8, seed=0)}
+    demonstrations = {demo.prompt.id: demo.completion for demo in tiny.demonstrations(1, 8, seed=0)}
     assert demonstrations["gsm8k/train/5"] == (
         "<think>A pen costs 9 / 6 = $1.5 in shop A.\nA pen costs 10 / 5 = $2 in shop B.\n"
         "Shop A is cheaper because 1.5 < 2.\nSo 12 pens cost 12 * 1.5 = $18.</think><answer>18</answer>"
@@ -168,7 +168,7 @@ def test_a_demonstration_is_the_solution_without_annotations(tiny: Gsm8k) -> Non
 
 
 def test_demonstrations_go_with_the_prompts_of_their_step_and_earn_everything(tiny: Gsm8k) -> None:
-    for step in range(3):
+    for step in range(1, 4):
         demonstrations = tiny.demonstrations(step, 5, seed=7)
         assert [demo.prompt for demo in demonstrations] == tiny.train_prompts(step, 5, seed=7)
         for demo in demonstrations:
@@ -210,7 +210,7 @@ def test_rows_are_read_once_and_the_spec_stays_hashable(tiny: Gsm8k, monkeypatch
 
     monkeypatch.setattr(gsm8k, "read_rows", counted)
     tiny.check()
-    tiny.train_prompts(0, 2, seed=0)
+    tiny.train_prompts(1, 2, seed=0)
     replace(tiny, format_weight=0.5).eval_prompts(None)
     assert sorted(reads) == ["test.jsonl", "train.jsonl"]
     assert hash(tiny) == hash(replace(tiny))
@@ -312,7 +312,7 @@ def test_without_files_the_rows_come_from_the_hub_once(monkeypatch: pytest.Monke
     task = replace(spec(None, None), revision="abc")
     task.check()
     assert [prompt.id for prompt in task.eval_prompts(None)] == ["gsm8k/test/1"]
-    completions = {demo.completion for demo in task.demonstrations(0, 2, seed=0)}
+    completions = {demo.completion for demo in task.demonstrations(1, 2, seed=0)}
     assert completions == {"<think>a 2</think><answer>2</answer>", "<think></think><answer>3</answer>"}
     assert sorted(calls) == [("openai/gsm8k", "main", "test", "abc"), ("openai/gsm8k", "main", "train", "abc")]
 
@@ -374,12 +374,12 @@ def real() -> Gsm8k:
 def test_real_files_pass_the_check_and_have_the_known_sizes(real: Gsm8k) -> None:
     real.check()
     assert len(real.eval_prompts(None)) == 1319
-    ids = [prompt.id for prompt in real.train_prompts(0, 7473, seed=0)]
+    ids = [prompt.id for prompt in real.train_prompts(1, 7473, seed=0)]
     assert len(set(ids)) == 7473
 
 
 def test_real_demonstrations_all_earn_the_full_reward_and_carry_no_annotation(real: Gsm8k) -> None:
-    for demo in real.demonstrations(0, 7473, seed=0):
+    for demo in real.demonstrations(1, 7473, seed=0):
         reward = real.reward(demo.prompt, demo.completion)
         assert reward.parts == {"correct": 1.0, "format": 1.0}, demo
         assert "<<" not in demo.completion and ">>" not in demo.completion and "####" not in demo.completion, demo

@@ -29,7 +29,7 @@ class Task(Protocol):
         """Read whatever the task needs and raise BadInput if it is missing or malformed; called before training."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        """The `count` prompts of optimiser step `step`: a pure function of its arguments."""
+        """The `count` prompts of optimiser step `step`, counted from 1: a pure function of its arguments."""
         ...
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:

@@ -48,13 +48,13 @@ def _names(keys: tuple[str, ...]) -> str:
 
 
 def training_rows(step: int, count: int, seed: int, size: int) -> list[int]:
-    """Which of `size` rows optimiser step `step` (from 0) trains on: `count` indices, a pure function of the arguments.
+    """Which of `size` rows optimiser step `step` (from 1) trains on: `count` indices, a pure function of the arguments.
 
     Training reads row after row of one permutation per epoch, without replacement. A batch that crosses the end of an
     epoch goes on in the next one, so there, and only there, it may hold a row twice.
     """
-    assert step >= 0 and count >= 1 and size >= 1, (step, count, size)
-    places = (divmod(position, size) for position in range(step * count, (step + 1) * count))
+    assert step >= 1 and count >= 1 and size >= 1, (step, count, size)
+    places = (divmod(position, size) for position in range((step - 1) * count, step * count))
     return [epoch_order(seed, epoch, size)[place] for epoch, place in places]
 
 
