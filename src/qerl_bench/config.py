@@ -25,6 +25,7 @@ from qerl_bench.algo.kl import KlPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.injection import Injection
 from qerl_bench.errors import BadInput, require, require_package
+from qerl_bench.offpolicy import OffPolicy
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
 
@@ -116,6 +117,7 @@ class Experiment:
     rollout: RolloutSpec
     optim: OptimSpec
     kl: KlPenalty
+    offpolicy: OffPolicy
     quant: WeightFormat
     quantizer: Any
     aqn: Schedule
@@ -152,6 +154,11 @@ class Experiment:
             "kl.coef > 0 compares a sampled completion with the base model, which is the policy with its adapter "
             "switched off. It needs lora=default and an on-policy algorithm, got "
             f"lora={self.lora.name}, algo={self.algo.name}",
+        )
+        require(
+            self.offpolicy.weights == "none" or self.algo.on_policy,
+            f"offpolicy.weights={self.offpolicy.weights} weighs completions by who sampled them, and "
+            f"algo={self.algo.name} reads demonstrations. Use offpolicy.weights=none",
         )
         require(
             self.optim.updates == 1 or self.lora.rank == 0 or self.lora.dropout == 0,

@@ -110,6 +110,7 @@ def train_step(
     found |= {f"time/{name}_s": seconds for name, seconds in phases.seconds.items()}
     found["speed/train_tok_s"] = int(batch.lengths.sum()) / phases.seconds["train"]
     if experiment.algo.on_policy:
+        experiment.offpolicy.watch(step, found)
         found["speed/rollout_tok_s"] = found["completions/tokens"] / phases.seconds["rollout"]
         found["memory/rollout_gib"] = phases.peak_gib["rollout"]
     found["memory/train_gib"] = phases.peak_gib["train"]

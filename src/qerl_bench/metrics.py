@@ -36,6 +36,7 @@ SAMPLED = {
     "mismatch/logp_abs_mean": Metric("nats", "mean |trainer - sampler| log-probability of the sampled tokens"),
     "mismatch/logp_abs_max": Metric("nats", "largest |trainer - sampler| log-probability of the sampled tokens"),
     "mismatch/ess": Metric("share", "(sum w)^2 / (n sum w^2) over tokens, w = exp(trainer - sampler); 1 = no mismatch"),
+    "mismatch/ess_sequence": Metric("share", "the same over completions, w = exp(their sum of trainer - sampler)"),
     "clip_ratio/low_mean": Metric(
         "share", "tokens with ratio < 1 - epsilon_low and negative advantage, over all updates"
     ),
@@ -74,6 +75,23 @@ TRAINED = {
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
     "memory/peak_gib": Metric("GiB", "peak of the step"),
 }
+# The same sampled tokens under three policies: the engine (noise in), the trainer with the sampler's noise, and the
+# trainer as it trains. Between the first two lies the kernel part, between the last two the noise part.
+SPLIT = {  # only with offpolicy.split and one draw of noise to a step
+    "mismatch/kernel_kl": Metric("nats/token", "mismatch/kl of engine and trainer, same noise in both"),
+    "mismatch/kernel_logp_abs_max": Metric("nats", "mismatch/logp_abs_max of engine and trainer, same noise in both"),
+    "mismatch/kernel_ess": Metric("share", "mismatch/ess of engine and trainer, same noise in both"),
+    "mismatch/noise_kl": Metric("nats/token", "mismatch/kl of the trainer, with the sampler's noise and as it trains"),
+    "mismatch/noise_logp_abs_max": Metric(
+        "nats", "mismatch/logp_abs_max of the trainer, with the sampler's noise and as it trains"
+    ),
+    "mismatch/noise_ess": Metric("share", "mismatch/ess of the trainer, with the sampler's noise and as it trains"),
+}
+WEIGHTED = {  # only with offpolicy.weights other than none
+    "offpolicy/weight_mean": Metric("-", "mean over tokens of the importance weight that multiplied the loss"),
+    "offpolicy/weight_max": Metric("-", "largest importance weight before truncation or masking"),
+    "offpolicy/changed_frac": Metric("share", "tokens whose importance weight was truncated or masked"),
+}
 PENALISED = {  # only with kl.coef > 0
     "kl": Metric(
         "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
@@ -111,11 +129,33 @@ class TokenTable:
 
 
 def of_tokens(table: TokenTable, sampled: bool) -> dict[str, float]:
-    """Metrics of the training pass from its per-token columns; those about the sampler only if there was one."""
+    """Metrics of the training pass from its per-token columns; those about the sampler only if there was one.
+
+    `sequence_gap` has an entry for each completion instead. Without the columns `noisy_logprobs`, or `importance` and
+    `importance_raw`, the metrics of SPLIT or WEIGHTED are left out.
+    """
     found = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not sampled:
         return found
-    return found | mismatch(table["logprobs"], table["sampler_logprobs"])
+    trainer, sampler, names = table["logprobs"], table["sampler_logprobs"], table.names()
+    found |= mismatch(trainer, sampler) | {"mismatch/ess_sequence": effective_share(table["sequence_gap"])}
+    if "noisy_logprobs" in names:
+        parts = {"kernel": (table["noisy_logprobs"], sampler), "noise": (trainer, table["noisy_logprobs"])}
+        for part, (later, earlier) in parts.items():
+            gap = mismatch(later, earlier)
+            found |= {f"mismatch/{part}_{name}": gap[f"mismatch/{name}"] for name in ("kl", "logp_abs_max", "ess")}
+    if "importance" in names:
+        found |= weighting(table["importance"], table["importance_raw"])
+    return found
+
+
+def weighting(used: torch.Tensor, raw: torch.Tensor) -> dict[str, float]:
+    """What importance weights did, before (`raw`) and after their bounds (`used`), both (n,)."""
+    return {
+        "offpolicy/weight_mean": used.mean().item(),
+        "offpolicy/weight_max": raw.max().item(),
+        "offpolicy/changed_frac": (used != raw).double().mean().item(),
+    }
 
 
 def mismatch(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
@@ -126,8 +166,17 @@ def mismatch(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
         "mismatch/kl": (weight - difference - 1).mean().item(),
         "mismatch/logp_abs_mean": difference.abs().mean().item(),
         "mismatch/logp_abs_max": difference.abs().max().item(),
-        "mismatch/ess": (weight.sum().square() / (len(weight) * weight.square().sum())).item(),
+        "mismatch/ess": effective_share(difference),
     }
+
+
+def effective_share(log_weights: torch.Tensor) -> float:
+    """Kish's effective sample size of weights exp(`log_weights`) (n,), as a share of n: 1 if they are equal, least 1/n.
+
+    It does not depend on a common factor, so the largest weight is taken as 1: none can overflow.
+    """
+    weights = (log_weights - log_weights.max()).exp()
+    return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
 
 
 def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int) -> dict[str, float]:

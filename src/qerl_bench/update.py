@@ -19,7 +19,7 @@ from qerl_bench.algo.objective import objective
 from qerl_bench.batch import Batch
 from qerl_bench.config import Experiment, OptimSpec
 from qerl_bench.forensics import NonFinite, first_in_backward, first_in_forward
-from qerl_bench.policy import Policy
+from qerl_bench.policy import Policy, TokenStats
 
 BETAS = (0.9, 0.99)  # as in QeRL's scripts
 
@@ -33,6 +33,7 @@ class Micro:
     teaches: bool  # its gradient can be other than zero
     old: torch.Tensor | None = None  # (B, T) log-probabilities before the first update
     reference: torch.Tensor | None = None  # (B, T) of the base without its adapter
+    importance: torch.Tensor | None = None  # (B, T) old over sampler, bounded
 
 
 class Skipped(Exception):
@@ -120,24 +121,7 @@ def train_on(
     with torch.set_grad_enabled(micro.teaches), seen():
         stats = policy.token_stats(batch.input_ids, batch.mask, temperature, bonus > 0)
     if first:
-        trained, clean = stats.logprobs.detach(), stats
-        micro.old = trained
-        if site == "old":
-            with torch.no_grad(), policy.aqn.trainer():
-                micro.old = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs
-        if site == "trainer":
-            with torch.no_grad():
-                clean = policy.token_stats(batch.input_ids, batch.mask, temperature)
-        if experiment.kl.coef > 0:
-            with torch.no_grad(), policy.without_adapter():
-                micro.reference = policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs
-        measured.tokens.add(
-            batch.mask,
-            logprobs=trained,
-            sampler_logprobs=batch.sampler_logprobs,
-            entropy=clean.entropy,
-            entropy_t1=clean.entropy_t1,
-        )
+        before_updates(experiment, policy, micro, stats, measured.tokens)
     assert micro.old is not None
     terms = Terms(
         logprobs=stats.logprobs,
@@ -145,6 +129,7 @@ def train_on(
         advantages=batch.advantages,
         mask=batch.mask,
         reference_logprobs=micro.reference,
+        importance=micro.importance,
     )
     loss, columns = objective(experiment.algo, experiment.kl, terms, micro.weights)
     if bonus > 0:
@@ -162,11 +147,55 @@ def train_on(
             "old_logprobs": micro.old,
             "logprobs": stats.logprobs.detach(),
         }
+        if micro.importance is not None:
+            tensors["importance"] = micro.importance
         on_nonfinite(NonFinite(what="loss", tensor=where, tensors=tensors))
         raise Skipped
     if micro.teaches:
         with seen():  # gradient checkpointing computes the forward pass again
             loss.backward()
+
+
+@torch.no_grad()
+def before_updates(
+    experiment: Experiment, policy: Policy, micro: Micro, stats: TokenStats, tokens: metrics.TokenTable
+) -> None:
+    """Fix what all updates of `micro` share, and put into `tokens` what is known of the policy before the first.
+
+    `stats` are of the forward pass that trains. Others are made only where an option needs them.
+    """
+    batch, site = micro.batch, experiment.inject.site
+    split = experiment.offpolicy.split and experiment.inject.one_draw and experiment.algo.on_policy
+
+    def forward() -> TokenStats:
+        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
+
+    trained, clean = stats.logprobs.detach(), stats
+    noisy = trained  # of the trainer with the noise that the sampler had
+    if site == "trainer":
+        clean = forward()
+    elif site == "old" or (split and policy.aqn.present):
+        with policy.aqn.trainer():
+            noisy = forward().logprobs
+    micro.old = noisy if site == "old" else trained
+    if experiment.kl.coef > 0:
+        with policy.without_adapter():
+            micro.reference = forward().logprobs
+    tokens.add(
+        batch.mask,
+        logprobs=trained,
+        sampler_logprobs=batch.sampler_logprobs,
+        entropy=clean.entropy,
+        entropy_t1=clean.entropy_t1,
+    )
+    gap = torch.where(batch.mask, (trained - batch.sampler_logprobs).double(), 0.0)
+    tokens.add(batch.mask.any(1), sequence_gap=gap.sum(1))
+    if split:
+        tokens.add(batch.mask, noisy_logprobs=noisy)
+    if experiment.offpolicy.weights != "none":
+        raw = experiment.offpolicy.raw(micro.old, batch.sampler_logprobs, batch.mask)
+        micro.importance = experiment.offpolicy.bounded(raw)
+        tokens.add(batch.mask, importance=micro.importance, importance_raw=raw)
 
 
 class Measured:

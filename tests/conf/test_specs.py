@@ -17,6 +17,7 @@ from qerl_bench.algo.kl import KlPenalty
 from qerl_bench.aqn.injection import Injection
 from qerl_bench.config import CONF_DIR, Experiment, OptimSpec, RolloutSpec, build, compose
 from qerl_bench.errors import BadInput
+from qerl_bench.offpolicy import OffPolicy
 
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
 GROUPS = sorted(path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name not in WHOLE)
@@ -72,12 +73,13 @@ def test_the_root_and_its_class_have_the_same_keys() -> None:
     groups = {folder.name for folder in CONF_DIR.iterdir() if folder.is_dir()} - WHOLE
     assert (set(node) - HYDRA) | groups == _fields(Experiment)
     assert {next(iter(entry)) for entry in node["defaults"] if isinstance(entry, dict)} >= groups
-    for key, spec in (("rollout", RolloutSpec), ("optim", OptimSpec), ("kl", KlPenalty), ("inject", Injection)):
+    specs = {"rollout": RolloutSpec, "optim": OptimSpec, "kl": KlPenalty, "inject": Injection, "offpolicy": OffPolicy}
+    for key, spec in specs.items():
         assert node[key]["_target_"] == f"{spec.__module__}.{spec.__name__}"
         assert set(node[key]) - {"_target_"} == _fields(spec)
 
 
-@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec, KlPenalty])
+@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec, KlPenalty, Injection, OffPolicy])
 def test_the_specs_of_the_root_are_frozen_too(spec: Any) -> None:
     _check_spec(spec)
 

@@ -86,6 +86,7 @@ VARIANTS = {
     "trainer too": ["aqn=cosine", "inject.site=trainer"],
     "old policy": ["recipe=paper"],
     "log, batches": ["aqn=log", "inject.cadence=batch", "inject.batch_prompts=3"],
+    "importance weights": ["aqn=exp", "aqn.sigma_start=0.5", "offpolicy.weights=truncate", "offpolicy.cap=1.01"],
     "fixed error": ["experiment=control/format_error_fixed", "quant=bf16"],
 }
 
@@ -110,7 +111,17 @@ def test_every_variant_resumes_exactly(tmp_path: Path, variant: str) -> None:
     shutil.rmtree(folder / "checkpoints" / "step_000006")
     assert run(tmp_path, *words) == straight
     assert any(record["aqn/sigma_realised"] > 0 for record in straight)
+    if variant == "importance weights":
+        assert any(record["offpolicy/changed_frac"] > 0 for record in straight)
     if variant == "closed loop":
         for before, after in itertools.pairwise(straight):
             assert after["aqn/sigma"] == before["aqn/sigma_next"]
         assert len({record["aqn/sigma"] for record in straight}) == 6
+
+
+def test_a_run_names_the_steps_whose_samples_count_for_few(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bar at 1, which no step with noise reaches."""
+    records = run(tmp_path, "aqn=constant", "aqn.level=0.5", "steps=3", "optim.warmup_steps=1", "offpolicy.warn_ess=1")
+    warned = [record.getMessage() for record in caplog.records if "offpolicy.warn_ess" in record.getMessage()]
+    expected = [f"step {record['step']}: mismatch/ess is {record['mismatch/ess']:.3f}" for record in records]
+    assert len(warned) == 3 and all(line.startswith(start) for line, start in zip(warned, expected, strict=True))

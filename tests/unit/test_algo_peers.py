@@ -4,6 +4,7 @@ TRL's loss is a method of a trainer that needs a model, data and an accelerator;
 just the attributes it reads, and on log-probabilities that are given. The grid covers every loss that both have, the
 KL penalty with and without its ratio, the cap on the ratio, old log-probabilities given or not, accumulation over 1
 and 4 micro-batches, and one, as many, or twice as many micro-batches to a generation. One completion is empty.
+Importance weights are compared on all losses, with accumulation over 4.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from qerl_bench.algo.gspo import Gspo
 from qerl_bench.algo.kl import KlPenalty
 from qerl_bench.algo.objective import objective
 from qerl_bench.algo.rloo import Rloo
+from qerl_bench.offpolicy import OffPolicy
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
@@ -123,6 +125,7 @@ def _theirs(
     rows: list[slice],
     items: list[int],
     old: bool,
+    importance: torch.Tensor | None = None,
 ) -> tuple[float, torch.Tensor]:
     """Loss and gradient of one optimiser step: the sum over its micro-batches, with their generation's tokens."""
     leaf = data["logprobs"].clone().requires_grad_()
@@ -140,6 +143,8 @@ def _theirs(
         }
         if old:
             inputs["old_per_token_logps"] = data["old"][part]
+        if importance is not None:
+            inputs["importance_sampling_ratio"] = importance[part]
         given = (leaf[part], torch.zeros_like(leaf[part]), None)
         trainer._get_per_token_logps_and_entropies = lambda *_, given=given, **__: given
         loss = loss_of(trainer, None, inputs)
@@ -150,7 +155,12 @@ def _theirs(
 
 
 def _ours(
-    algo: Any, kl: KlPenalty, data: dict[str, torch.Tensor], window: slice, old: bool
+    algo: Any,
+    kl: KlPenalty,
+    data: dict[str, torch.Tensor],
+    window: slice,
+    old: bool,
+    importance: torch.Tensor | None = None,
 ) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     leaf = data["logprobs"].clone().requires_grad_()
     terms = Terms(
@@ -159,6 +169,7 @@ def _ours(
         advantages=data["advantages"][window],
         mask=data["mask"][window],
         reference_logprobs=data["reference"][window] if kl.coef else None,
+        importance=None if importance is None else importance[window],
     )
     loss, columns = objective(algo, kl, terms, algo.weights(terms.mask.sum(1)))
     loss.backward()
@@ -208,6 +219,42 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(
     if per_generation == accumulation:
         assert scale == 1.0
     assert old or not any(bool(columns[name].any()) for name in columns if name.startswith("clip_ratio"))
+
+
+@pytest.mark.parametrize("weights", ["truncate", "mask"])
+@pytest.mark.parametrize("kl", KLS[:2], ids=["no-kl", "kl-ratio"])
+@pytest.mark.parametrize(
+    ("algo", "level"),
+    [(algo, level) for algo in (GRPO, DAPO, BNPO, DR_GRPO, GSPO, CISPO) for level in ("token", "sequence")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_importance_weights_enter_the_loss_as_in_trl(
+    grpo_loss: Any, algo: Any, level: str, kl: KlPenalty, weights: str
+) -> None:
+    """TRL's ratio, written out: (B, T), or (B, 1) for sequences; ours is made by the spec. Four micro-batches."""
+    data = _data(seed=8)
+    generator = torch.Generator().manual_seed(9)
+    sampler = data["old"] + 0.5 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    cap, floor = 1.5, 0.6 if weights == "mask" else None
+    spec = OffPolicy(split=False, weights=weights, level=level, cap=cap, floor=floor, warn_ess=0.0)
+    gap = (data["old"] - sampler) * data["mask"]
+    ratio = (gap.sum(1, keepdim=True) if level == "sequence" else gap).exp()
+    bounded = ratio.clamp(max=cap) if floor is None else ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+    assert (bounded != ratio).any() and (bounded == ratio).any()
+
+    rows = [slice(i, i + 4) for i in range(0, ROWS, 4)]
+    items = [int(data["mask"].sum())] * 4
+    if algo.name == "bnpo":
+        algo = replace(algo, chunk=4)
+    trainer = _trainer(algo, kl, 4, 4)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    value, gradient = _theirs(grpo_loss, trainer, data, rows, items, True, bounded)
+    ours = spec.bounded(spec.raw(data["old"], sampler, data["mask"]))
+    found, own, _ = _ours(algo, kl, data, slice(0, ROWS), True, ours)
+    assert found == pytest.approx(value, abs=TOLERANCE)
+    assert (own - gradient).abs().max() < TOLERANCE
+    without, plain, _ = _ours(algo, kl, data, slice(0, ROWS), True)
+    assert abs(without - found) > 1e-3 and (plain - own).abs().max() > 1e-3  # the weights do something
 
 
 def _with_weights(algo: Any, weights: torch.Tensor) -> Any:

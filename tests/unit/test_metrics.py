@@ -116,6 +116,7 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     table = metrics.TokenTable()
     rows: dict[str, list[float]] = {}
+    sequences: list[float] = []
     for part in range(parts):
         shape = (2 + part, 5 - part)
         mask = torch.rand(shape, generator=generator) < 0.6
@@ -126,6 +127,18 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
             for name in ("entropy", "entropy_t1", "logprobs", "sampler_logprobs")
         }
         table.add(mask, **columns)
+        gaps_of_rows = [
+            math.fsum(
+                columns["logprobs"][i, j].item() - columns["sampler_logprobs"][i, j].item()
+                for j in range(shape[1])
+                if mask[i, j]
+            )
+            for i in range(shape[0])
+            if mask[i].any()
+        ]
+        sequences += gaps_of_rows
+        summed = torch.tensor(gaps_of_rows, dtype=torch.float64)
+        table.add(torch.ones(len(summed), dtype=torch.bool), sequence_gap=summed)
         for name, values in columns.items():
             for i in range(shape[0]):
                 rows.setdefault(name, []).extend(float(values[i, j]) for j in range(shape[1]) if mask[i, j])
@@ -139,6 +152,8 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
         "mismatch/logp_abs_mean": math.fsum(abs(gap) for gap in gaps) / count,
         "mismatch/logp_abs_max": max(abs(gap) for gap in gaps),
         "mismatch/ess": math.fsum(weights) ** 2 / (count * math.fsum(w * w for w in weights)),
+        "mismatch/ess_sequence": math.fsum(map(math.exp, sequences)) ** 2
+        / (len(sequences) * math.fsum(math.exp(2 * gap) for gap in sequences)),
     }
     assert metrics.of_tokens(table, sampled=True) == pytest.approx(expected, rel=1e-12, abs=1e-12)
     assert metrics.of_tokens(table, sampled=False) == pytest.approx(
@@ -245,7 +260,7 @@ def sft(
 
 
 def test_the_documented_names_are_those_of_a_sampled_step(sampled: Step) -> None:
-    assert set(sampled.found) == set(metrics.SAMPLED) | set(metrics.TRAINED) | PARTS
+    assert set(sampled.found) == set(metrics.SAMPLED) | set(metrics.TRAINED) | set(metrics.SPLIT) | PARTS
 
 
 def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:
@@ -253,7 +268,15 @@ def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:
 
 
 def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
-    tables = (metrics.SAMPLED, metrics.STEERED, metrics.TRAINED, metrics.PENALISED, metrics.EVALUATED)
+    tables = (
+        metrics.SAMPLED,
+        metrics.STEERED,
+        metrics.TRAINED,
+        metrics.SPLIT,
+        metrics.WEIGHTED,
+        metrics.PENALISED,
+        metrics.EVALUATED,
+    )
     for table in tables:
         assert all(metric.unit and metric.definition for metric in table.values())
     assert sum(map(len, tables)) == len({name for table in tables for name in table})

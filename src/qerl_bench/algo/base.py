@@ -24,6 +24,7 @@ class Terms:
     advantages: torch.Tensor  # (B,)
     mask: torch.Tensor  # (B, T) true on completion tokens
     reference_logprobs: torch.Tensor | None = None  # (B, T) of the base without its adapter, for a KL penalty
+    importance: torch.Tensor | None = None  # (B, T) weight of each token for having been sampled by another policy
 
 
 @dataclass(frozen=True, kw_only=True)

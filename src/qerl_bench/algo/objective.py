@@ -1,4 +1,8 @@
-"""The loss of a micro-batch, put together in one place: weights x (policy term + KL penalty), summed over tokens."""
+"""The loss of a micro-batch, put together in one place.
+
+weights x (importance x policy term + KL penalty), summed over tokens. As in TRL 1.16, the importance weights of
+`offpolicy.py` do not touch the penalty.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ def objective(
     """
     found = algo.token_loss(terms)
     loss, columns = found.loss, found.indicators
+    if terms.importance is not None:
+        loss = loss * terms.importance
     if terms.reference_logprobs is not None:
         estimate = kl.estimate(terms.logprobs, terms.reference_logprobs, terms.mask)
         columns = {**columns, "kl": estimate}

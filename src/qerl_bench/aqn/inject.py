@@ -94,6 +94,11 @@ class Noise:
             require_reached(report, len(self.added))
         return _reporting(self.norms, noisy, report)
 
+    @property
+    def present(self) -> bool:
+        """Whether the sampler's latest scales differ from the clean ones."""
+        return bool(self.added or self.held)
+
     def trainer(self) -> AbstractContextManager[None]:
         """Context in which the trainer computes with the sampler's latest noise; trained scales get gradients."""
         return installed(self.norms, self._noisy())

@@ -45,7 +45,7 @@ class Injection:
             f"inject.batch_prompts must be a whole number of at least 1, got {self.batch_prompts!r}",
         )
         require(
-            self.site == "sampler" or self.cadence in ("run", "step"),
+            self.site == "sampler" or self.one_draw,
             f"inject.site={self.site} repeats the sampler's noise in training, whose micro-batches mix prompts: "
             f"it needs one draw for the whole step, but inject.cadence={self.cadence}. Use inject.cadence=step, or "
             "inject.site=sampler",
@@ -56,6 +56,11 @@ class Injection:
             f"inject.cadence=run keeps one draw for the whole run, so nothing can accumulate: got "
             f"inject.accumulate={self.accumulate}. Use inject.accumulate=none",
         )
+
+    @property
+    def one_draw(self) -> bool:
+        """Whether all prompts of a step share one draw, so that training can repeat it."""
+        return self.cadence in ("run", "step")
 
     def draws(self, prompts: Sequence[Item], drawn: int) -> Iterator[tuple[int, list[Item]]]:
         """The prompts of one step, in order, cut into those that share a draw of noise, each with the draw's number.

@@ -1,0 +1,313 @@
+"""The gap between sampler and trainer: its two parts, the importance weights for it, and the warning."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_bench import metrics
+from qerl_bench.algo.base import Terms
+from qerl_bench.algo.objective import objective
+from qerl_bench.batch import Batch, make_batch
+from qerl_bench.offpolicy import OffPolicy
+from qerl_bench.update import make_optimizer, update
+
+Maker = Callable[..., Any]
+LENGTHS = (4, 1, 9, 6, 3, 12)
+
+
+def _spec(**changed: Any) -> OffPolicy:
+    usual = {"split": True, "weights": "truncate", "level": "token", "cap": 2.0, "floor": None, "warn_ess": 0.5}
+    return OffPolicy(**{**usual, **changed})
+
+
+def _refuse(case: Any) -> None:
+    raise AssertionError(case)
+
+
+def _state(policy: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in policy.trainable])
+
+
+# --- weights by hand -------------------------------------------------------------------------------------------------
+
+# Three completions of 3, 1 and 0 tokens behind a prompt token. Ratios old / sampler: 2, 4, 1/8 and 3.
+MASK = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+RATIOS = torch.tensor([[7.0, 2.0, 4.0, 0.125], [7.0, 3.0, 7.0, 7.0], [7.0, 7.0, 7.0, 7.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"cap": 2.5}, [[1, 2, 2.5, 0.125], [1, 2.5, 1, 1]]),
+        ({"cap": 3.5, "weights": "mask"}, [[1, 2, 0, 0.125], [1, 3, 1, 1]]),
+        ({"cap": 3.5, "weights": "mask", "floor": 0.5}, [[1, 2, 0, 0], [1, 3, 1, 1]]),
+        ({"level": "sequence", "cap": 2.5}, [[1, 1, 1, 1], [1, 2.5, 1, 1]]),  # 2 x 4 / 8 = 1
+        ({"level": "sequence", "cap": 2.5, "weights": "mask"}, [[1, 1, 1, 1], [1, 0, 1, 1]]),
+        ({"level": "sequence", "cap": 3.5, "weights": "mask", "floor": 0.9}, [[1, 1, 1, 1], [1, 3, 1, 1]]),
+    ],
+    ids=str,
+)
+def test_weights_by_hand(changed: dict[str, Any], expected: list[list[float]]) -> None:
+    sampler = -torch.rand(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
+    spec = _spec(**changed)
+    raw = spec.raw(sampler + RATIOS.log(), sampler, MASK)
+    assert spec.bounded(raw).tolist() == [pytest.approx(row) for row in [*expected, [1, 1, 1, 1]]]
+    assert (raw[~MASK] == 1).all()
+    whole = [[1, 1, 1, 1], [1, 3, 1, 1], [1, 1, 1, 1]] if spec.level == "sequence" else torch.where(MASK, RATIOS, 1.0)
+    assert torch.allclose(raw, torch.as_tensor(whole, dtype=torch.float64))
+
+
+def test_the_bounds_themselves_are_kept() -> None:
+    raw = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
+    assert _spec(weights="mask", floor=0.5).bounded(raw).tolist() == [0, 0.5, 1, 2, 0]
+    assert _spec(weights="mask").bounded(raw).tolist() == [0.25, 0.5, 1, 2, 0]
+    assert _spec().bounded(raw).tolist() == [0.25, 0.5, 1, 2, 2]
+
+
+@pytest.mark.parametrize("weights", ["truncate", "mask"])
+def test_weights_too_large_for_numbers_are_bounded_like_any(weights: str) -> None:
+    mask = torch.ones(1, 50, dtype=torch.bool)
+    spec = _spec(level="sequence", weights=weights)
+    raw = spec.raw(torch.zeros(1, 50), torch.full((1, 50), -30.0), mask)  # exp(1500)
+    assert raw.isfinite().all()
+    assert spec.bounded(raw).tolist() == [[2.0 if weights == "truncate" else 0.0] * 50]
+
+
+def test_metrics_of_weights_by_hand() -> None:
+    raw = torch.tensor([2.0, 4.0, 0.5, 3.0], dtype=torch.float64)
+    assert metrics.weighting(raw.clamp(max=2.5), raw) == {
+        "offpolicy/weight_mean": (2 + 2.5 + 0.5 + 2.5) / 4,
+        "offpolicy/weight_max": 4.0,
+        "offpolicy/changed_frac": 0.5,
+    }
+
+
+def test_the_loss_with_weights_by_hand(make_experiment: Maker) -> None:
+    """GRPO, first update (ratio 1): -A w averaged over each completion's tokens, then over completions; then the KL."""
+    experiment = make_experiment("algo=grpo", "kl.coef=0.5", "kl.estimator=k2")
+    old = torch.zeros(3, 4, dtype=torch.float64)
+    leaf = old.clone().requires_grad_()
+    terms = Terms(
+        logprobs=leaf,
+        old_logprobs=old,
+        advantages=torch.tensor([3.0, -2.0, 1.0]).double(),
+        mask=MASK,
+        reference_logprobs=torch.where(MASK, -1.0, 0.0).double(),
+        importance=_spec(cap=2.5).bounded(torch.where(MASK, RATIOS, 1.0)),
+    )
+    loss, _ = objective(experiment.algo, experiment.kl, terms, experiment.algo.weights(MASK.sum(1)))
+    mean = (-3 * (2 + 2.5 + 0.125) / 3 + 2 * 2.5) / 3
+    assert loss.item() == pytest.approx(mean + 0.5 * (0.5 + 0.5) / 3)  # (log p - log p_ref)^2 / 2 = 1/2, not weighted
+    loss.backward()
+    assert leaf.grad is not None
+    assert leaf.grad[0, 2].item() == pytest.approx((-3 * 2.5 + 0.5 * (1 + 0.5)) / 9)  # the KL carries the ratio too
+    assert (leaf.grad[~MASK] == 0).all()
+
+
+# --- a step with noise -----------------------------------------------------------------------------------------------
+
+
+def _world(make_policy: Maker, make_experiment: Maker, *words: str, sigma: float = 0.3) -> tuple[Any, Any, Batch]:
+    """A noisy experiment, its policy, and what an engine with small errors of its own sampled under the noise."""
+    noise = ("aqn=constant", f"aqn.level={sigma}") if sigma else ()
+    words = ("optim.micro_batch=4", "rollout.temperature=0.8", *noise, *words)
+    experiment = make_experiment("quant=nvfp4", *words)
+    policy = make_policy(*words, adapted=True)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (2 + i,), generator=generator).tolist() for i in range(6)]
+    completions = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in LENGTHS]
+    bare = make_batch(prompts, completions, policy.pad_id, policy.device)
+    with torch.no_grad(), policy.aqn.sampler(1, 0):
+        noisy = policy.token_stats(bare.input_ids, bare.mask, 0.8).logprobs
+    engine = torch.where(bare.mask, noisy + 0.1 * torch.randn(noisy.shape, generator=generator), 0.0)
+    advantages = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.0])
+    return experiment, policy, dataclasses.replace(bare, sampler_logprobs=engine, advantages=advantages)
+
+
+def _run(experiment: Any, policy: Any, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
+    optimizer = make_optimizer(policy, experiment.optim)
+    found = update(experiment, policy, optimizer, batch, 1, _refuse)
+    moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in policy.trainable])
+    return found, moments
+
+
+def _loops(later: torch.Tensor, earlier: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    gaps = [float(a) - float(b) for a, b in zip(later[mask], earlier[mask], strict=True)]
+    weights = [math.exp(gap) for gap in gaps]
+    return {
+        "kl": math.fsum(w - gap - 1 for w, gap in zip(weights, gaps, strict=True)) / len(gaps),
+        "logp_abs_max": max(map(abs, gaps)),
+        "ess": math.fsum(weights) ** 2 / (len(gaps) * math.fsum(w * w for w in weights)),
+    }
+
+
+@pytest.mark.parametrize("site", ["sampler", "old", "trainer"])
+def test_the_mismatch_splits_into_kernel_and_noise(make_policy: Maker, make_experiment: Maker, site: str) -> None:
+    experiment, policy, batch = _world(make_policy, make_experiment, f"inject.site={site}")
+    with torch.no_grad():
+        clean = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+        with policy.aqn.sampler(1, 0):
+            noisy = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+    engine, mask = batch.sampler_logprobs, batch.mask
+    trains = noisy if site == "trainer" else clean
+    found, _ = _run(experiment, policy, batch)
+    kernel, noise = _loops(noisy, engine, mask), _loops(trains, noisy, mask)
+    for name in ("kl", "logp_abs_max", "ess"):
+        assert found[f"mismatch/kernel_{name}"] == pytest.approx(kernel[name], rel=1e-3, abs=1e-7)
+        assert found[f"mismatch/noise_{name}"] == pytest.approx(noise[name], rel=1e-3, abs=1e-7)
+        assert found[f"mismatch/{name}"] == pytest.approx(_loops(trains, engine, mask)[name], rel=1e-3, abs=1e-7)
+    if site == "trainer":
+        assert [found[f"mismatch/noise_{name}"] for name in ("kl", "logp_abs_max", "ess")] == [0, 0, 1]
+    else:
+        assert min(noise["kl"], kernel["kl"]) > 1e-3 and abs(noise["kl"] / kernel["kl"] - 1) > 0.1
+    sequences = [float((trains - engine)[row][mask[row]].double().sum()) for row in range(6)]
+    size = math.fsum(map(math.exp, sequences)) ** 2 / (6 * math.fsum(math.exp(2 * gap) for gap in sequences))
+    assert found["mismatch/ess_sequence"] == pytest.approx(size, rel=1e-3) and size < 0.99
+
+
+def test_without_noise_all_mismatch_is_the_kernels(make_policy: Maker, make_experiment: Maker) -> None:
+    experiment, policy, batch = _world(make_policy, make_experiment, sigma=0)
+    found, _ = _run(experiment, policy, batch)
+    for name, nothing in (("kl", 0), ("logp_abs_max", 0), ("ess", 1)):
+        assert found[f"mismatch/noise_{name}"] == nothing
+        assert found[f"mismatch/kernel_{name}"] == found[f"mismatch/{name}"] != nothing
+
+
+@pytest.mark.parametrize(
+    ("words", "sigma", "passes"),
+    [
+        ((), 0.3, 2 * 2),  # two micro-batches, twice
+        (("optim.updates=2",), 0.3, 2 * 2 + 1),  # once more for the micro-batch that teaches
+        (("offpolicy.split=false",), 0.3, 2),
+        ((), 0, 2),
+        (("inject.site=old",), 0.3, 2 * 2),  # this pass is needed anyway
+        (("inject.site=old", "offpolicy.split=false"), 0.3, 2 * 2),
+        (("inject.cadence=group",), 0.3, 2),
+    ],
+    ids=str,
+)
+def test_the_split_costs_one_forward_pass_with_noise_and_none_without(
+    make_policy: Maker,
+    make_experiment: Maker,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    sigma: float,
+    passes: int,
+) -> None:
+    experiment, policy, batch = _world(make_policy, make_experiment, *words, sigma=sigma)
+    seen, plain = [], policy.token_stats
+
+    def watched(*given: Any) -> Any:
+        seen.append(torch.is_grad_enabled())
+        return plain(*given)
+
+    monkeypatch.setattr(policy, "token_stats", watched)
+    found, _ = _run(experiment, policy, batch)
+    assert len(seen) == passes
+    named = {name for name in found if name in metrics.SPLIT}
+    absent = "offpolicy.split=false" in words or "inject.cadence=group" in words
+    assert named == (set() if absent else set(metrics.SPLIT))
+    assert not set(found) & set(metrics.WEIGHTED)
+
+
+@pytest.mark.parametrize("words", [(), ("kl.coef=0.1", "optim.updates=2"), ("algo=rloo",)], ids=str)
+def test_measuring_changes_nothing(make_policy: Maker, make_experiment: Maker, words: tuple[str, ...]) -> None:
+    """Bit for bit the same step, split or not; and without weights, whatever the bounds of weights may be."""
+    results = []
+    for more in ((), ("offpolicy.split=false",), ("offpolicy.cap=1.0", "offpolicy.level=sequence")):
+        experiment, policy, batch = _world(make_policy, make_experiment, *words, *more)
+        found, _ = _run(experiment, policy, batch)
+        results.append(({name: value for name, value in found.items() if name not in metrics.SPLIT}, _state(policy)))
+    (first, state), *others = results
+    for found, other in others:
+        assert found == first and torch.equal(other, state)
+
+
+BOUNDS = pytest.mark.parametrize(
+    "bounds",
+    [
+        (f"offpolicy.weights={weights}", f"offpolicy.level={level}", "offpolicy.cap=1.1", *more)
+        for weights, more in (("truncate", ()), ("mask", ("offpolicy.floor=0.8",)))
+        for level in ("token", "sequence")
+    ],
+    ids=str,
+)
+
+
+@BOUNDS
+@pytest.mark.parametrize("algo", ["grpo", "dapo", "rloo"])
+def test_a_step_with_weights_is_the_same_however_it_is_split(
+    make_policy: Maker, make_experiment: Maker, bounds: tuple[str, ...], algo: str
+) -> None:
+    results = []
+    for size in (6, 1, 4):
+        words = (*bounds, f"algo={algo}", f"optim.micro_batch={size}", "optim.max_grad_norm=1e9")
+        experiment, policy, batch = _world(make_policy, make_experiment, *words)
+        results.append(_run(experiment, policy, batch))
+    (first, moments), *others = results
+    assert 0 < first["offpolicy/changed_frac"] < 1
+    for found, other in others:
+        assert found == pytest.approx(first, rel=1e-4, abs=1e-6)
+        assert torch.allclose(other, moments, rtol=0, atol=2e-6 * float(moments.abs().max()))
+    experiment, policy, batch = _world(make_policy, make_experiment, f"algo={algo}", "optim.max_grad_norm=1e9")
+    _, plain = _run(experiment, policy, batch)
+    assert (plain - moments).abs().max() > 0.01 * moments.abs().max()
+
+
+@BOUNDS
+@pytest.mark.parametrize("site", ["sampler", "old"])
+def test_the_weights_of_a_step_from_scratch(
+    make_policy: Maker, make_experiment: Maker, bounds: tuple[str, ...], site: str
+) -> None:
+    """Of the policy that the ratio divides by, so that weight times ratio is new over sampler at every site."""
+    experiment, policy, batch = _world(make_policy, make_experiment, *bounds, f"inject.site={site}", "optim.updates=2")
+    with torch.no_grad():
+        old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+        if site == "old":
+            with policy.aqn.sampler(1, 0):
+                old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+    raw, used = [], []
+    for row in range(6):
+        gaps = [float(g) for g in (old - batch.sampler_logprobs)[row][batch.mask[row]]]
+        whole = "offpolicy.level=sequence" in bounds
+        weights = [math.exp(math.fsum(gaps))] * len(gaps) if whole else [math.exp(gap) for gap in gaps]
+        raw += weights
+        if "offpolicy.weights=mask" in bounds:
+            used += [w if 0.8 <= w <= 1.1 else 0.0 for w in weights]
+        else:
+            used += [min(w, 1.1) for w in weights]
+    found, _ = _run(experiment, policy, batch)
+    assert {name: found[name] for name in metrics.WEIGHTED} == pytest.approx(
+        {
+            "offpolicy/weight_mean": math.fsum(used) / len(used),
+            "offpolicy/weight_max": max(raw),
+            "offpolicy/changed_frac": sum(u != r for u, r in zip(used, raw, strict=True)) / len(used),
+        },
+        rel=1e-4,
+    )
+    assert found["offpolicy/changed_frac"] > 0
+
+
+# --- the warning -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_few_effective_tokens_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    spec = _spec(warn_ess=0.5)
+    with caplog.at_level(logging.WARNING, logger="qerl_bench"):
+        spec.watch(6, {"mismatch/ess": 0.5})
+        spec.watch(7, {"mismatch/ess": 0.4321})
+        _spec(warn_ess=0.0).watch(8, {"mismatch/ess": 0.001})
+    (record,) = caplog.records
+    assert "step 7: mismatch/ess is 0.432, below offpolicy.warn_ess=0.5" in record.getMessage()
+
+
+def test_the_effective_share_by_hand() -> None:
+    assert metrics.effective_share(torch.log(torch.tensor([1.0, 1.0, 2.0]).double())) == pytest.approx(16 / 18)
+    assert metrics.effective_share(torch.tensor([1000.0, 0.0]).double()) == 0.5  # exp(1000) is no number
