@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -16,6 +16,10 @@ class Batch:
     sampler_logprobs: torch.Tensor  # (B, T) FP32
     advantages: torch.Tensor  # (B,) FP32
     lengths: torch.Tensor  # (B,) prompt + completion tokens
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every field by its name, for a dump."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def micro_batches(self, size: int, among: torch.Tensor) -> list[torch.Tensor]:
         """The rows where `among` (B,) is true as index tensors of at most `size`, of similar length, longest first."""

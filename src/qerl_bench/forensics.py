@@ -1,4 +1,4 @@
-"""What remains of a step that produced NaN or infinity: the offending micro-batch, last metrics, where it began."""
+"""What remains of a step that produced NaN or infinity: the offending batch, last metrics, where it began."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NonFinite:
 
     what: str  # "loss" | "gradient"
     tensor: str
-    tensors: dict[str, torch.Tensor]  # the micro-batch; empty where a gradient was summed over several
+    tensors: dict[str, torch.Tensor]  # the micro-batch of a loss, the whole batch of a gradient
 
 
 def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> str:
@@ -59,10 +59,8 @@ def dump(run: RunDir, step: int, case: NonFinite) -> str:
     """Write nonfinite/step_<step>/ into the run directory and return a sentence that says what was found where."""
     folder = run.path / "nonfinite" / f"step_{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    if case.tensors:
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in case.tensors.items()}, folder / "batch.safetensors"
-        )
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in case.tensors.items()}
+    save_file(tensors, folder / "batch.safetensors")
     last: list[dict[str, Any]] = run.metrics()[-1:]
     report = {"step": step, "what": case.what, "first": case.tensor, "last_metrics": last[0] if last else None}
     write_atomically(folder / "report.json", json.dumps(report, indent=1))

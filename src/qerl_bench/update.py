@@ -76,7 +76,8 @@ def update(
             norm = torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm)
             measured.grad_norms.append(float(norm))
             if not math.isfinite(float(norm)):
-                on_nonfinite(NonFinite(what="gradient", tensor=first_in_backward(policy.model), tensors={}))
+                where = first_in_backward(policy.model)
+                on_nonfinite(NonFinite(what="gradient", tensor=where, tensors=batch.tensors()))
                 raise Skipped
             optimizer.step()
             measured.applied += 1
@@ -137,16 +138,8 @@ def train_on(
     measured.add(loss, columns, batch.mask)
     if not bool(loss.isfinite()):
         where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
-        tensors = {
-            "input_ids": batch.input_ids,
-            "mask": batch.mask,
-            "lengths": batch.lengths,
-            "advantages": batch.advantages,
-            "weights": micro.weights,
-            "sampler_logprobs": batch.sampler_logprobs,
-            "old_logprobs": micro.old,
-            "logprobs": stats.logprobs.detach(),
-        }
+        scored = {"weights": micro.weights, "old_logprobs": micro.old, "logprobs": stats.logprobs.detach()}
+        tensors = batch.tensors() | scored
         if micro.importance is not None:
             tensors["importance"] = micro.importance
         on_nonfinite(NonFinite(what="loss", tensor=where, tensors=tensors))

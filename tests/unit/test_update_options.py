@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -285,6 +284,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(
     optimizer = make_optimizer(policy, experiment.optim)
     found = update(experiment, policy, optimizer, _batch(policy), 1, cases.append)
     assert [case.what for case in cases] == ["gradient"] and cases[0].tensor == f"gradient of {target}"
+    assert torch.equal(cases[0].tensors["input_ids"], _batch(policy).input_ids)
+    assert set(cases[0].tensors) == {"input_ids", "mask", "lengths", "advantages", "sampler_logprobs"}
     assert found["updates_skipped"] == 1 and math.isfinite(found["loss"]) and not math.isfinite(found["grad_norm"])
     assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
     handle.remove()
@@ -319,7 +320,9 @@ def test_what_was_not_finite_is_written_down(
     }
 
 
-def test_a_dump_without_batch_or_metrics(tmp_path: Path) -> None:
+def test_a_dump_before_any_metrics(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [])
-    dump(run, 1, dataclasses.replace(NonFinite(what="gradient", tensor="x", tensors={})))
-    assert [file.name for file in (tmp_path / "nonfinite" / "step_000001").iterdir()] == ["report.json"]
+    dump(run, 1, NonFinite(what="gradient", tensor="x", tensors={"lengths": torch.tensor([3, 2])}))
+    folder = tmp_path / "nonfinite" / "step_000001"
+    assert json.loads((folder / "report.json").read_text())["last_metrics"] is None
+    assert load_file(folder / "batch.safetensors")["lengths"].tolist() == [3, 2]
