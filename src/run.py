@@ -24,7 +24,7 @@ def run(cfg: DictConfig) -> None:
 
 def main() -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us instead of Hydra's own printer
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads sleep: spinning ones starve on a busy machine
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
     register_resolvers()
     sys.argv[1:] = flags_first(sys.argv[1:])
     try:
