@@ -14,6 +14,7 @@ import numpy as np
 
 from qerl_bench.config import require_count
 from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.progress import bar
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 
@@ -47,7 +48,8 @@ class HfEngine:
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         rollouts: list[Rollout] = []
         per_round = max(1, self.max_batch // sampling.samples)
-        for start in range(0, len(prompts), per_round):
+        starts = range(0, len(prompts), per_round)
+        for start in bar(starts, "sampling") if len(starts) > 1 else starts:
             for first in range(0, sampling.samples, self.max_batch):  # more than one round where a group is larger
                 numbers = range(first, min(first + self.max_batch, sampling.samples))
                 rollouts += self._round(prompts[start : start + per_round], numbers, sampling)
