@@ -191,7 +191,8 @@ class Policy:
                     for name, norm in self.norms.items():
                         norm.weight.copy_(scales[f"{name}.weight"])  # type: ignore[operator]
         else:
-            state = load_file(folder / "model" / "model.safetensors")
+            shards = sorted((folder / "model").glob("*.safetensors"))  # one file, or several for a large model
+            state = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
             missing, unexpected = self.model.load_state_dict(state, strict=False)
             assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
 

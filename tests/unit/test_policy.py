@@ -273,6 +273,15 @@ def test_full_parameter_round_trip_is_exact(
     assert fresh.model.lm_head.weight is fresh.model.model.embed_tokens.weight  # still tied
 
 
+def test_full_parameters_in_several_files_round_trip(make_policy: Callable[..., Any], tmp_path: Path) -> None:
+    policy = make_policy("lora=none", quant="bf16")
+    policy.model.save_pretrained(str(tmp_path / "model"), max_shard_size="50KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    fresh = make_policy("lora=none", "model.seed=3", quant="bf16")
+    fresh.load(tmp_path)
+    assert torch.equal(_logits(fresh, [1, 2, 3]), _logits(policy, [1, 2, 3]))
+
+
 def test_full_parameter_training_reaches_every_weight(make_policy: Callable[..., Any]) -> None:
     policy = make_policy("lora=none", quant="bf16")
     assert {id(p) for p in policy.trainable} == {id(p) for p in policy.model.parameters()}
