@@ -1,0 +1,191 @@
+"""The order in which the fused kernels keep 4-bit weights: each lane's tensor-core operand in one 16-byte load.
+
+`repack` makes it once from the tensors of a checkpoint and `unpack` gives those back bit for bit. W (N, K) is padded to
+whole tiles of 16 rows and groups of 256 inputs. Axes: T row tiles, G groups.
+
+**Words**, int32 (T, G, 4, 32, 4): a row tile x 64 inputs ("kt", the third axis) are 512 contiguous bytes, 4 words for
+each of 32 lanes. Word j of lane 4 g + t covers the block of 16 inputs k0 = 256 G + 64 kt + 16 j and holds 8 codes in 4
+pairs, which are registers a0..a3 of a bf16 m16n8k16 (or the warp's part of a wgmma m64nNk16) A fragment:
+
+    pair  row     inputs                        register
+    A     g       k0 + 2t,     k0 + 2t + 1      a0
+    B     g + 8   k0 + 2t,     k0 + 2t + 1      a1
+    C     g       k0 + 8 + 2t, k0 + 8 + 2t + 1  a2
+    D     g + 8   k0 + 8 + 2t, k0 + 8 + 2t + 1  a3
+
+K stays in its natural order, so activations need no shuffle. The first code of each pair lies in the word's low half,
+the second in the high half, in the same bits.
+
+E2M1 (NVFP4, MXFP4): with code = s e1 e0 m, the bits 15..0 of a half are
+
+    15  14  13      12  11      10      9   8   7   6   5   4   3   2   1   0
+    As  Ds  Dm^Cs   Bs  De1^As  De0^Ds  Cs  Ae1 Ae0 Am  Be1 Be0 Bm  Ce1 Ce0 Cm
+
+so that masking with M = 0x81C081C0 leaves a pair as two bf16 numbers, each the code's value x 2^-126:
+
+    A = w & M    B = (w << 3) & M    C = (w << 6) & M
+    D = (((w >> 3) ^ (w >> 7)) & 0x01C001C0) | ((w << 1) & 0x80008000)
+
+(bf16 holds sign, 8 exponent bits, 7 mantissa bits; a code's two exponent bits become the lowest of the exponent.)
+
+NF4: a code is an index 0..15 without structure; pairs A..D are bits 3..0, 7..4, 11..8, 15..12 of each half.
+
+**Scales**, (T, G, 8, 2, S): for row g or g + 8 of the tile, the S scales along the group's 256 inputs.
+
+    nvfp4   uint8, S = 16: the E4M3 byte, sign 0. `byte << 4` is a bf16 number, the scale x 2^-120.
+    mxfp4   uint8, S = 8: the E8M0 byte plus `offset`. `byte << 7` is a bf16 number, 2^(byte - 127).
+    nf4     float32, S = 4: the block's largest magnitude.
+
+For MXFP4 `offset` brings the largest byte of the matrix to 254, because bf16 could not hold 2^(127 - byte + 126) for
+all. A decoded pair times its scale must stay in bf16's range; kernels therefore work with operand x 2^-`exponent` and
+put 2^exponent into the FP32 factor of the whole matrix: nvfp4 multiplies w x 2^-126 by s x 2^118. All of these products
+are exact, but for MXFP4 blocks over 2^120 times smaller than the largest, which lose their last bits.
+
+Padding is code 0 (NF4: 7, also zero) under scale 0 (MXFP4: `offset`). Left out: E4M3 scales that are negative or NaN,
+E8M0 bytes over 252, NF4 rows that blocks of 64 do not divide; no quantizer here writes them and `repack` refuses them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qerl_kernels import e2m1
+
+ROWS = 16  # of a tile
+GROUP = 256  # inputs for which a row's scales lie together
+BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
+MXFP4_LARGEST_BYTE = 252
+_NF4_ZERO = 7
+_CODES_AT_ONCE = 1 << 24  # temporaries are int32
+# Axes of codes in the order of a matrix, (T, row half, g, G, kt, j, input half, t, input parity), and in that of words.
+_TO_WORDS = (0, 3, 4, 2, 7, 5, 1, 6, 8)
+_FROM_WORDS = (0, 6, 3, 1, 2, 5, 7, 4, 8)
+
+
+@dataclass(frozen=True)
+class KernelWeight:
+    """A matrix W (N, K) in the layout of this module; `words` and `scales` share a device."""
+
+    format: str  # a key of BLOCK
+    shape: tuple[int, int]
+    words: torch.Tensor  # int32 (T, G, 4, 32, 4)
+    scales: torch.Tensor  # (T, G, 8, 2, S)
+    offset: int  # added to the bytes of MXFP4, otherwise 0
+
+    @property
+    def exponent(self) -> int:
+        """Kernels compute with operand x 2^-exponent; see the module."""
+        return {"nvfp4": 8, "mxfp4": 126 - self.offset, "nf4": 0}[self.format]
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device | str) -> KernelWeight:
+        return KernelWeight(self.format, self.shape, self.words.to(device), self.scales.to(device), self.offset)
+
+
+def repack(format_name: str, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> KernelWeight:
+    """The kernel layout of a packed W (N, K), `packed` as the format's module makes it; tensor scales are not touched.
+
+    nvfp4, mxfp4: `weight_packed` uint8 (N, K/2) and `weight_scale` (N, K/block). nf4: `weight` uint8 (N*K/2, 1) and
+    `absmax` FP32 (N*K/64,), row-aligned. Raises ValueError for scales that the layout leaves out.
+    """
+    n, k = shape
+    if format_name not in BLOCK:
+        raise ValueError(f"no kernel layout for {format_name!r}; there are {', '.join(BLOCK)}")
+    if k % BLOCK[format_name]:
+        raise ValueError(f"{format_name} needs K divisible by {BLOCK[format_name]}, got {k}")
+    scales, offset = _checked_scales(format_name, packed, shape)
+    tiles, groups = -(-n // ROWS), -(-k // GROUP)
+    per_group = GROUP // BLOCK[format_name]
+    padded = scales.new_full((tiles * ROWS, groups * per_group), offset)
+    padded[:n, : scales.shape[1]] = scales
+    # (T, half, g, G, S) -> (T, G, g, half, S)
+    laid = padded.view(tiles, 2, 8, groups, per_group).permute(0, 3, 2, 1, 4).contiguous()
+
+    codes = packed["weight"].view(n, k // 2) if format_name == "nf4" else packed["weight_packed"]
+    words = codes.new_empty((tiles, groups, 4, 32, 4), dtype=torch.int32)
+    step = max(1, _CODES_AT_ONCE // (ROWS * GROUP * groups))
+    for start in range(0, tiles, step):
+        here = _padded_codes(format_name, codes[start * ROWS : (start + step) * ROWS], groups)
+        split = here.view(-1, 2, 8, groups, 4, 4, 2, 4, 2).permute(_TO_WORDS)
+        words[start : start + step] = _assemble(format_name, split).flatten(3, 4)
+    return KernelWeight(format_name, shape, words, laid, offset)
+
+
+def unpack(weight: KernelWeight) -> dict[str, torch.Tensor]:
+    """What `repack` was given: the packed codes and block scales under their checkpoint names."""
+    n, k = weight.shape
+    tiles, groups = weight.words.shape[:2]
+    scales = weight.scales.permute(0, 3, 2, 1, 4).reshape(tiles * ROWS, -1)[:n, : k // BLOCK[weight.format]]
+    packed = weight.words.new_empty((n, k // 2), dtype=torch.uint8)
+    step = max(1, _CODES_AT_ONCE // (ROWS * GROUP * groups))
+    for start in range(0, tiles, step):
+        split = _take_apart(weight.format, weight.words[start : start + step].unflatten(3, (8, 4)))
+        codes = split.permute(_FROM_WORDS).reshape(-1, groups * GROUP)[: n - start * ROWS, :k]
+        if weight.format == "nf4":
+            codes = codes.view(len(codes), -1, 2).flip(-1).flatten(1)  # the even input is in the high nibble
+        packed[start * ROWS : (start + step) * ROWS] = e2m1.pack_pairs(codes.to(torch.uint8))
+    if weight.format == "nf4":
+        return {"weight": packed.view(-1, 1), "absmax": scales.flatten()}
+    if weight.format == "mxfp4":
+        return {"weight_packed": packed, "weight_scale": scales - weight.offset}
+    return {"weight_packed": packed, "weight_scale": scales.contiguous().view(torch.float8_e4m3fn)}
+
+
+def _checked_scales(
+    format_name: str, packed: dict[str, torch.Tensor], shape: tuple[int, int]
+) -> tuple[torch.Tensor, int]:
+    """Block scales (N, K/block) as they are stored, and what was added to them."""
+    if format_name == "nf4":
+        return packed["absmax"].view(shape[0], -1), 0
+    scales = packed["weight_scale"].view(torch.uint8)
+    largest = int(scales.max())
+    if format_name == "mxfp4":
+        if largest > MXFP4_LARGEST_BYTE:
+            raise ValueError(f"the kernel layout holds E8M0 bytes up to {MXFP4_LARGEST_BYTE}, got {largest}")
+        return scales + (254 - largest), 254 - largest
+    if largest > 0x7E:
+        raise ValueError("the kernel layout holds E4M3 scales from 0 to 448; this weight has a negative one or a NaN")
+    return scales, 0
+
+
+def _padded_codes(format_name: str, rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Packed rows (n, K/2) to codes, int32 (multiple of 16, 256 G)."""
+    codes = e2m1.unpack_pairs(rows)
+    if format_name == "nf4":
+        codes = codes.view(len(codes), -1, 2).flip(-1).flatten(1)
+    n, k = codes.shape
+    fill = _NF4_ZERO if format_name == "nf4" else 0
+    padded = torch.full((-(-n // ROWS) * ROWS, groups * GROUP), fill, dtype=torch.int32, device=rows.device)
+    padded[:n, :k] = codes
+    return padded
+
+
+def _assemble(format_name: str, codes: torch.Tensor) -> torch.Tensor:
+    """Codes (..., row half, input half, parity) to words (...)."""
+    a, c, b, d = codes.flatten(-3, -2).unbind(-2)  # each (..., parity)
+    if format_name == "nf4":
+        halves = a | (b << 4) | (c << 8) | (d << 12)
+    else:
+        (a_sign, a_rest), (b_sign, b_rest) = (a >> 3, a & 7), (b >> 3, b & 7)
+        (c_sign, c_rest), (d_sign, d_rest) = (c >> 3, c & 7), (d >> 3, d & 7)
+        halves = (a_sign << 15) | (a_rest << 6) | (b_sign << 12) | (b_rest << 3) | (c_sign << 9) | c_rest
+        halves |= (d_sign << 14) | (((d_rest & 1) ^ c_sign) << 13)
+        halves |= (((d_rest >> 2) ^ a_sign) << 11) | ((((d_rest >> 1) & 1) ^ d_sign) << 10)
+    low, high = halves.unbind(-1)
+    return low | (high << 16)
+
+
+def _take_apart(format_name: str, words: torch.Tensor) -> torch.Tensor:
+    """Words (...) to codes (..., row half, input half, parity)."""
+    halves = torch.stack((words & 0xFFFF, (words >> 16) & 0xFFFF), dim=-1)
+    if format_name == "nf4":
+        a, b, c, d = ((halves >> shift) & 0xF for shift in (0, 4, 8, 12))
+    else:
+        d_bits = (((halves >> 3) ^ (halves >> 7)) & 0x01C0) | ((halves << 1) & 0x8000)
+        a, b, c, d = (((bits >> 12) & 8) | ((bits >> 6) & 7) for bits in (halves, halves << 3, halves << 6, d_bits))
+    return torch.stack((a, c, b, d), dim=-2).unflatten(-2, (2, 2))
