@@ -1,11 +1,11 @@
 """The order in which the fused kernels keep 4-bit weights: each lane's tensor-core operand in one 16-byte load.
 
 `repack` makes it once from the tensors of a checkpoint and `unpack` gives those back bit for bit. W (N, K) is padded to
-whole tiles of 16 rows and groups of 256 inputs. Axes: T row tiles, G groups.
+whole tiles of 16 rows and 64 inputs, T x C of them; a tile lies together, and those of the same rows behind each other.
 
-**Words**, int32 (T, G, 4, 32, 4): a row tile x 64 inputs ("kt", the third axis) are 512 contiguous bytes, 4 words for
-each of 32 lanes. Word j of lane 4 g + t covers the block of 16 inputs k0 = 256 G + 64 kt + 16 j and holds 8 codes in 4
-pairs, which are registers a0..a3 of a bf16 m16n8k16 (or the warp's part of a wgmma m64nNk16) A fragment:
+**Words**, int32 (T, C, 32, 4): 4 words for each of 32 lanes. Word j of lane 4 g + t covers the block of 16 inputs
+k0 = 64 c + 16 j and holds 8 codes in 4 pairs, which are registers a0..a3 of a bf16 m16n8k16 (or the warp's part of a
+wgmma m64nNk16) A fragment:
 
     pair  row     inputs                        register
     A     g       k0 + 2t,     k0 + 2t + 1      a0
@@ -30,11 +30,11 @@ so that masking with M = 0x81C081C0 leaves a pair as two bf16 numbers, each the 
 
 NF4: a code is an index 0..15 without structure; pairs A..D are bits 3..0, 7..4, 11..8, 15..12 of each half.
 
-**Scales**, (T, G, 8, 2, S): for row g or g + 8 of the tile, the S scales along the group's 256 inputs.
+**Scales**, (T, C, 8, 2, S): for row g, then row g + 8 of the tile, its S scales.
 
-    nvfp4   uint8, S = 16: the E4M3 byte, sign 0. `byte << 4` is a bf16 number, the scale x 2^-120.
-    mxfp4   uint8, S = 8: the E8M0 byte plus `offset`. `byte << 7` is a bf16 number, 2^(byte - 127).
-    nf4     float32, S = 4: the block's largest magnitude.
+    nvfp4   uint8, S = 4: the E4M3 byte, sign 0. `byte << 4` is a bf16 number, the scale x 2^-120.
+    mxfp4   uint8, S = 2: the E8M0 byte plus `offset`. `byte << 7` is a bf16 number, 2^(byte - 127).
+    nf4     float32, S = 1: the block's largest magnitude.
 
 For MXFP4 `offset` brings the largest byte of the matrix to 254, because bf16 could not hold 2^(127 - byte + 126) for
 all. A decoded pair times its scale must stay in bf16's range; kernels therefore work with operand x 2^-`exponent` and
@@ -54,14 +54,14 @@ import torch
 from qerl_kernels import e2m1
 
 ROWS = 16  # of a tile
-GROUP = 256  # inputs for which a row's scales lie together
+INPUTS = 64  # of a tile
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
 MXFP4_LARGEST_BYTE = 252
 _NF4_ZERO = 7
 _CODES_AT_ONCE = 1 << 24  # temporaries are int32
-# Axes of codes in the order of a matrix, (T, row half, g, G, kt, j, input half, t, input parity), and in that of words.
-_TO_WORDS = (0, 3, 4, 2, 7, 5, 1, 6, 8)
-_FROM_WORDS = (0, 6, 3, 1, 2, 5, 7, 4, 8)
+# Axes of codes in the order of a matrix, (T, row half, g, C, j, input half, t, parity), and in that of words.
+_TO_WORDS = (0, 3, 2, 6, 4, 1, 5, 7)
+_FROM_WORDS = (0, 5, 2, 1, 4, 6, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class KernelWeight:
 
     format: str  # a key of BLOCK
     shape: tuple[int, int]
-    words: torch.Tensor  # int32 (T, G, 4, 32, 4)
-    scales: torch.Tensor  # (T, G, 8, 2, S)
+    words: torch.Tensor  # int32 (T, C, 32, 4)
+    scales: torch.Tensor  # (T, C, 8, 2, S)
     offset: int  # added to the bytes of MXFP4, otherwise 0
 
     @property
@@ -99,33 +99,33 @@ def repack(format_name: str, packed: dict[str, torch.Tensor], shape: tuple[int, 
     if k % BLOCK[format_name]:
         raise ValueError(f"{format_name} needs K divisible by {BLOCK[format_name]}, got {k}")
     scales, offset = _checked_scales(format_name, packed, shape)
-    tiles, groups = -(-n // ROWS), -(-k // GROUP)
-    per_group = GROUP // BLOCK[format_name]
-    padded = scales.new_full((tiles * ROWS, groups * per_group), offset)
+    tiles, columns = -(-n // ROWS), -(-k // INPUTS)
+    per_tile = INPUTS // BLOCK[format_name]
+    padded = scales.new_full((tiles * ROWS, columns * per_tile), offset)
     padded[:n, : scales.shape[1]] = scales
-    # (T, half, g, G, S) -> (T, G, g, half, S)
-    laid = padded.view(tiles, 2, 8, groups, per_group).permute(0, 3, 2, 1, 4).contiguous()
+    # (T, half, g, C, S) -> (T, C, g, half, S)
+    laid = padded.view(tiles, 2, 8, columns, per_tile).permute(0, 3, 2, 1, 4).contiguous()
 
     codes = packed["weight"].view(n, k // 2) if format_name == "nf4" else packed["weight_packed"]
-    words = codes.new_empty((tiles, groups, 4, 32, 4), dtype=torch.int32)
-    step = max(1, _CODES_AT_ONCE // (ROWS * GROUP * groups))
+    words = codes.new_empty((tiles, columns, 32, 4), dtype=torch.int32)
+    step = max(1, _CODES_AT_ONCE // (ROWS * INPUTS * columns))
     for start in range(0, tiles, step):
-        here = _padded_codes(format_name, codes[start * ROWS : (start + step) * ROWS], groups)
-        split = here.view(-1, 2, 8, groups, 4, 4, 2, 4, 2).permute(_TO_WORDS)
-        words[start : start + step] = _assemble(format_name, split).flatten(3, 4)
+        here = _padded_codes(format_name, codes[start * ROWS : (start + step) * ROWS], columns)
+        split = here.view(-1, 2, 8, columns, 4, 2, 4, 2).permute(_TO_WORDS)
+        words[start : start + step] = _assemble(format_name, split).flatten(2, 3)
     return KernelWeight(format_name, shape, words, laid, offset)
 
 
 def unpack(weight: KernelWeight) -> dict[str, torch.Tensor]:
     """What `repack` was given: the packed codes and block scales under their checkpoint names."""
     n, k = weight.shape
-    tiles, groups = weight.words.shape[:2]
+    tiles, columns = weight.words.shape[:2]
     scales = weight.scales.permute(0, 3, 2, 1, 4).reshape(tiles * ROWS, -1)[:n, : k // BLOCK[weight.format]]
     packed = weight.words.new_empty((n, k // 2), dtype=torch.uint8)
-    step = max(1, _CODES_AT_ONCE // (ROWS * GROUP * groups))
+    step = max(1, _CODES_AT_ONCE // (ROWS * INPUTS * columns))
     for start in range(0, tiles, step):
-        split = _take_apart(weight.format, weight.words[start : start + step].unflatten(3, (8, 4)))
-        codes = split.permute(_FROM_WORDS).reshape(-1, groups * GROUP)[: n - start * ROWS, :k]
+        split = _take_apart(weight.format, weight.words[start : start + step].unflatten(2, (8, 4)))
+        codes = split.permute(_FROM_WORDS).reshape(-1, columns * INPUTS)[: n - start * ROWS, :k]
         if weight.format == "nf4":
             codes = codes.view(len(codes), -1, 2).flip(-1).flatten(1)  # the even input is in the high nibble
         packed[start * ROWS : (start + step) * ROWS] = e2m1.pack_pairs(codes.to(torch.uint8))
@@ -153,14 +153,14 @@ def _checked_scales(
     return scales, 0
 
 
-def _padded_codes(format_name: str, rows: torch.Tensor, groups: int) -> torch.Tensor:
-    """Packed rows (n, K/2) to codes, int32 (multiple of 16, 256 G)."""
+def _padded_codes(format_name: str, rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """Packed rows (n, K/2) to codes, int32 (multiple of 16, 64 C)."""
     codes = e2m1.unpack_pairs(rows)
     if format_name == "nf4":
         codes = codes.view(len(codes), -1, 2).flip(-1).flatten(1)
     n, k = codes.shape
     fill = _NF4_ZERO if format_name == "nf4" else 0
-    padded = torch.full((-(-n // ROWS) * ROWS, groups * GROUP), fill, dtype=torch.int32, device=rows.device)
+    padded = torch.full((-(-n // ROWS) * ROWS, columns * INPUTS), fill, dtype=torch.int32, device=rows.device)
     padded[:n, :k] = codes
     return padded
 

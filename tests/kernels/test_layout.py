@@ -48,7 +48,7 @@ def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def decoded_by_kernel_rules(weight: layout.KernelWeight) -> torch.Tensor:
-    """Operand x 2^-exponent (T * 16, G * 256) in bfloat16 by the documented masks and shifts and one scale product."""
+    """Operand x 2^-exponent (T * 16, C * 64) in bfloat16 by the documented masks and shifts and one scale product."""
     w = weight.words
     masks = {
         name: torch.tensor(value).int()
@@ -61,20 +61,19 @@ def decoded_by_kernel_rules(weight: layout.KernelWeight) -> torch.Tensor:
         (w << 6) & masks["m"],
         ((right3 ^ right7) & masks["d"]) | ((w << 1) & masks["s"]),
     )
-    tiles, groups = w.shape[:2]
-    out = torch.zeros(tiles, 16, groups, 4, 4, 16, dtype=torch.bfloat16)  # (T, row, G, kt, j, input of the block)
+    tiles, columns = w.shape[:2]
+    out = torch.zeros(tiles, 16, columns, 4, 16, dtype=torch.bfloat16)  # (T, row, C, j, input of the block)
     if weight.format == "nvfp4":
         scales = (weight.scales.int() << 4).to(torch.int16).view(torch.bfloat16) * 2.0**119 * 2.0**119
     else:
         scales = (weight.scales.int() << 7).to(torch.int16).view(torch.bfloat16).repeat_interleave(2, dim=-1)
-    scales = scales.unflatten(-1, (4, 4))  # (T, G, g, half, kt, j)
     for pair, (row_half, input_half) in zip(pairs, ((0, 0), (1, 0), (0, 1), (1, 1)), strict=True):
-        values = pair.contiguous().view(torch.bfloat16).unflatten(-1, (4, 2))  # (T, G, kt, lane, j, parity)
+        values = pair.contiguous().view(torch.bfloat16).unflatten(-1, (4, 2))  # (T, C, lane, j, parity)
         for lane in range(32):
             g, t = divmod(lane, 4)
-            scaled = values[:, :, :, lane] * scales[:, :, g, row_half].unsqueeze(-1)
+            scaled = values[:, :, lane] * scales[:, :, g, row_half].unsqueeze(-1)
             first = 8 * input_half + 2 * t
-            out[:, g + 8 * row_half, :, :, :, first : first + 2] = scaled
+            out[:, g + 8 * row_half, :, :, first : first + 2] = scaled
     return out.flatten(2).flatten(0, 1)
 
 
@@ -103,7 +102,7 @@ def test_nf4_words_hold_plain_nibbles() -> None:
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     scales = nf4.scales(w)
     packed = {"weight": nf4.encode(w, scales), **scales}
-    word = int(layout.repack("nf4", packed, (16, 64)).words[0, 0, 0, 4 * 3 + 2, 1])  # g = 3, t = 2, inputs 16..31
+    word = int(layout.repack("nf4", packed, (16, 64)).words[0, 0, 4 * 3 + 2, 1])  # g = 3, t = 2, inputs 16..31
     codes = packed["weight"].view(16, 32)
     codes = torch.stack((codes >> 4, codes & 0xF), dim=-1).flatten(1)
     for pair, (row, column) in enumerate(((3, 20), (11, 20), (3, 28), (11, 28))):
