@@ -4,10 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test check setup clean
+# The tiny study, all designs of conf/experiment/tiny, the largest first.
+DESIGNS := main $(filter-out main base,$(basename $(notdir $(wildcard conf/experiment/tiny/*.yaml))))
+SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
+
+.PHONY: run study test check setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
+
+# 185 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
+study: $(READY)
+	@for design in $(DESIGNS); do \
+		$(BIN)/python src/run.py -m experiment=tiny/$$design hydra.launcher.slots=$(SLOTS) || { \
+			test $$? -ne 130 || exit 130; failed="$$failed $$design"; }; \
+	done; test -z "$$failed" || { echo "not complete:$$failed; make study repeats the runs that failed"; exit 1; }
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup

@@ -1,0 +1,143 @@
+"""Every point of every design in conf/experiment, expanded by Hydra's own sweeper and composed without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from qerl_bench.config import CONF_DIR, build, compose
+
+ROOT = CONF_DIR.parent
+FOLDERS = ("tiny",)
+DESIGNS = sorted(
+    f"{folder}/{path.stem}"
+    for folder in FOLDERS
+    for path in (CONF_DIR / "experiment" / folder).glob("*.yaml")
+    if path.stem != "base"
+)
+
+PROGRAM = """
+import json, sys
+from hydra import compose as hydra_compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from qerl_bench.config import CONF_DIR, build, compose, register_resolvers
+
+register_resolvers()
+found = {"designs": {}}
+for design in json.load(sys.stdin):
+    chosen = f"experiment={design}"
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
+    words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
+    (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)
+    first = [point for point in points if not {f"seed={n}" for n in range(1, 10)} & set(point)]
+    names = [build(compose(list(point))).name for point in first]
+    found["designs"][design] = {"swept": dict(swept), "size": len(points), "names": names}
+found["modules"] = sorted(sys.modules)
+json.dump(found, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """For every design what it sweeps, how many runs it has, and the names of those of its first seed."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(DESIGNS),
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def names(found: dict[str, Any], designs: Iterable[str]) -> set[str]:
+    return {name for design in designs for name in found["designs"][design]["names"]}
+
+
+def test_composing_them_loads_nothing_heavy(found: dict[str, Any]) -> None:
+    assert not {"torch", "transformers", "peft", "vllm", "wandb", "pandas"} & set(found["modules"])
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_points_of_a_design_are_different_runs(found: dict[str, Any], design: str) -> None:
+    points = found["designs"][design]
+    assert len(set(points["names"])) == len(points["names"])
+    assert points["size"] == len(points["names"]) * len(str(points["swept"].get("seed", 0)).split(","))
+
+
+# --- the tiny study --------------------------------------------------------------------------------------------------
+
+TINY = [design for design in DESIGNS if design.startswith("tiny/")]
+
+
+def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> None:
+    assert {found["designs"][design]["swept"]["seed"] for design in TINY} == {"0,1,2,3,4"}
+    assert len(names(found, TINY)) == 37
+    assert found["designs"]["tiny/main"]["size"] == 80
+
+
+@pytest.mark.parametrize(
+    ("design", "shared"), [("learning_rates", 4), ("schedules", 2), ("ranks", 2), ("algorithms", 2), ("sft", 0)]
+)
+def test_baselines_are_runs_of_main(found: dict[str, Any], design: str, shared: int) -> None:
+    assert len(names(found, [f"tiny/{design}"]) & names(found, ["tiny/main"])) == shared
+
+
+@pytest.mark.parametrize("aqn", ["exp", "linear", "cosine", "log"])
+def test_the_noise_of_the_tiny_study_takes_all_ten_stages(aqn: str) -> None:
+    experiment = build(compose(["experiment=tiny/schedules", "quant=nvfp4", f"aqn={aqn}"]))
+    sigmas = [experiment.aqn.sigma(step, experiment.steps) for step in range(1, experiment.steps + 1)]
+    assert [sigmas.count(sigma) for sigma in dict.fromkeys(sigmas)] == [10] * 10
+    assert sigmas[0] == 0.0
+    assert sigmas[-1] == pytest.approx(5e-4)
+
+
+def test_a_control_is_the_control_of_its_name_but_for_what_tiny_shares() -> None:
+    for control in (CONF_DIR / "experiment" / "control").glob("*.yaml"):
+        if control.stem == "bf16_noise":  # bf16 with aqn=exp, which is a point of tiny/main
+            continue
+        tiny, plain = (
+            compose([f"experiment={name}"]) for name in (f"tiny/control_{control.stem}", f"control/{control.stem}")
+        )
+        base = compose(["experiment=tiny/base"])
+        for key in plain:
+            if key != "name":
+                assert tiny[key] == (base if key in ("steps", "offpolicy") else plain)[key], (control.stem, key)
+
+
+LAUNCHED = """
+import runpy, subprocess, sys
+
+class Started(subprocess.Popen):
+    def __init__(self, command, **options): print("started", *command[2:])
+    def wait(self, timeout=None): return 0
+
+subprocess.Popen = Started
+sys.argv[0] = sys.argv.pop(1)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any], tmp_path: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHED, ROOT / "src" / "run.py", "experiment=tiny/ranks", "-m", f"root={tmp_path}"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    started = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("started")]
+    assert len(started) == 30
+    first = {build(compose(words)).name for words in started if "seed=0" in words}
+    assert first == set(found["designs"]["tiny/ranks"]["names"])
