@@ -9,7 +9,8 @@ from pathlib import Path
 
 from qerl_bench.errors import BadInput, require
 from qerl_bench.results.load import find_runs, load_run
-from qerl_bench.results.noise import interval, matched_temperature, sigma_table
+from qerl_bench.results.noise import matched_temperature, sigma_table
+from qerl_bench.results.stats import interval
 
 
 def main(arguments: list[str] | None = None) -> None:

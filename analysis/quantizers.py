@@ -11,12 +11,9 @@ import pandas as pd
 
 from qerl_bench.errors import BadInput, require
 from qerl_bench.results.load import find_runs, load_run
+from qerl_bench.results.stats import crossed
 
-
-def questions(path: Path) -> pd.DataFrame:
-    """The share of right answers (questions x greedy, sampled) of a run's step 0."""
-    rows = pd.read_parquet(path / "samples.parquet").query("step == 0")
-    return rows.pivot_table(index="question", columns="mode", values="correct", aggfunc="mean").astype(float)
+MODES = ("greedy", "sampled")
 
 
 def compare(runs: list[Path]) -> pd.DataFrame:
@@ -24,18 +21,17 @@ def compare(runs: list[Path]) -> pd.DataFrame:
     found = {}
     for path in runs:
         run = load_run(path)
-        found[run.option("quant.name"), run.option("quantizer.name")] = (
-            questions(path),
-            pd.read_parquet(path / "layers.parquet"),
-        )
+        right = {mode: run.answers(mode)[0] for mode in MODES}  # of each question, before any training
+        found[run.option("quant.name"), run.option("quantizer.name")] = right, pd.read_parquet(path / "layers.parquet")
     rows = []
     for (quant, quantizer), (right, layers) in found.items():
         require((quant, "rtn") in found, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
-        row = {"format": quant, "quantizer": quantizer, "questions": len(right)}
-        for mode in ("greedy", "sampled"):
+        row = {"format": quant, "quantizer": quantizer, "questions": len(right[MODES[0]])}
+        for mode in MODES:
             difference = right[mode] - found[quant, "rtn"][0][mode]
-            row |= {mode: 100 * right[mode].mean(), f"{mode} se": 100 * right[mode].sem()}
-            row |= {f"{mode} - rtn": 100 * difference.mean(), f"{mode} - rtn se": 100 * difference.sem()}
+            for name, values in ((mode, right[mode]), (f"{mode} - rtn", difference)):
+                mean = crossed(values.to_numpy())
+                row |= {name: 100 * mean.mean, f"{name} se": 100 * mean.error}
         row |= {"weight error": layers["relative_error"].mean(), "output error": layers["output_error"].mean()}
         rows.append(row)
     return pd.DataFrame(rows).sort_values(["format", "quantizer"], ignore_index=True)

@@ -216,18 +216,18 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
 
 
-def scientific(cfg: DictConfig) -> dict[str, Any]:
+def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """The resolved part of the config that decides the numbers of a run, its seed left out."""
     keys = [str(key) for key in cfg if key not in UNSCIENTIFIC]
     return {key: plain(cfg, key) for key in sorted(keys)}
 
 
-def plain(cfg: DictConfig, key: str) -> Any:
+def plain(cfg: DictConfig | dict[str, Any], key: str) -> Any:
     value = cfg[key]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def fingerprint(cfg: DictConfig) -> str:
+def fingerprint(cfg: DictConfig | dict[str, Any]) -> str:
     """First 8 hex digits of the SHA-256 of the scientific config: equal for runs that differ in the seed alone."""
     return hashlib.sha256(json.dumps(canonical(scientific(cfg)), sort_keys=True).encode()).hexdigest()[:8]
 

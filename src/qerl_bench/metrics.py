@@ -103,6 +103,12 @@ EVALUATED = {
     "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over sampled completions"),
     "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
 }
+TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED)
+
+
+def definitions() -> dict[str, str]:
+    """Unit and definition of every metric, as a run keeps them: numbers of different definitions must not be mixed."""
+    return {name: f"{metric.unit}: {metric.definition}" for table in TABLES for name, metric in table.items()}
 
 
 LOOP = 8  # tokens in the windows by which a loop is recognised

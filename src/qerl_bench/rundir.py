@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.config import CONF_DIR, UNSCIENTIFIC
 from qerl_bench.errors import BadInput, require
+from qerl_bench.metrics import definitions
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "hydra-core", "lm-eval", "wandb", "numpy")
@@ -224,13 +225,19 @@ def versions() -> dict[str, str | None]:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Code version, packages, machine and command of this process."""
+    """Code version, packages, machine and command of this process, and what its metrics mean.
+
+    `code` is what tells whether two runs came from the same code: commits differ by their documentation too, and a
+    checkout with changes has none.
+    """
     import torch
 
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain")),
+        "code": code_digest(),
+        "metrics": definitions(),
         "python": platform.python_version(),
         "packages": versions(),
         "platform": platform.platform(),
@@ -240,6 +247,18 @@ def environment(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "argv": sys.argv,
     }
+
+
+def code_digest() -> str:
+    """First 12 hex digits of the SHA-256 of this project's Python sources, results/ left out, which only reads runs."""
+    import qerl_kernels
+
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parent, *map(Path, qerl_kernels.__path__)):
+        for file in sorted(package.rglob("*.py")):
+            if "results" not in file.relative_to(package).parts:
+                digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def git(*words: str) -> str | None:

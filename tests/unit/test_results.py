@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from qerl_bench import metrics
 from qerl_bench.errors import BadInput
-from qerl_bench.results.load import find_runs, load_run, tidy
+from qerl_bench.results.collect import write_tidy
+from qerl_bench.results.load import find_runs, load_run, load_runs, tidy
 from qerl_bench.results.table import render, summary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -259,12 +262,116 @@ def load_script(name: str) -> ModuleType:
 
 
 def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write_run(tmp_path / "runs" / name, seed=seed) for seed, name in enumerate("ab")]
+    """A half-written line of a run that goes on is reported and left out, one more run than fits is no matter."""
+    runs = [write_run(tmp_path / "runs" / name, seed=seed, finished=name != "b") for seed, name in enumerate("ab")]
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 4, "rew')
     load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
-    expected = tidy(load_run(run) for run in runs)
+    printed = capsys.readouterr()
+    assert "2 runs, 1 of them unfinished, 44 numbers" in printed.out
+    assert "b: line 6, the last, is half-written and was dropped" in printed.err
+    with pytest.warns(UserWarning, match="half-written"):
+        expected = tidy(load_run(run) for run in runs)
     parquet = pd.read_parquet(tmp_path / "out" / "tidy.parquet")
     pd.testing.assert_frame_equal(parquet, expected)
     text = pd.read_csv(tmp_path / "out" / "tidy.csv", dtype={"fingerprint": str})
     assert list(text.columns) == list(expected.columns)
     assert text["value"].equals(expected["value"]) and text["metric"].tolist() == expected["metric"].tolist()
-    assert "2 runs" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tidy.csv", "tidy.parquet"]
+
+
+def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--metrics", "entropy", "reward/mean"])
+    assert pd.read_parquet(tmp_path / "out" / "tidy.parquet")["metric"].value_counts().to_dict() == {
+        "entropy": 3, "reward/mean": 3,
+        **dict.fromkeys({name for line in LINES for name in line} - {"kind", "step", "entropy", "reward/mean"}, 0),
+    }  # fmt: skip
+
+
+def test_collect_leaves_no_file_behind_when_a_run_is_damaged(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a")
+    with (write_run(tmp_path / "runs" / "b") / "metrics.jsonl").open("a") as file:
+        file.write("[]\n")
+    with pytest.raises(BadInput, match=r"b/metrics\.jsonl, line 6"):
+        load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def environment(folder: Path, **env: object) -> Path:
+    (folder / "env.json").write_text(json.dumps(env))
+    return folder
+
+
+def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(tmp_path: Path) -> None:
+    """The digest of the sources decides, whatever the commit; runs from before it have their commit only."""
+    for name in "abcde":
+        environment(write_run(tmp_path / name), code="1f", commit=name)
+    assert len(load_runs([tmp_path])) == 5
+    environment(write_run(tmp_path / "f"), code="2f", commit="a")
+    environment(write_run(tmp_path / "g"), commit="c0ffee", dirty=True)
+    with pytest.raises(BadInput) as error:
+        load_runs([tmp_path])
+    assert str(error.value).splitlines()[:4] == [
+        "these runs come from 3 versions of the code:",
+        "  code 1f: a, b, c and 2 more",
+        "  code 2f: f",
+        "  code of commit c0ffee with changes: g",
+    ]
+    assert len(load_runs([tmp_path], mixed_code=True)) == 7
+    with pytest.raises(BadInput, match="3 versions"):
+        load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out")])
+    load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
+    assert load_run(tmp_path / "a").device == "unknown"
+
+
+def test_a_metric_with_two_definitions_is_refused_in_any_case(tmp_path: Path) -> None:
+    environment(write_run(tmp_path / "a"), metrics={"loss": "-: x", "entropy": "nats/token: of the sampler"})
+    environment(write_run(tmp_path / "b"), metrics={"entropy": "nats/token: of the trainer", "kl": "-: y"})
+    environment(write_run(tmp_path / "c"), metrics={"entropy": "nats/token: of the sampler", "kl": "-: y"})
+    with pytest.raises(BadInput) as error:
+        load_runs([tmp_path], mixed_code=True)
+    assert str(error.value).splitlines()[:3] == [
+        "entropy means different things in these runs:",
+        "  'nats/token: of the sampler': a, c",
+        "  'nats/token: of the trainer': b",
+    ]
+
+
+def test_answers_are_shares_by_question_and_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    rows = pd.DataFrame(
+        [
+            ("sampled", q, s, c)
+            for s, q, c in [(0, "y", True), (0, "x", False), (9, "x", True), (9, "x", False), (9, "y", True)]
+        ],
+        columns=["mode", "question", "step", "correct"],
+    )
+    rows.to_parquet(folder / "samples.parquet")
+    found = load_run(folder).answers("sampled")
+    assert (found.index.tolist(), found.columns.tolist()) == (["x", "y"], [0, 9])
+    assert found.to_numpy().tolist() == [[0.0, 0.5], [1.0, 1.0]]
+    with pytest.raises(BadInput, match=r"samples\.parquet has no answers with mode=greedy"):
+        load_run(folder).answers("greedy")
+    rows.drop(columns=["correct", "step"]).to_parquet(folder / "samples.parquet")
+    with pytest.raises(BadInput, match=r"a/samples\.parquet has no column correct, step"):
+        load_run(folder).answers("sampled")
+    with pytest.raises(BadInput, match="is missing"):
+        load_run(write_run(tmp_path / "b")).answers("sampled")
+
+
+def test_a_thousand_runs_of_a_thousand_steps_take_less_than_a_minute(tmp_path: Path) -> None:
+    """At the rate of eight of them, in processor time of one core; the best of two, as others use this machine too."""
+    names = [*metrics.SAMPLED, *metrics.TRAINED]
+    lines = [
+        {"kind": "train", "step": step, **{name: 1 / (step + place) for place, name in enumerate(names)}}
+        for step in range(1, 1001)
+    ]
+    paths = [write_run(tmp_path / "runs" / f"run{number}", lines) for number in range(8)]
+
+    def seconds() -> float:
+        start = time.process_time()
+        assert write_tidy(paths, tmp_path / "out", mixed_code=False) == (8, 0, 8 * 1000 * len(names))
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(2)) * 1000 / len(paths) < 60

@@ -16,7 +16,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.errors import BadInput
-from qerl_bench.rundir import RunDir, check_checkpoint, check_run_dir, is_finished, last_checkpoint, write_atomically
+from qerl_bench.rundir import (
+    RunDir,
+    check_checkpoint,
+    check_run_dir,
+    code_digest,
+    is_finished,
+    last_checkpoint,
+    write_atomically,
+)
 
 CFG = OmegaConf.create(
     {
@@ -391,6 +399,22 @@ def test_environment(run: RunDir) -> None:
     assert first["packages"]["torch"] and first["packages"]["hydra-core"] == "1.3.8"
     assert first["argv"] == sys.argv and first["python"].startswith("3.")
     assert first["commit"] is None or len(first["commit"]) == 40
+
+
+def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change in what makes numbers is another version; one in what only reads them is not."""
+    run.write_environment("cpu")
+    first = json.loads((run.path / "env.json").read_text())
+    assert first["code"] == code_digest() and len(first["code"]) == 12
+    assert first["metrics"]["completions/tokens"] == "tokens: completion tokens sampled"
+    read = Path.read_bytes
+
+    def edited(name: str) -> str:
+        monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == name else b""))
+        return code_digest()
+
+    assert edited("nvfp4.py") != first["code"] != edited("update.py")
+    assert edited("stats.py") == first["code"]
 
 
 def test_an_earlier_environment_is_kept(run: RunDir) -> None:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run
+from qerl_bench.results.stats import Mean, crossed
 from qerl_bench.results.style import SPARE_COLOURS, label_axes, legend_above, panels, paper_style
 
 COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", *SPARE_COLOURS, "#7F7F7F")
@@ -65,8 +66,7 @@ def figure(runs: Sequence[Run], smooth: int) -> Figure:
 
 def _row(name: str, group: list[Run]) -> dict[str, Any]:
     changes = np.stack([paired_changes(run) for run in group], axis=1)  # (questions, seeds)
-    by_seed = changes.mean(0)
-    error = math.hypot(_standard_error(changes.mean(1)), _standard_error(by_seed) if len(group) > 1 else 0.0)
+    gain = crossed(changes)
     entropies = [run.series("train", "entropy").to_numpy() for run in group]
     greedy = [run.series("eval", "eval/accuracy_greedy").to_numpy() for run in group]
     sampled = [run.series("eval", "eval/accuracy_sampled").to_numpy() for run in group]
@@ -76,10 +76,10 @@ def _row(name: str, group: list[Run]) -> dict[str, Any]:
         "steps": max(run.last_step for run in group),
         "start": np.mean([values[0] for values in greedy]),
         "final": np.mean([values[-1] for values in greedy]),
-        "gain": by_seed.mean(),
-        "gain_se": error,
-        "gain_z": _quotient(by_seed.mean(), error),
-        "worst_z": min(_quotient(seed.mean(), _standard_error(seed)) for seed in changes.T),
+        "gain": gain.mean,
+        "gain_se": gain.error,
+        "gain_z": _quotient(gain),
+        "worst_z": min(_quotient(crossed(seed)) for seed in changes.T),
         "sampled_final": np.mean([values[-1] for values in sampled]),
         "entropy_first": np.mean([values[0] for values in entropies]),
         "entropy_last": np.mean([values[-1] for values in entropies]),
@@ -88,17 +88,11 @@ def _row(name: str, group: list[Run]) -> dict[str, Any]:
 
 def paired_changes(run: Run) -> np.ndarray:
     """For each held-out question, sorted, correct after training minus correct before, greedy: (questions,)."""
-    samples = pd.read_parquet(run.path / "samples.parquet", columns=["mode", "question", "step", "correct"])
-    greedy = samples.loc[samples["mode"] == "greedy"].sort_values(by="question")
-    step, correct = np.asarray(greedy["step"]), np.asarray(greedy["correct"], dtype=float)
-    require(step.min() < step.max(), f"{run.path} was not evaluated before and after training: run it with eval=task")
-    return correct[step == step.max()] - correct[step == step.min()]
+    answers = run.answers("greedy")
+    require(answers.shape[1] > 1, f"{run.path} was not evaluated before and after training: run it with eval=task")
+    return (answers.iloc[:, -1] - answers.iloc[:, 0]).to_numpy()
 
 
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-def _quotient(gain: float, error: float) -> float:
+def _quotient(gain: Mean) -> float:
     """0 where nothing changed; infinite where every question changed alike."""
-    return gain / error if error > 0 else math.copysign(math.inf, gain) if gain != 0 else 0.0
+    return gain.mean / gain.error if gain.error > 0 else math.copysign(math.inf, gain.mean) if gain.mean != 0 else 0.0

@@ -1,13 +1,14 @@
 """Finished (or still running) runs as tables: the one way that figures, tables and notebooks read a run directory.
 
 Everything comes from the files inside a run: nothing is recovered from a directory's name or from log text, and no
-service is asked. Left out on purpose: rollouts.jsonl and samples.parquet, which few readers need.
+service is asked. Left out on purpose: rollouts.jsonl, which few readers need.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,17 +17,26 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.config import fingerprint
 from qerl_bench.errors import BadInput, require
+from qerl_bench.results.versions import refuse_mixed
 
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
 IDENTITY = ("run", *OPTIONS, "seed", "lr", "fingerprint", "finished")
 MEASURED = ("kind", "step", "metric", "value")
-NUMERIC = {"lora_rank", "seed", "lr", "finished", "step", "value"}  # the other columns are categories
+TEXT = pa.dictionary(pa.int32(), pa.string())
+NUMERIC = {
+    "lora_rank": "int64",
+    "seed": "int64",
+    "lr": "float64",
+    "finished": "bool",
+    "step": "int64",
+    "value": "float64",
+}
+SCHEMA = pa.schema([(name, NUMERIC.get(name, TEXT)) for name in (*IDENTITY, *MEASURED)])  # the others are categories
 NUMBERS = {int, float, bool, type(None)}
 REMEDY = "Repair or remove this line, or leave the run out"
 
@@ -36,11 +46,13 @@ class Run:
     """One run. `metrics` is long: kind (category), step, metric (category), value; one row per number written.
 
     A null in metrics.jsonl, which stands for a non-finite number, is a row with value NaN; a number that was never
-    written has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while unfinished.
+    written has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while unfinished, and
+    `environment`, the content of env.json, if there is no such file.
     """
 
     path: Path
     config: dict[str, Any]
+    environment: dict[str, Any]
     finished: bool
     done: dict[str, Any]
     metrics: pd.DataFrame
@@ -48,6 +60,17 @@ class Run:
     @property
     def name(self) -> str:
         return self.option("name")
+
+    @property
+    def code(self) -> str:
+        """What tells the version of the code that made this run: see `rundir.environment`."""
+        env = self.environment
+        return str(env.get("code") or f"of commit {env.get('commit')}{' with changes' if env.get('dirty') else ''}")
+
+    @property
+    def device(self) -> str:
+        """Where it ran: the name of the GPU, cpu, or unknown."""
+        return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
 
     @property
     def last_step(self) -> int:
@@ -81,7 +104,7 @@ class Run:
             "task": self.option("task.name"),
             "seed": self.option("seed"),
             "lr": float(self.option("optim.lr")),
-            "fingerprint": fingerprint(OmegaConf.create(self.config)),
+            "fingerprint": fingerprint(self.config),
             "finished": self.finished,
         }
 
@@ -89,6 +112,20 @@ class Run:
         """One metric indexed by step, in order of steps; empty if it was never written."""
         rows = self.metrics.loc[(self.metrics["kind"] == kind) & (self.metrics["metric"] == metric)]
         return pd.Series(rows["value"].to_numpy(), index=rows["step"].to_numpy(), name=metric).sort_index()
+
+    def answers(self, mode: str) -> pd.DataFrame:
+        """Share of right answers to each held-out question, sorted: index question, a column for each evaluated step.
+
+        `mode` is greedy or sampled. Raises BadInput if samples.parquet lacks a column, or has no row of this mode.
+        """
+        path = self.path / "samples.parquet"
+        require(path.is_file(), f"{path} is missing: its held-out answers were not kept. Run it with eval=task")
+        rows = pd.read_parquet(path)
+        lacking = sorted({"mode", "question", "step", "correct"} - set(rows.columns))
+        require(not lacking, f"{path} has no column {', '.join(lacking)}: leave the run out, or run it again")
+        chosen = rows[rows["mode"] == mode]
+        require(not chosen.empty, f"{path} has no answers with mode={mode}: leave the run out, or run it again")
+        return chosen.pivot_table(index="question", columns="step", values="correct", aggfunc="mean").astype(float)
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Path]:
@@ -111,10 +148,21 @@ def find_runs(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(found)
 
 
-def load_run(path: str | os.PathLike[str]) -> Run:
+def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False) -> list[Run]:
+    """Every run at or below `folders`, for a comparison: the one way for figures and tables to read several runs.
+
+    Raises BadInput as `load_run` and `refuse_mixed` do.
+    """
+    runs = [load_run(path) for folder in folders for path in find_runs(folder)]
+    refuse_mixed(runs, mixed_code)
+    return runs
+
+
+def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
     """Read one run directory. Raises BadInput for a damaged file, naming it and the line.
 
-    A run without done.json may still be written to: its half-written last line is dropped with a warning.
+    A run without done.json may still be written to: its half-written last line is dropped with a warning. Without
+    `metrics` that table stays empty, and the rest is read in a millisecond.
     """
     path = Path(path)
     for name in ("config.yaml", "metrics.jsonl"):
@@ -123,64 +171,68 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     return Run(
         path=path,
         config=_read_config(path / "config.yaml"),
+        environment=_read_object(path / "env.json") if (path / "env.json").is_file() else {},
         finished=finished,
-        done=_read_done(path / "done.json") if finished else {},
-        metrics=_read_metrics(path / "metrics.jsonl", finished),
+        done=_read_object(path / "done.json") if finished else {},
+        metrics=_read_metrics(path / "metrics.jsonl", finished) if metrics else _long({}, {}),
     )
 
 
 def tidy(runs: Iterable[Run]) -> pd.DataFrame:
     """The long table of several runs: the columns IDENTITY, then MEASURED; text columns are categories.
 
-    Raises BadInput if two folders hold a run of the same name, since their rows could not be told apart.
+    Raises BadInput if two folders hold a run of the same name, or if a metric has several definitions.
     """
     runs = list(runs)
     require(bool(runs), "no runs to put in a table: pass at least one")
-    folders: dict[str, Path] = {}
-    for run in runs:
-        require(
-            run.name not in folders,
-            f"the run {run.name} is there twice, in {folders.get(run.name)} and {run.path}: pass only one of them",
-        )
-        folders[run.name] = run.path
+    refuse_mixed(runs, mixed_code=True)
+    return pa.concat_tables([tidy_rows(run) for run in runs]).unify_dictionaries().to_pandas()
 
-    owner = np.repeat(np.arange(len(runs)), [len(run.metrics) for run in runs])
-    identities = pd.DataFrame([run.identity() for run in runs], columns=list(IDENTITY))
-    columns: dict[str, Any] = {}
-    for name in IDENTITY:
-        values = identities[name]
-        columns[name] = values.to_numpy()[owner] if name in NUMERIC else pd.Categorical(values).take(owner)
-    for name in MEASURED:
-        parts: list[Any] = [run.metrics[name] for run in runs]
-        if name in NUMERIC:
-            columns[name] = np.concatenate([part.to_numpy() for part in parts])
-        else:
-            columns[name] = pd.api.types.union_categoricals(parts)
-    return pd.DataFrame(columns)
+
+def tidy_rows(run: Run) -> pa.Table:
+    """The rows of one run in the long table; text columns are dictionaries."""
+    same = np.zeros(len(run.metrics), np.int32)
+    columns: dict[str, Any] = {
+        name: pa.DictionaryArray.from_arrays(same, pa.array([value])) for name, value in run.identity().items()
+    }
+    return pa.table(columns | {name: pa.array(run.metrics[name]) for name in MEASURED}).cast(SCHEMA)
+
+
+class _Loader(yaml.CSafeLoader):
+    """YAML as OmegaConf reads it, 1e-5 being a number, by the parser that is written in C."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"),
+    list("-+0123456789."),
+)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        text = path.read_text()
+        config = yaml.load(text, _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not a resolved config: {error}") from error
+    require("${" not in text, f"{path} is not a resolved config: it refers to other keys with ${{...}}")
     require(isinstance(config, dict) and bool(config), f"{path} is empty or no mapping: it must hold the run's config")
-    assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}
 
 
-def _read_done(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        done = json.loads(path.read_bytes())
+        read = json.loads(path.read_bytes())
     except ValueError as error:
         raise BadInput(f"{path} is not JSON ({error}): delete it, and run the same command again to finish") from error
-    require(isinstance(done, dict), f"{path} must hold one JSON object: delete it, and run the same command again")
-    return done
+    require(isinstance(read, dict), f"{path} must hold one JSON object: delete it, and run the same command again")
+    return read
 
 
 def _read_metrics(path: Path, finished: bool) -> pd.DataFrame:
     """Lines with the same kind and keys form a matrix, so no number is handled by itself."""
     lines = path.read_bytes().split(b"\n")
+    decode = json.JSONDecoder().decode
     last = max((number for number, line in enumerate(lines, start=1) if line.strip()), default=0)
     steps: dict[tuple[str, ...], list[int]] = {}
     values: dict[tuple[str, ...], list[list[float | None]]] = {}
@@ -189,7 +241,7 @@ def _read_metrics(path: Path, finished: bool) -> pd.DataFrame:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = decode(line.decode())
         except ValueError as error:
             if number == last and not finished:
                 warnings.warn(f"{path.parent}: line {number}, the last, is half-written and was dropped", stacklevel=3)
@@ -220,15 +272,29 @@ def _checked(record: Any, where: str) -> tuple[str, int]:
 
 def _long(steps: dict[tuple[str, ...], list[int]], values: dict[tuple[str, ...], list[list[Any]]]) -> pd.DataFrame:
     """The matrices (lines, metrics) laid end to end, metric by metric, in the order in which they first appear."""
-    parts: dict[str, list[Any]] = {"kind": [], "step": [], "metric": [], "value": []}
+    kinds = list(dict.fromkeys(kind for kind, *_ in values))
+    names = list(dict.fromkeys(name for _, *metrics in values for name in metrics))
+    place = {name: code for code, name in enumerate(names)}
+    parts: list[tuple[np.ndarray, ...]] = [
+        (np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0))
+    ]
     for (kind, *metrics), rows in values.items():
         matrix = np.array(rows, dtype=np.float64).reshape(len(rows), len(metrics))
-        parts["kind"].append(np.full(matrix.size, kind, dtype=object))
-        parts["step"].append(np.tile(np.array(steps[(kind, *metrics)], dtype=np.int64), len(metrics)))
-        parts["metric"].append(np.repeat(np.array(metrics, dtype=object), len(rows)))
-        parts["value"].append(np.where(np.isfinite(matrix), matrix, np.nan).ravel(order="F"))
-    columns: dict[str, Any] = {}
-    for name, dtype in {"kind": "str", "step": "int64", "metric": "str", "value": "float64"}.items():
-        joined = pd.Series(np.concatenate(parts[name]) if parts[name] else [], dtype=dtype)
-        columns[name] = joined.astype("category") if dtype == "str" else joined
-    return pd.DataFrame(columns)
+        codes = np.array([place[name] for name in metrics], np.int32)
+        parts.append(
+            (
+                np.full(matrix.size, kinds.index(kind), np.int32),
+                np.tile(np.array(steps[(kind, *metrics)], dtype=np.int64), len(metrics)),
+                np.repeat(codes, len(rows)),
+                np.where(np.isfinite(matrix), matrix, np.nan).ravel(order="F"),
+            )
+        )
+    kind, step, metric, value = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return pd.DataFrame(
+        {
+            "kind": pd.Categorical.from_codes(kind, pd.Index(kinds, dtype="str")),
+            "step": step,
+            "metric": pd.Categorical.from_codes(metric, pd.Index(names, dtype="str")),
+            "value": value,
+        }
+    )

@@ -7,8 +7,7 @@ random numbers, so the spread between seeds cancels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -17,39 +16,11 @@ from matplotlib.figure import Figure
 
 from qerl_bench.errors import BadInput, require
 from qerl_bench.results.load import Run
+from qerl_bench.results.stats import interval
 from qerl_bench.results.style import FORMAT_COLOURS, colour, label_axes, legend_above, panels, paper_style
 
-# 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; the last one serves beyond them.
-T975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
 MEASURED = ("entropy", "entropy_clean", "accuracy", "mismatch/kl", "mismatch/ess")
 HELD_OUT = "eval/accuracy_sampled"
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds and the half-width of its 95 % interval, NaN for a single seed."""
-
-    mean: float
-    half: float
-    n: int
-
-    @property
-    def excludes_zero(self) -> bool:
-        return abs(self.mean) > self.half
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean and 95 % interval of independent numbers, one per seed."""
-    n = len(values)
-    require(n >= 1, "an interval needs at least one run")
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Interval(mean, math.nan, 1)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    return Interval(mean, T975[min(n - 1, len(T975)) - 1] * deviation / math.sqrt(n), n)
 
 
 def sigma_table(runs: Iterable[Run], step: int) -> pd.DataFrame:

@@ -1,0 +1,196 @@
+"""Every statistic of this project, as pure functions of arrays: how sure is a number that came from a few seeds?
+
+Means and paired differences come with Student's t, whose assumptions are few and whose intervals are honest for five
+seeds; what has no such form (interquartile means, profiles) is resampled. Functions that draw random numbers are given
+their generator. Resampling, interquartile mean, profiles and probability of improvement follow Agarwal et al. 2021,
+"Deep reinforcement learning at the edge of the statistical precipice". Left out: tests by rank or sign, which five
+seeds can never bring below p = 0.06.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from qerl_bench.errors import require
+
+LEVEL = 0.95  # of every interval
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean, its standard error and their degrees of freedom; `n` is the number of seeds, or of what was repeated.
+
+    The error is NaN where nothing was repeated. With n = 1 and an error, that error is of the questions alone.
+    """
+
+    mean: float
+    error: float
+    df: float
+    n: int
+
+    @property
+    def half(self) -> float:
+        """Half the width of the 95 % interval of Student's t."""
+        return float(stats.t.ppf((1 + LEVEL) / 2, self.df)) * self.error if self.error > 0 else self.error
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+    @property
+    def excludes_zero(self) -> bool:
+        return abs(self.mean) > self.half
+
+    def p_above(self, bound: float) -> float:
+        """One-sided p-value of the hypothesis that the true mean is `bound` or less; NaN without an error."""
+        if self.error == 0:
+            return float(self.mean <= bound)
+        return float(stats.t.sf((self.mean - bound) / self.error, self.df))
+
+    def p_below(self, bound: float) -> float:
+        """One-sided p-value of the hypothesis that the true mean is `bound` or more."""
+        return Mean(-self.mean, self.error, self.df, self.n).p_above(-bound)
+
+    def p_within(self, margin: float) -> float:
+        """p-value of the hypothesis that the true mean lies at least `margin` from 0: both one-sided tests in one."""
+        return max(self.p_above(-margin), self.p_below(margin))
+
+    def p_outside(self, margin: float) -> float:
+        """One-sided p-value, doubled for the choice of side, of the hypothesis that it lies within `margin` of 0."""
+        return min(1.0, 2 * min(self.p_above(margin), self.p_below(-margin)))
+
+
+def interval(values: Sequence[float] | np.ndarray) -> Mean:
+    """Mean of independent numbers, one per seed. With a single one the error is NaN. Raises BadInput without any."""
+    found = np.asarray(values, dtype=float)
+    require(found.size >= 1, "an interval needs at least one run")
+    error = _standard_error(found) if found.size > 1 else math.nan
+    return Mean(math.fsum(found) / found.size, error, found.size - 1, found.size)
+
+
+def crossed(values: np.ndarray) -> Mean:
+    """Mean of numbers (questions, seeds), or (questions,) of one seed; for paired comparisons, of differences.
+
+    The variance is the sum of that between questions, averaged over seeds, and that between seeds, averaged over
+    questions: a little too wide, as either holds a share of what is left. Degrees of freedom after Welch and
+    Satterthwaite. With one seed the questions alone count.
+    """
+    table = values.reshape(len(values), -1).astype(float)  # (questions, seeds)
+    require(len(table) > 1, f"a comparison by question needs at least two questions, got {len(table)}")
+    parts = [
+        (_standard_error(means) ** 2, len(means) - 1) for means in (table.mean(1), table.mean(0)) if len(means) > 1
+    ]
+    variance = sum(part for part, _ in parts)
+    spread = sum(part**2 / df for part, df in parts)
+    return Mean(float(table.mean()), math.sqrt(variance), variance**2 / spread if spread else 1.0, table.shape[1])
+
+
+def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """p-values (m,) adjusted for having been asked together (Holm 1979); NaN, for what was not tested, stays NaN."""
+    p = np.asarray(p_values, dtype=float)
+    adjusted = np.full(p.shape, np.nan)
+    tested = np.flatnonzero(~np.isnan(p))
+    order = tested[np.argsort(p[tested], kind="stable")]
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
+    return adjusted
+
+
+# --- several runs of several tasks -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A statistic of the data and its percentile interval over resamples; arrays if the statistic is one."""
+
+    value: Any
+    low: Any
+    high: Any
+
+
+def interquartile_mean(scores: np.ndarray) -> float:
+    """Mean of the middle half of all scores, whatever their shape. Needs several tasks, or many runs, to mean much."""
+    return float(stats.trim_mean(scores.ravel(), 0.25))
+
+
+def stratified_bootstrap(
+    scores: Sequence[np.ndarray],
+    statistic: Callable[..., Any],
+    generator: np.random.Generator,
+    draws: int = 2000,
+    level: float = LEVEL,
+) -> Resampled:
+    """Interval of `statistic(*scores)`; each array is (runs, tasks), and runs are drawn anew within each task.
+
+    For a paired comparison give the array of differences, and runs stay in their pairs.
+    """
+    require(draws >= 1, f"draws must be at least 1, got {draws}")
+    tables = [table.reshape(len(table), -1) for table in scores]
+    resampled = []
+    for _ in range(draws):
+        rows = [generator.integers(len(table), size=table.shape) for table in tables]
+        resampled.append(statistic(*(np.take_along_axis(t, row, axis=0) for t, row in zip(tables, rows, strict=True))))
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return Resampled(statistic(*tables), low, high)
+
+
+def probability_of_improvement(scores: np.ndarray, others: np.ndarray) -> float:
+    """P(a run of `scores` beats one of `others` on the same task), ties counting half; both (runs, tasks)."""
+    difference = scores.reshape(len(scores), 1, -1) - others.reshape(1, len(others), -1)  # (runs, others' runs, tasks)
+    return float((np.sign(difference) / 2 + 0.5).mean())
+
+
+def performance_profile(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """Share of all runs and tasks whose score is above each threshold: (thresholds,), falling from 1 to 0."""
+    return (scores.reshape(-1, 1) > thresholds).mean(0)
+
+
+# --- learning curves -------------------------------------------------------------------------------------------------
+
+
+def area_under_curve(steps: np.ndarray, values: np.ndarray) -> float:
+    """Mean height of a curve over its steps (trapezoids), in units of its values; points that are NaN are left out."""
+    known = ~np.isnan(values)
+    steps, values = steps[known], values[known]
+    require(len(steps) > 0, "the area under a curve needs at least one number")
+    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0])) if len(steps) > 1 else float(values[0])
+
+
+def steps_to_threshold(steps: np.ndarray, values: np.ndarray, threshold: float, window: int) -> float:
+    """The first step at which the mean of the last `window` values reaches `threshold`; infinite if none does."""
+    means = np.convolve(values, np.ones(window) / window, mode="valid") if len(values) >= window else np.array([])
+    reached = np.flatnonzero(means >= threshold)
+    return float(steps[reached[0] + window - 1]) if len(reached) else math.inf
+
+
+# --- what may be compared --------------------------------------------------------------------------------------------
+
+
+def missing_seeds(settings: Mapping[str, Collection[int]]) -> dict[str, list[int]]:
+    """For each setting the seeds that another one has and it has not; settings that lack none are left out."""
+    wanted = {seed for seeds in settings.values() for seed in seeds}
+    lacking = {name: sorted(wanted.difference(seeds)) for name, seeds in settings.items()}
+    return {name: seeds for name, seeds in lacking.items() if seeds}
+
+
+def require_complete(settings: Mapping[str, Collection[int]]) -> None:
+    """Raise BadInput with the list of missing runs unless every setting has the same seeds."""
+    missing = [f"{name} seed={','.join(map(str, seeds))}" for name, seeds in missing_seeds(settings).items()]
+    require(
+        not missing,
+        f"the grid is incomplete, and a comparison of what is there would be one of different seeds. Missing: "
+        f"{'; '.join(missing)}. Run these, or leave their seeds out everywhere",
+    )
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) / math.sqrt(len(values))

@@ -1,0 +1,196 @@
+"""The statistics against closed forms, hand computation, scipy's own tests, and numbers recorded from rliable."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from qerl_bench.errors import BadInput
+from qerl_bench.results.stats import (
+    area_under_curve,
+    crossed,
+    holm,
+    interquartile_mean,
+    interval,
+    missing_seeds,
+    performance_profile,
+    probability_of_improvement,
+    require_complete,
+    steps_to_threshold,
+    stratified_bootstrap,
+)
+
+PEER: dict[str, Any] = json.loads((Path(__file__).parents[1] / "assets" / "rliable.json").read_text())
+X, Y, TAUS = (np.array(PEER[name]) for name in ("x", "y", "taus"))
+
+
+# --- recorded from rliable 1.2.0 -------------------------------------------------------------------------------------
+
+
+def test_point_estimates_are_those_of_rliable() -> None:
+    assert interquartile_mean(X) == pytest.approx(PEER["iqm"]["x"], abs=1e-12)
+    assert interquartile_mean(Y) == pytest.approx(PEER["iqm"]["y"], abs=1e-12)
+    assert probability_of_improvement(X, Y) == pytest.approx(PEER["probability_of_improvement"], abs=1e-12)
+    assert performance_profile(X, TAUS) == pytest.approx(np.array(PEER["profile"]), abs=1e-12)
+
+
+def test_bootstrap_intervals_are_those_of_rliable_up_to_resampling() -> None:
+    """Both sides drew at random: their ends of an interval of width 0.05 to 0.3 agree to a few thousandths."""
+    for scores, name in ((X, "x"), (Y, "y")):
+        for statistic, key in ((interquartile_mean, "iqm"), (np.mean, "mean")):
+            found = stratified_bootstrap([scores], statistic, np.random.default_rng(0), draws=4000)
+            assert found.value == pytest.approx(PEER[key][name])
+            assert [found.low, found.high] == pytest.approx(PEER[f"{key}_interval"][name], abs=3e-3)
+    found = stratified_bootstrap([X, Y], probability_of_improvement, np.random.default_rng(0), draws=4000)
+    assert [found.low, found.high] == pytest.approx(PEER["probability_interval"], abs=0.015)
+
+
+def test_bands_of_performance_profiles_are_those_of_rliable() -> None:
+    found = stratified_bootstrap([X], lambda x: performance_profile(x, TAUS), np.random.default_rng(0), draws=3000)
+    assert np.abs(np.stack([found.low, found.high]) - np.array(PEER["profile_interval"])).max() <= 1 / 24  # one score
+
+
+# --- resampling, in closed form --------------------------------------------------------------------------------------
+
+
+def test_bootstrap_of_a_mean_has_its_known_variance() -> None:
+    """Within a task of n runs the resampled mean varies by s^2 / n with s^2 over n; tasks are independent."""
+    scores = np.random.default_rng(1).normal(size=(8, 5))
+    means: list[float] = []
+    stratified_bootstrap([scores], lambda x: means.append(x.mean()) or 0.0, np.random.default_rng(2), draws=20_000)
+    expected = math.sqrt((scores.var(0) / 8).sum()) / 5
+    assert np.std(means) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_task_without_spread_has_no_interval_and_strata_do_not_mix() -> None:
+    found = stratified_bootstrap([np.array([[0.0, 1.0]] * 3)], np.mean, np.random.default_rng(0), draws=50)
+    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_the_same_generator_gives_the_same_interval_and_another_does_not() -> None:
+    first, again, other = (
+        stratified_bootstrap([X], interquartile_mean, np.random.default_rng(seed), draws=100) for seed in (3, 3, 4)
+    )
+    assert first == again != other
+
+
+def test_probability_of_improvement_by_hand() -> None:
+    assert probability_of_improvement(np.array([1.0, 2.0]), np.array([0.0, 1.0, 3.0])) == pytest.approx(3.5 / 6)
+    assert probability_of_improvement(X, X) == 0.5
+
+
+# --- means, differences and tests ------------------------------------------------------------------------------------
+
+
+def test_an_interval_is_that_of_scipy() -> None:
+    values = np.array([0.3, -0.1, 0.5, 0.2, 0.4])
+    found, peer = interval(values), scipy_stats.ttest_1samp(values, 0.0)
+    assert [found.low, found.high] == pytest.approx([*peer.confidence_interval(0.95)])
+    assert 2 * found.p_above(0.0) == pytest.approx(peer.pvalue)
+    assert found.p_above(0.1) == pytest.approx(scipy_stats.ttest_1samp(values, 0.1, alternative="greater").pvalue)
+    assert found.p_below(0.1) == pytest.approx(1 - found.p_above(0.1))
+    lower = scipy_stats.ttest_1samp(values, -0.6, alternative="greater").pvalue
+    upper = scipy_stats.ttest_1samp(values, 0.6, alternative="less").pvalue
+    assert found.p_within(0.6) == pytest.approx(max(lower, upper))
+    assert found.p_outside(0.05) == pytest.approx(
+        2 * scipy_stats.ttest_1samp(values, 0.05, alternative="greater").pvalue
+    )
+
+
+def test_a_single_seed_has_no_interval() -> None:
+    found = interval([0.7])
+    assert (found.mean, found.n) == (0.7, 1)
+    assert math.isnan(found.half) and math.isnan(found.p_above(0.0)) and not found.excludes_zero
+
+
+def test_without_any_spread_the_interval_is_a_point() -> None:
+    found = interval([0.5] * 4)
+    assert (found.low, found.high, found.p_above(0.4), found.p_above(0.5)) == (0.5, 0.5, 0.0, 1.0)
+
+
+def test_crossed_by_hand() -> None:
+    """Questions have means 0, 1 and 2 over seeds (s^2 = 1, so 1/3), seeds 1/3 and 5/3 (s^2 = 8/9, so 4/9)."""
+    found = crossed(np.array([[-1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]))
+    assert (found.mean, found.n) == (1.0, 2)
+    assert found.error == pytest.approx(math.sqrt(1 / 3 + 4 / 9))
+    assert found.df == pytest.approx((7 / 9) ** 2 / ((1 / 3) ** 2 / 2 + (4 / 9) ** 2 / 1))
+
+
+def test_crossed_with_one_seed_is_the_interval_over_questions() -> None:
+    values = np.array([0.0, 1.0, 0.0, -1.0, 1.0])
+    found, questions = crossed(values), interval(values)
+    assert (found.mean, found.n) == (pytest.approx(questions.mean), 1)
+    assert (found.error, found.df) == (pytest.approx(questions.error), pytest.approx(questions.df))
+
+
+def test_crossed_covers_a_true_mean() -> None:
+    """Effects of questions, of seeds, and their interaction are drawn anew 400 times; the truth is 0."""
+    generator = np.random.default_rng(7)
+    hits = 0
+    for _ in range(400):
+        parts = generator.normal(size=(40, 1)), 0.3 * generator.normal(size=(1, 5)), generator.normal(size=(40, 5))
+        hits += not crossed(sum(parts, np.zeros((40, 5)))).excludes_zero
+    assert 0.93 <= hits / 400 <= 0.995
+
+
+def test_one_question_is_refused() -> None:
+    with pytest.raises(BadInput, match="at least two questions"):
+        crossed(np.zeros((1, 5)))
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]).tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    adjusted = holm([0.02, math.nan, 0.5])
+    assert adjusted[[0, 2]].tolist() == pytest.approx([0.04, 0.5]) and math.isnan(adjusted[1])
+    assert holm([]).tolist() == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_lies_between_the_raw_and_bonferronis_p_and_keeps_their_order(p: list[float]) -> None:
+    adjusted = holm(p)
+    assert (adjusted >= np.array(p)).all() and (adjusted <= np.minimum(1.0, np.array(p) * len(p) + 1e-12)).all()
+    assert (np.diff(adjusted[np.argsort(p, kind="stable")]) >= 0).all()
+
+
+def test_holm_keeps_false_claims_below_the_level_where_single_tests_do_not() -> None:
+    """Ten claims without any truth to them, 500 times: in how many of these families is at least one called proven?"""
+    generator = np.random.default_rng(0)
+    p = np.array([[interval(generator.normal(size=5)).p_above(0.0) for _ in range(10)] for _ in range(500)])
+    assert (p.min(1) < 0.05).mean() > 0.3
+    assert np.mean([holm(family).min() < 0.05 for family in p]) < 0.08
+
+
+# --- curves and grids ------------------------------------------------------------------------------------------------
+
+
+def test_area_under_curve_by_hand() -> None:
+    steps = np.array([1, 2, 4])
+    assert area_under_curve(steps, np.array([0.0, 1.0, 1.0])) == pytest.approx((0.5 + 2.0) / 3)
+    assert area_under_curve(steps, np.array([1.0, math.nan, 3.0])) == 2.0
+    assert area_under_curve(steps[:1], np.array([0.7])) == 0.7
+    with pytest.raises(BadInput):
+        area_under_curve(steps, np.full(3, math.nan))
+
+
+def test_steps_to_threshold_by_hand() -> None:
+    steps, values = np.arange(1, 7), np.array([0.0, 0.9, 0.0, 0.5, 0.7, 0.9])
+    assert steps_to_threshold(steps, values, 0.5, 1) == 2
+    assert steps_to_threshold(steps, values, 0.5, 2) == 5  # (0.5 + 0.7) / 2; one lucky step is not enough
+    assert steps_to_threshold(steps, values, 0.95, 1) == math.inf
+    assert steps_to_threshold(steps, values, 0.0, 7) == math.inf
+
+
+def test_an_incomplete_grid_is_refused_with_the_missing_runs() -> None:
+    settings = {"nvfp4 exp": [0, 1, 2], "bf16 none": [0, 2], "nf4 none": [3]}
+    assert missing_seeds(settings) == {"nvfp4 exp": [3], "bf16 none": [1, 3], "nf4 none": [0, 1, 2]}
+    with pytest.raises(BadInput, match="nvfp4 exp seed=3; bf16 none seed=1,3; nf4 none seed=0,1,2"):
+        require_complete(settings)
+    require_complete({"a": [0, 1], "b": (1, 0)})
