@@ -47,11 +47,15 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """`total` is what the algorithm optimises; `parts` are its addends before weighting, each in [0, 1]."""
+    """`total` is what the algorithm optimises; `parts` are its addends before weighting, each in [0, 1].
+
+    `answer` is the answer that was judged, in a form that is the same for every way to write it; None: none was found.
+    """
 
     total: float
     correct: bool
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.task.answers import answer_block, parse_number, same_number, well_formed
-from qerl_bench.task.reward import judge_number
+from qerl_bench.task.answers import parse_number, same_number
+from qerl_bench.task.extract import ANSWER_FORMATS, extract, well_formed
+from qerl_bench.task.judge import Judge
+
+JUDGE = Judge(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 
 # (gold, answer, are they the same number?)
 TRAPS = [
@@ -51,6 +54,22 @@ TRAPS = [
     ("18", "\u00a018\u00a0eggs\n", True),
     ("18", "36/2", True),
     ("18", "1.8e1", True),
+    ("18", "$18$", True),
+    ("18", "\\$18.00", True),
+    ("18", "18 \\text{ dollars}", True),
+    ("18", "\\text{18}", True),
+    ("18", "18\\,\\mathrm{cm}", True),
+    ("18", "\\frac{36}{2}", True),
+    ("-0.5", "-\\dfrac{1}{2}", True),
+    ("1000", "1{,}000", True),
+    ("1000", "1,\\!000", True),
+    ("1.5", "1\\frac{1}{2}", False),
+    ("5.5", "1\\frac{1}{2}", False),  # 11/2 to a careless reader
+    ("0.5", "\\frac12", False),
+    ("5", "5 \\text{ million}", False),
+    ("18", "3\\cdot6", False),
+    ("18", "\\sqrt{324}", False),
+    ("18", "**18**", False),  # emphasis is taken off where the answer is found
     ("18", "17.999999999999999999999", False),  # equal as floats
     ("0.1", "0.1000000000000000055511151231257827", False),  # equal as floats
     ("9007199254740993", "9007199254740992", False),  # equal as floats
@@ -128,7 +147,7 @@ TRAPS = [
 def test_trap_table(gold: str, answer: str, same: bool) -> None:
     assert same_number(gold, answer) is same
     assert same_number(answer, gold) is same
-    assert judge_number(gold, f"<think>x</think><answer>{answer}</answer>", 1.0, 0.2).correct is same
+    assert JUDGE.reward(gold, f"<think>x</think><answer>{answer}</answer>").correct is same
 
 
 def test_what_is_read_wrong_is_no_number_at_all() -> None:
@@ -175,93 +194,27 @@ def test_hostile_text_is_refused_at_once(text: str) -> None:
     assert time.process_time() - start < 0.5
 
 
-@pytest.mark.parametrize(
-    ("completion", "block"),
-    [
-        ("<think>a</think><answer>18</answer>", "18"),
-        ("<think>a</think>\n\n<answer>\n 18 \n</answer> \n", "18"),
-        ("<answer>18</answer>", "18"),
-        ("So it is <answer>18</answer>", "18"),
-        ("Hm. <think>a</think> Thus <answer>18</answer>", "18"),
-        ("<think>a</think><answer></answer>", ""),
-        ("a</think><answer>18</answer>", "18"),  # the chat template opened the thinking
-        ("<answer>5</answer></think><answer>18</answer>", "18"),
-        ("<think><answer>5</answer></think><answer>18</answer>", "18"),
-        ("<think>write <answer> later</think><answer>18</answer>", "18"),
-        ("", None),
-        ("18", None),
-        ("<think>18</think>", None),
-        ("<think>a</think>18", None),
-        ("<think>a <answer>18</answer></think>", None),
-        ("<think>a <answer>18</answer>", None),
-        ("<think>a</think><answer>18", None),
-        ("<think>a</think>18</answer>", None),
-        ("<think>a</think></answer>18<answer>", None),
-        ("<think>a</think><answer>18</answer>.", None),
-        ("<think>a</think><answer>18</answer><think>b</think>", None),
-        ("<think>a</think><answer>18</answer><answer>18</answer>", None),
-        ("<answer>15</answer><think>a</think><answer>18</answer>", None),
-        ("<think>a</think><answer>15<answer>18</answer>", None),
-        ("<think>a</think><answer>18</answer></answer>", None),
-        ("<think>a</think></answer><answer>18</answer>", None),
-        ("<think>a</think><think>b</think><answer>18</answer>", None),
-        ("<think>a<think>b</think></think><answer>18</answer>", None),
-        ("<think>a<think>b</think><answer>18</answer>", None),
-        ("<answer>15 <think>a</think><answer>18</answer>", None),
-        ("15</answer> <think>a</think><answer>18</answer>", None),
-        ("<think>a</think>b</think><answer>18</answer>", None),
-        ("<answer><think>a</think>18</answer>", None),
-        ("<answer>1<think>a</think>8</answer>", None),
-        ("<think>a</think><Answer>18</Answer>", None),
-        ("<think>a</think>< answer >18</ answer >", None),
-    ],
-)
-def test_answer_block(completion: str, block: str | None) -> None:
-    assert answer_block(completion) == block
-
-
-@pytest.mark.parametrize(
-    ("completion", "formed"),
-    [
-        ("<think>a</think><answer>18</answer>", True),
-        (" \n<think>a\nb</think>\n\n<answer> 18 </answer>\n", True),
-        ("<think></think><answer></answer>", True),
-        ("<think>1 < 2</think><answer>no number</answer>", True),
-        ("", False),
-        ("<answer>18</answer>", False),
-        ("<think>a</think>", False),
-        ("a</think><answer>18</answer>", False),
-        ("<answer>18</answer><think>a</think>", False),
-        ("x<think>a</think><answer>18</answer>", False),
-        ("<think>a</think>x<answer>18</answer>", False),
-        ("<think>a</think><answer>18</answer>x", False),
-        ("<think>a</think><answer>18</answer><answer>18</answer>", False),
-        ("<think>a</think><think>b</think><answer>18</answer>", False),
-        ("<think>a <answer>5</answer></think><answer>18</answer>", False),
-        ("<think>a<answer>18</think></answer>", False),
-        ("<think>a</think><answer>18", False),
-    ],
-)
-def test_well_formed(completion: str, formed: bool) -> None:
-    assert well_formed(completion) is formed
-
-
 def test_an_unreadable_gold_answer_is_never_matched() -> None:
-    assert not judge_number("eighteen", "<think>a</think><answer>eighteen</answer>", 1.0, 0.2).correct
+    assert not JUDGE.reward("eighteen", "<think>a</think><answer>eighteen</answer>").correct
+    assert not JUDGE.readable("eighteen") and JUDGE.readable("$18")
     assert not same_number("eighteen", "eighteen")
 
 
-pieces = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "18", " ", "-", "$", ",000", ".5", "/", "e9"])
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+pieces = st.sampled_from(
+    [*TAGS, *("18", " ", "-", "$", ",000", ".5", "/", "e9"), *("####", "\\boxed{", "{", "}", "\\", "A:", "**", "\n")]
+)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(pieces, max_size=10).map("".join) | st.text(max_size=40))
 def test_any_text_is_judged_without_an_error(text: str) -> None:
-    block = answer_block(text)
-    number = parse_number(text if block is None else block)
-    assert number is None or isinstance(number, Fraction)
-    if well_formed(text):
-        assert block is not None
+    for answer_format in ANSWER_FORMATS:
+        found = extract(text, answer_format)
+        number = parse_number(text if found is None else found)
+        assert number is None or isinstance(number, Fraction)
+        if well_formed(text, answer_format):
+            assert found is not None
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,8 +11,8 @@ import pytest
 
 from qerl_bench.errors import BadInput
 from qerl_bench.records import Prompt
-from qerl_bench.task.answers import answer_block, well_formed
 from qerl_bench.task.arithmetic import Arithmetic
+from qerl_bench.task.extract import answer_block, well_formed
 
 SHARES = {"guess": 0.25, "hasty": 0.35, "careful": 0.4}
 
@@ -25,6 +25,7 @@ def _task(**changed: Any) -> Arithmetic:
         "max_start": 20,
         "max_operand": 9,
         "max_completion_tokens": 48,
+        "answer_format": "tags",
         "correct_weight": 1.0,
         "format_weight": 0.2,
         "procedures": SHARES,
@@ -204,7 +205,7 @@ def test_demonstrations_mix_the_procedures_in_their_shares() -> None:
             prompt, completion = demonstration.prompt, demonstration.completion
             name = _procedure(_question(prompt), completion)
             counts[name] += 1
-            assert well_formed(completion)
+            assert well_formed(completion, "tags")
             reward = task.reward(prompt, completion)
             right = answer_block(completion) == prompt.answer  # a hasty one may be right by luck (... + 3 - 3)
             assert reward.total == pytest.approx(1.2 if right else 0.2)

@@ -1,10 +1,10 @@
-"""What a completion answers, read strictly and exactly; shared by every task whose answer is a number.
+"""The number that a text states, read strictly and exactly: `task.equality=numeric`.
 
 A lenient reader turns into reward that the policy did not earn (comparing first characters makes 15 a match for 18),
-a literal one withholds reward that it did ("$18", "18.0" and "1,000" are right answers too). So the block is found by
-strict rules, the number in it is read as an exact fraction, and whatever is ambiguous is wrong. Left out on purpose:
-LaTeX, Markdown, expressions, mixed numbers ("1 1/2"), words before the number, and spelled-out numbers. Nothing here
-raises on any text, and the work is linear in its length.
+a literal one withholds reward that it did ("$18", "18.0" and "1,000" are right answers too). So the number is read as
+an exact fraction, and whatever is ambiguous is wrong. Left out on purpose: LaTeX beyond the few ways to set a single
+number, expressions, mixed numbers ("1 1/2"), words before the number, and spelled-out numbers. Nothing here raises on
+any text, and the work is linear in its length.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-THINK, END_THINK, ANSWER, END_ANSWER = "<think>", "</think>", "<answer>", "</answer>"
-TAGS = (THINK, END_THINK, ANSWER, END_ANSWER)
-
 MAX_LENGTH = 200  # characters; a longer text is no number (and Python refuses integers of thousands of digits)
 MAX_EXPONENT = 100  # of ten, either way; beyond it "1e1000000000" would take gigabytes to write out
 
-_TAG = re.compile("|".join(TAGS))
+# How LaTeX sets one number: 1{,}000 and 1,\!000, \frac{1}{2} (behind no digit), 18\text{ cm}, 18\,cm, $18$.
+_LATEX = (
+    (re.compile(r"\{,\}|,\\!"), ","),
+    (re.compile(r"(?<![0-9.,])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}"), r"\1/\2"),
+    (re.compile(r"\\(?:text|textbf|mathrm)\{([^{}\\]*)\}"), r"\1"),
+    (re.compile(r"\\[,; ]|~"), " "),
+    (re.compile(r"^\$([^$]*)\$$"), r"\1"),
+)
 
 # ASCII digits only. In "0,123" the comma must be a decimal one, so a leading zero takes no thousands separator.
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
@@ -39,49 +43,13 @@ _NUMBER_WORD = re.compile(
 )
 
 
-def answer_block(completion: str) -> str | None:
-    """The text of the completion's one answer block, surrounding whitespace removed, or None if it has no such block.
-
-    A completion answers if it holds exactly one `<answer>...</answer>` pair outside its think block and only whitespace
-    after it. Tags are matched to the letter. In particular:
-
-    - two answer blocks are no answer, whether or not they agree; so is a block that is never closed;
-    - tags inside the think block are thoughts: they neither answer nor spoil the answer that follows;
-    - thinking is optional, but a think block must be closed, and comes at most once, before the answer;
-    - `</think>` without `<think>` ends thinking that the chat template opened: everything before it is thought.
-    """
-    before, _, rest = completion.rpartition(END_THINK)
-    preamble, opened, thoughts = before.partition(THINK)
-    if END_THINK in before or THINK in thoughts or THINK in rest:
-        return None
-    if opened and (ANSWER in preamble or END_ANSWER in preamble):
-        return None
-    lead, _, body = rest.partition(ANSWER)
-    text, closed, after = body.partition(END_ANSWER)
-    if not closed or after.strip() or ANSWER in text or END_ANSWER in lead:
-        return None
-    return text.strip()
-
-
-def well_formed(completion: str) -> bool:
-    """The format reward: one think block, then one answer block, each tag once, and nothing else but whitespace.
-
-    What the blocks hold is not judged; an answer may be wrong or empty and still be well formed.
-    """
-    text = completion.strip()
-    if tuple(_TAG.findall(text)) != TAGS or not text.startswith(THINK) or not text.endswith(END_ANSWER):
-        return False
-    between = text[text.index(END_THINK) + len(END_THINK) : text.index(ANSWER)]
-    return not between.strip()
-
-
 def parse_number(text: str) -> Fraction | None:
     """The one number that `text` states, exactly, or None if it states none, several, or an ambiguous one.
 
     Read: an optional sign (+, -, U+2212), an optional currency sign ($ € £ ¥ ₹, before or after the sign), then an
     integer, a decimal or a ratio of integers, thousands separators in well-formed groups of three, an exponent of ten
     up to MAX_EXPONENT; then units in words, a percent, degree or currency sign, a final full stop. A percent sign is a
-    unit: "18%" is 18.
+    unit: "18%" is 18. The same set in LaTeX: \\frac{1}{2}, 1{,}000, 18\\text{ cm}, $18$.
 
     Refused: any further digit ("18-20", "10:30", "18 m2", "1,00"), any numeric character that is not an ASCII digit
     ("½", "18 m²", other scripts' digits), words that change the value ("5 million", "18k", "3 and a half"), words
@@ -90,6 +58,8 @@ def parse_number(text: str) -> Fraction | None:
     text = text.replace("\u2212", "-").strip()
     if len(text) > MAX_LENGTH or any(letter.isnumeric() and not letter.isascii() for letter in text):
         return None
+    for pattern, plain in _LATEX:
+        text = pattern.sub(plain, text).strip()
     sign = _SIGN.match(text)
     assert sign is not None  # every part of the pattern is optional
     if sign["before"] and sign["after"]:

@@ -15,7 +15,7 @@ from qerl_bench.errors import require
 from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.seeding import derive
 from qerl_bench.task.base import INSTRUCTION
-from qerl_bench.task.reward import judge_number
+from qerl_bench.task.judge import Judge
 
 PROCEDURES = ("guess", "hasty", "careful")
 HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out split
@@ -31,6 +31,7 @@ class Arithmetic:
     max_start: int
     max_operand: int
     max_completion_tokens: int
+    answer_format: str
     correct_weight: float
     format_weight: float
     procedures: dict[str, float]
@@ -51,11 +52,7 @@ class Arithmetic:
             type(self.max_completion_tokens) is int and self.max_completion_tokens >= 1,
             f"task.max_completion_tokens must be at least 1, got {self.max_completion_tokens!r}",
         )
-        require(
-            0 < self.correct_weight < float("inf") and 0 <= self.format_weight < float("inf"),
-            "task needs a finite correct_weight > 0 and format_weight >= 0, "
-            f"got correct_weight={self.correct_weight}, format_weight={self.format_weight}",
-        )
+        self.judge.check()
         shares = self.procedures
         require(
             set(shares) == set(PROCEDURES) and min(shares.values()) >= 0 and sum(shares.values()) > 0,
@@ -82,7 +79,11 @@ class Arithmetic:
         ]
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        return judge_number(prompt.answer, completion, self.correct_weight, self.format_weight)
+        return self.judge.reward(prompt.answer, completion)
+
+    @property
+    def judge(self) -> Judge:
+        return Judge.of(self, "numeric")
 
     def _prompt(self, chain: Chain) -> Prompt:
         messages = ({"role": "system", "content": INSTRUCTION}, {"role": "user", "content": chain.question})

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from qerl_bench.errors import BadInput, require
 from qerl_bench.records import Demonstration, Prompt, Reward
-from qerl_bench.task.answers import parse_number, well_formed
+from qerl_bench.task.answers import parse_number
 from qerl_bench.task.base import INSTRUCTION
 from qerl_bench.task.datafile import read_rows, training_rows
-from qerl_bench.task.reward import judge_number
+from qerl_bench.task.extract import MARKER, well_formed
+from qerl_bench.task.judge import Judge
 
-MARKER = "####"
 _ANNOTATION = re.compile(r"<<[^<>]*>>")  # calculator calls such as <<48/2=24>>, meant for a tool that is not used here
 
 
@@ -45,6 +45,7 @@ class Gsm8k:
     train_file: str | None
     eval_file: str | None
     max_completion_tokens: int
+    answer_format: str
     correct_weight: float
     format_weight: float
 
@@ -58,11 +59,7 @@ class Gsm8k:
             isinstance(self.max_completion_tokens, int) and self.max_completion_tokens >= 1,
             f"task.max_completion_tokens must be a whole number from 1, got {self.max_completion_tokens}",
         )
-        require(
-            0 < self.correct_weight < float("inf") and 0 <= self.format_weight < float("inf"),
-            "task needs a finite correct_weight > 0 and format_weight >= 0, "
-            f"got correct_weight={self.correct_weight}, format_weight={self.format_weight}",
-        )
+        self.judge.check()
 
     def check(self) -> None:
         """Load both splits; raise BadInput for malformed rows or if a training question is in the test split too."""
@@ -94,7 +91,11 @@ class Gsm8k:
         ]
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        return judge_number(prompt.answer, completion, self.correct_weight, self.format_weight)
+        return self.judge.reward(prompt.answer, completion)
+
+    @property
+    def judge(self) -> Judge:
+        return Judge.of(self, "numeric")
 
     def _rows(self, split: str) -> tuple[Row, ...]:
         path = self.train_file if split == "train" else self.eval_file
@@ -154,7 +155,7 @@ def _row(question: str, answer: str, line: int, source: str) -> Row:
     )
     completion = f"<think>{_ANNOTATION.sub('', solution).strip()}</think><answer>{gold}</answer>"
     require(
-        well_formed(completion),
+        well_formed(completion, "tags"),
         f"{where}: the solution holds think or answer tags, so it cannot serve as a demonstration; remove them",
     )
     return Row(line=line, question=question.strip(), completion=completion, gold=gold)
