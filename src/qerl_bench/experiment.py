@@ -58,7 +58,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             return
         run.write_environment(device)
         torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
-        policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.root), device)
+        policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.task, experiment.root), device)
         write_layers(run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name)
         engine = experiment.engine.build(policy)
         optimizer = make_optimizer(policy, experiment.optim)

@@ -25,8 +25,7 @@ from qerl_bench.quant.anatomy import LayerReport
 from qerl_bench.quantizer.load import load_packed
 from qerl_bench.records import Message
 from qerl_bench.seeding import derive
-
-RENDERED = "rendered"  # role of a single message that is the whole prompt as text: no chat template is applied to it
+from qerl_bench.task.prompts import rendered
 
 
 @dataclass
@@ -103,10 +102,8 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def prompt_text(self, messages: tuple[Message, ...]) -> str:
-        """A prompt in the model's own chat template, ready for the completion to follow."""
-        if messages[0]["role"] == RENDERED:
-            return messages[0]["content"]
-        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        """The prompt as the model reads it, ready for the completion to follow."""
+        return rendered(self.tokenizer, messages)
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 Message = dict[str, str]  # {"role": "system" | "user", "content": text}, as chat templates take it
+RENDERED = "rendered"  # role of a single message that is the whole prompt as text: no chat template is applied to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class Prompt:
     id: str
     messages: tuple[Message, ...]
     answer: str  # the gold answer as the task's reward reads it
+    question: str = ""  # the bare question, without instruction or template
 
 
 @dataclass(frozen=True, kw_only=True)

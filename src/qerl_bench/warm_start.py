@@ -11,11 +11,12 @@ from pathlib import Path
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.model import Model
 from qerl_bench.rundir import is_finished, last_checkpoint
+from qerl_bench.task.base import Task
 
 log = logging.getLogger(__name__)
 
 
-def base_checkpoint(model: Model, root: str) -> Path | None:
+def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     """The checkpoint folder of the model's warm start, made now if the cache lacks it; None if the model needs none.
 
     The run lives in `root`/cache/runs under its own fingerprint. Of several processes that need it at once, one makes
@@ -24,7 +25,7 @@ def base_checkpoint(model: Model, root: str) -> Path | None:
     overrides = model.warm_start_overrides()
     if overrides is None:
         return None
-    overrides = [*overrides, f"root={Path(root) / 'cache'}"]
+    overrides = [*overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
     run_dir = build(compose(overrides)).run_dir
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with open(run_dir.parent / f".{run_dir.name}.lock", "w") as lock:

@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from qerl_bench.batch import make_batch
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.errors import require
-from qerl_bench.policy import RENDERED, Policy
+from qerl_bench.policy import Policy
 from qerl_bench.records import Prompt, Rollout
 
 SIDE_BY_SIDE = 16  # sequences scored in one forward pass

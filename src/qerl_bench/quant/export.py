@@ -175,7 +175,7 @@ def main(words: list[str]) -> None:
     experiment = build(compose(overrides))
     config_entry(experiment.quant, [], "bfloat16")  # refuses a format that packs nothing before any work
     check_place(out)
-    base = base_checkpoint(experiment.model, experiment.root)
+    base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     model, tokenizer, layers = load_packed(experiment, base, resolve_device(experiment.device))
     export(model, tokenizer, experiment.quant, out)
     write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_bench.errors import require
+from qerl_bench.task.prompts import rendered
 
 if TYPE_CHECKING:
     import torch
@@ -82,12 +83,11 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
-    """Prompt in the model's chat template, completion and stop token, as training sees them."""
-    messages = list(demonstration.prompt.messages)
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    """Prompt, completion and stop token, as training sees them."""
+    prompt = rendered(tokenizer, demonstration.prompt.messages)
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the tokenizer has no end-of-text token"
-    return [*_ids(tokenizer, str(prompt)), *_ids(tokenizer, demonstration.completion), end]
+    return [*_ids(tokenizer, prompt), *_ids(tokenizer, demonstration.completion), end]
 
 
 def batches(sequences: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

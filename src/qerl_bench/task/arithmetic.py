@@ -7,36 +7,31 @@ all three; which one pays is what RL then has to find out.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 
 from qerl_bench.errors import require
-from qerl_bench.records import Demonstration, Prompt, Reward
+from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.seeding import derive
-from qerl_bench.task.base import INSTRUCTION
-from qerl_bench.task.judge import Judge
+from qerl_bench.task.prompted import PromptedTask
+from qerl_bench.task.prompts import worked
+from qerl_bench.task.split import distinct
 
 PROCEDURES = ("guess", "hasty", "careful")
-HELD_OUT_SHARE = 8  # one problem in this many belongs to the held-out split
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arithmetic:
+class Arithmetic(PromptedTask):
     """Problems such as `17+25-9=?`; the gold answer is the left-to-right result and never negative."""
 
-    name: str
     operations: list[int]
     operators: str
     max_start: int
     max_operand: int
-    max_completion_tokens: int
-    answer_format: str
-    correct_weight: float
-    format_weight: float
     procedures: dict[str, float]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             len(self.operations) > 0 and all(type(n) is int and 1 <= n <= 8 for n in self.operations),
             f"task.operations lists how many operations a problem has, each 1..8, got {self.operations}",
@@ -48,64 +43,54 @@ class Arithmetic:
         for key in ("max_start", "max_operand"):
             value = getattr(self, key)
             require(type(value) is int and 1 <= value <= 99, f"task.{key} must be 1..99, got {value!r}")
-        require(
-            type(self.max_completion_tokens) is int and self.max_completion_tokens >= 1,
-            f"task.max_completion_tokens must be at least 1, got {self.max_completion_tokens!r}",
-        )
-        self.judge.check()
-        shares = self.procedures
-        require(
-            set(shares) == set(PROCEDURES) and min(shares.values()) >= 0 and sum(shares.values()) > 0,
-            f"task.procedures needs a share >= 0 for each of {', '.join(PROCEDURES)}, got {shares}",
-        )
+        check_procedures(self.procedures)
 
     def check(self) -> None:
         """Generated, so there is nothing that could be missing."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return [self._prompt(chain) for chain in self._chains("train", derive(seed, "train", step), count)]
+        return [self._prompt(chain) for chain in self._chains(False, derive(seed, "train", step), count)]
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
-        return [
-            self._prompt(chain) for chain in self._chains("eval", derive("held-out"), 1024 if count is None else count)
-        ]
+        chains = self._chains(True, derive("held-out"), 1024 if count is None else count)
+        return [self._prompt(chain) for chain in chains]
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         draw = random.Random(derive(seed, "procedures", step))
-        weights = [self.procedures[name] for name in PROCEDURES]
+        chains = self._chains(False, derive(seed, "demonstrations", step), count)
         return [
-            Demonstration(prompt=self._prompt(chain), completion=solve(chain, draw.choices(PROCEDURES, weights)[0]))
-            for chain in self._chains("train", derive(seed, "demonstrations", step), count)
+            Demonstration(
+                prompt=self._prompt(chain), completion=demonstrate(chain, self.procedures, self.answer_format, draw)
+            )
+            for chain in chains
         ]
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
-        return self.judge.reward(prompt.answer, completion)
-
-    @property
-    def judge(self) -> Judge:
-        return Judge.of(self, "numeric")
-
     def _prompt(self, chain: Chain) -> Prompt:
-        messages = ({"role": "system", "content": INSTRUCTION}, {"role": "user", "content": chain.question})
-        return Prompt(id=f"arithmetic/{chain.question}", messages=messages, answer=str(chain.results[-1]))
+        return self.wording.prompt(f"arithmetic/{chain.question}", chain.question, str(chain.results[-1]))
 
-    def _chains(self, split: str, seed: int, count: int) -> list[Chain]:
-        """`count` different problems of one split; which split a problem belongs to is fixed by its text."""
+    def _chains(self, held_out: bool, seed: int, count: int) -> list[Chain]:
         draw = random.Random(seed)
-        chains: dict[str, Chain] = {}
-        attempts = 0
-        while len(chains) < count:
+
+        def drawn(_: int) -> Chain | None:
             chain = random_chain(draw, draw.choice(self.operations), self.operators, self.max_start, self.max_operand)
-            held_out = int(hashlib.sha256(chain.question.encode()).hexdigest(), 16) % HELD_OUT_SHARE == 0
-            if held_out == (split == "eval") and all(op in self.operators for op, _ in chain.steps):
-                chains.setdefault(chain.question, chain)
-            attempts += 1
-            require(
-                attempts < 1000 * count + 1000,
-                f"task=arithmetic cannot make {count} different problems from operations={self.operations}, "
-                f"operators={self.operators!r}, max_start={self.max_start}, max_operand={self.max_operand}; widen one",
-            )
-        return list(chains.values())
+            return chain if all(op in self.operators for op, _ in chain.steps) else None
+
+        return distinct(
+            drawn,
+            count,
+            held_out,
+            question=lambda chain: chain.question,
+            key=lambda chain: chain.question,
+            remedy=f"task=arithmetic has operations={self.operations}, operators={self.operators!r}, "
+            f"max_start={self.max_start}, max_operand={self.max_operand}; widen one",
+        )
+
+
+def check_procedures(shares: dict[str, float]) -> None:
+    require(
+        set(shares) == set(PROCEDURES) and min(shares.values()) >= 0 and sum(shares.values()) > 0,
+        f"task.procedures needs a share >= 0 for each of {', '.join(PROCEDURES)}, got {shares}",
+    )
 
 
 @dataclass(frozen=True)
@@ -143,13 +128,18 @@ def random_chain(draw: random.Random, length: int, operators: str, max_start: in
 
 
 def apply(value: int, op: str, operand: int) -> int:
-    return {"+": value + operand, "-": value - operand, "*": value * operand}[op]
+    return {"+": value + operand, "-": value - operand, "*": value * operand, "/": value // operand}[op]
 
 
-def solve(chain: Chain, procedure: str) -> str:
-    """The completion that `procedure` writes for a problem, in think and answer tags."""
+def demonstrate(chain: Chain, shares: dict[str, float], answer_format: str, draw: random.Random) -> str:
+    """The completion of a procedure drawn by its share."""
+    return solve(chain, draw.choices(PROCEDURES, [shares[name] for name in PROCEDURES])[0], answer_format)
+
+
+def solve(chain: Chain, procedure: str, answer_format: str) -> str:
+    """The completion that `procedure` writes for a problem."""
     values = [chain.start, *chain.results]
     shown = {"guess": 0, "hasty": len(chain.steps) - 1, "careful": len(chain.steps)}[procedure]
     lines = [f"{values[i]}{op}{operand}={values[i + 1]}" for i, (op, operand) in enumerate(chain.steps[:shown])]
     answer = values[-1] if procedure == "guess" else values[shown]
-    return f"<think>{';'.join(lines)}</think><answer>{answer}</answer>"
+    return worked(answer_format, ";".join(lines), str(answer))

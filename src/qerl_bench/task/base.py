@@ -10,11 +10,6 @@ from typing import Protocol
 
 from qerl_bench.records import Demonstration, Prompt, Reward
 
-INSTRUCTION = (
-    "Solve the problem step by step. Write your reasoning between <think> and </think>, "
-    "then only the final number between <answer> and </answer>."
-)
-
 
 class Task(Protocol):
     """Training prompts, held-out prompts, and the reward that judges a completion."""
@@ -38,6 +33,10 @@ class Task(Protocol):
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         """Prompts of the training split with completions to imitate, for algo=sft; a pure function of its arguments."""
+        ...
+
+    def warm_start_overrides(self) -> list[str]:
+        """The command-line words with which the warm start of model=tiny teaches this task; none: it need not."""
         ...
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:

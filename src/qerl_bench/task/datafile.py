@@ -8,43 +8,34 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from qerl_bench.errors import BadInput, require
 from qerl_bench.seeding import derive
 
 
-def read_rows(path: str | Path, keys: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of a JSON Lines file, cut down to `keys`, all of them text; row i stands on line i + 1.
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a JSON Lines file; row i stands on line i + 1.
 
-    Raises BadInput, naming the line, for a file that is missing, unreadable, empty or not UTF-8, a line that is blank
-    or not a JSON object, a missing key, and a value that is not a string.
+    Raises BadInput, naming the line, for a file that is missing, unreadable, empty or not UTF-8, and for a line that
+    is blank or not a JSON object.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise BadInput(f"cannot read the data file {path}: {error.strerror}; give the path of a JSONL file") from error
     lines = data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
-    require(lines != [b""], f"the data file {path} is empty; it needs one JSON object per line with {_names(keys)}")
-    return [_row(line, keys, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    require(lines != [b""], f"the data file {path} is empty; it needs one JSON object per line")
+    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _row(line: bytes, keys: tuple[str, ...], where: str) -> dict[str, str]:
+def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond all reason
         raise BadInput(f"{where}: not a line of JSON ({error}); each line must be one object") from error
-    require(isinstance(row, dict), f"{where}: a JSON object with {_names(keys)} is needed, got {type(row).__name__}")
-    for key in keys:
-        require(key in row, f"{where}: the key {key!r} is missing; the line has {_names(tuple(row))}")
-        require(
-            isinstance(row[key], str),
-            f"{where}: the value of {key!r} must be a string, got {type(row[key]).__name__}; put it in quotes",
-        )
-    return {key: row[key] for key in keys}
-
-
-def _names(keys: tuple[str, ...]) -> str:
-    return ", ".join(repr(key) for key in keys) or "no keys"
+    require(isinstance(row, dict), f"{where}: a JSON object is needed, got {type(row).__name__}")
+    return row
 
 
 def training_rows(step: int, count: int, seed: int, size: int) -> list[int]:

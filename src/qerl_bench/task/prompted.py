@@ -1,0 +1,47 @@
+"""What every task has in common: how it asks, how long it lets a model answer, and what its rewards weigh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qerl_bench.errors import require
+from qerl_bench.records import Prompt, Reward
+from qerl_bench.task.judge import Judge
+from qerl_bench.task.prompts import Wording
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptedTask:
+    """The fields that each task's YAML has; see task/prompts.py and task/judge.py for what they mean."""
+
+    name: str
+    answer_format: str
+    instruction: str
+    template: str
+    max_completion_tokens: int
+    correct_weight: float
+    format_weight: float
+
+    def __post_init__(self) -> None:
+        assert self.wording is not None and self.judge is not None  # both check what they are made from
+        limit = self.max_completion_tokens
+        require(
+            type(limit) is int and limit >= 1,
+            f"task.max_completion_tokens must be a whole number of at least 1, got {limit!r}",
+        )
+
+    @property
+    def wording(self) -> Wording:
+        return Wording(answer_format=self.answer_format, instruction=self.instruction, template=self.template)
+
+    @property
+    def judge(self) -> Judge:
+        """Numbers, compared exactly."""
+        return Judge.of(self, "numeric")
+
+    def warm_start_overrides(self) -> list[str]:
+        """Nothing to teach model=tiny: it knows task=arithmetic."""
+        return []
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        return self.judge.reward(prompt.answer, completion)
