@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qerl_bench.config import require_count
-from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
 from qerl_bench.progress import bar
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
@@ -46,6 +46,7 @@ class HfEngine:
         self.max_batch = max_batch
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        require_room(self.policy, prompts, sampling)
         rollouts: list[Rollout] = []
         per_round = max(1, self.max_batch // sampling.samples)
         starts = range(0, len(prompts), per_round)

@@ -128,7 +128,7 @@ def random_story(draw: random.Random, steps: int, distractors: int, max_number: 
 
 def random_steps(draw: random.Random, length: int, max_number: int) -> Chain:
     """A chain of operations; of + - * / those are drawn from that keep the value whole and from 1 to the limit."""
-    start = value = draw.randint(1, max_number)
+    start = value = draw.randint(2, max_number)
     steps, results = [], []
     for _ in range(length):
         factors = range(2, min(LARGEST_FACTOR, GROWTH * max_number // value) + 1)

@@ -1,0 +1,144 @@
+"""task=reasoning_gym: logic, algorithmic and code-like problems of the package reasoning-gym, each with its verifier.
+
+`task.name` picks one of its generators and `task.options` sets its difficulty. The verifier's score, 0 to 1, is the
+correctness part of the reward; only a full score counts as correct. A prompt's id names its problem (seed and number),
+which is made again when a completion is judged, so nothing but text travels. REFUSED lists what we found unfit, one by
+one, in the release that the extra `reasoning` pins; the tests look for the same faults in the others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from qerl_bench.errors import BadInput, require, require_package
+from qerl_bench.records import Demonstration, Prompt, Reward
+from qerl_bench.seeding import derive
+from qerl_bench.task.extract import extract, well_formed
+from qerl_bench.task.prompted import PromptedTask
+from qerl_bench.task.split import distinct
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+PROBLEMS = 10_000  # of one seed
+MAX_ANSWER = 2000  # characters; a longer answer earns nothing
+
+_EXECUTES = "its verifier runs the answer as code"
+_VARIES = "its problems differ from process to process, so that a run could not be repeated"
+_GLOBAL = "it draws from Python's global random generator, so that its problems depend on what ran before"
+_GULLIBLE = "its verifier gives full marks to answers that say nothing"
+_RAISES = "its verifier fails on answers that are not of the right kind"
+REFUSED = {
+    **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EXECUTES),
+    **dict.fromkeys(("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"), _EXECUTES),
+    **dict.fromkeys(("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder"), _VARIES),
+    "polynomial_multiplication": f"{_EXECUTES}, and {_VARIES}",
+    "codeio": f"{_VARIES}, and {_GLOBAL}",
+    "list_functions": _GLOBAL,
+    **dict.fromkeys(("complex_arithmetic", "game_of_life_halting"), _GULLIBLE),
+    **dict.fromkeys(("boxnet", "game_of_life", "prime_factorization"), _RAISES),
+    "coin_flip": "its verifier takes without end over an answer such as 1e999999999",
+    "composite": "it needs the options of several others",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym(PromptedTask):
+    """`options` are the keyword arguments of the generator's own config, such as {n_people: 5}."""
+
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.name not in REFUSED,
+            f"task.name={self.name} of reasoning-gym cannot be used: {REFUSED.get(self.name)}. Others are listed in "
+            "docs/tasks.md",
+        )
+        taken = sorted({"seed", "size"} & self.options.keys())
+        require(not taken, f"task.options sets {', '.join(taken)}, which the run decides; leave it out")
+
+    def check(self) -> None:
+        """Raises BadInput if the package is missing, or knows no such generator or options."""
+        require_package("reasoning_gym", "task=reasoning_gym", "reasoning")
+        self._problem(0, 0)
+
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        return self._prompts("train", derive(seed, "train", step), count)
+
+    def eval_prompts(self, count: int | None) -> list[Prompt]:
+        return self._prompts("test", derive("held-out"), 256 if count is None else count)
+
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
+        raise BadInput(
+            "task=reasoning_gym has no worked solutions to imitate; use an algorithm other than sft, and for a quantizer "
+            "quantizer.calibration.file=TEXT"
+        )
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        answer = extract(completion, self.answer_format)
+        formed = well_formed(completion, self.answer_format)
+        seed, number = map(int, prompt.id.rpartition("/")[2].split("-"))
+        score = 0.0 if answer is None or len(answer) > MAX_ANSWER else self._score(answer, seed, number, prompt)
+        return Reward(
+            total=self.correct_weight * score + self.format_weight * formed,
+            correct=score == 1.0,
+            parts={"correct": score, "format": float(formed)},
+            answer=answer,
+        )
+
+    def _score(self, answer: str, seed: int, number: int, prompt: Prompt) -> float:
+        problem = self._problem(seed, number)
+        assert _gold(problem) == prompt.answer, f"{prompt.id} is another problem now"
+        try:
+            with redirect_stdout(io.StringIO()):
+                score = float(_generator(self.name, json.dumps(self.options), seed).score_answer(answer, problem))
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            return 0.0  # a verifier tripped over text that it did not expect
+        return min(max(score, 0.0), 1.0)
+
+    def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        seed %= 2**31  # NumPy's generators, which some of them use, take no more
+
+        def prompt(number: int) -> Prompt | None:
+            if number >= PROBLEMS:
+                return None
+            problem = self._problem(seed, number)
+            return self.wording.prompt(f"{self.name}/{split}/{seed}-{number}", problem["question"], _gold(problem))
+
+        return distinct(
+            prompt,
+            count,
+            held_out=split == "test",
+            question=lambda prompt: prompt.question,
+            key=lambda prompt: prompt.question,
+            remedy=f"task.name={self.name} with task.options={self.options} repeats itself; make it harder",
+        )
+
+    def _problem(self, seed: int, number: int) -> dict[str, Any]:
+        generator = _generator(self.name, json.dumps(self.options), seed)
+        with redirect_stdout(io.StringIO()):  # one of them prints while it works
+            return generator[number]
+
+
+@lru_cache(maxsize=8)
+def _generator(name: str, options: str, seed: int) -> ProceduralDataset:
+    """The generator with its options (as JSON). Raises BadInput if there is none of this name, or no such option."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    known = sorted(DATASETS.keys() - REFUSED.keys())
+    require(name in known, f"reasoning-gym has no task.name={name}; it has {', '.join(known)}")
+    try:
+        return create_dataset(name, seed=seed, size=PROBLEMS, **json.loads(options))
+    except (AssertionError, TypeError, ValueError) as error:  # its configs check their values with assert
+        raise BadInput(f"task.options={options} does not suit task.name={name}: {error}") from error
+
+
+def _gold(problem: dict[str, Any]) -> str:
+    """One right answer; empty where the generator offers none and the verifier alone can tell."""
+    return str(problem["answer"] or "")
