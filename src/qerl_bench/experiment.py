@@ -25,6 +25,7 @@ from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.errors import TrainingStopped, require
+from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
 from qerl_bench.forensics import NonFinite, dump
 from qerl_bench.policy import Policy
@@ -206,11 +207,10 @@ def evaluate(
     evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
     if evaluation is None:
         return
-    record_evaluation(run, experiment.task.name, step, evaluation)
+    scores = record_evaluation(run, experiment.task.name, step, evaluation)
     for sink in sinks:
-        sink.log("eval", step, evaluation.metrics())
-    shown = ", ".join(f"{score.metric} {score.value:.3f} +- {score.stderr:.3f}" for score in evaluation.scores)
-    log.info("step %d: %s (%d questions)", step, shown, evaluation.scores[0].n)
+        sink.log("eval", step, metrics_of(scores))
+    log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
 
 
 def save(folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -100,8 +100,28 @@ PENALISED = {  # only with kl.coef > 0
 EVALUATED = {
     "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
     "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
-    "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over sampled completions"),
+    "eval/accuracy_greedy_truncated": Metric("share", "greedy completions cut at the token limit"),
+    "eval/accuracy_greedy_format_failed": Metric("share", "greedy completions without an answer in task.answer_format"),
+    "eval/accuracy_sampled": Metric("share", "held-out questions answered correctly, mean over samples (pass@1)"),
     "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
+    "eval/accuracy_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/accuracy_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    "eval/accuracy_sampled_truncated": Metric("share", "sampled completions cut at the token limit"),
+    "eval/accuracy_sampled_format_failed": Metric(
+        "share", "sampled completions without an answer in task.answer_format"
+    ),
+    "eval/majority": Metric("share", "questions whose most frequent answer of all samples is correct (maj@n)"),
+    "eval/majority_stderr": Metric("share", "its standard error over questions"),
+    "eval/pass_at_k": Metric("share", "questions that one of eval.k samples answers correctly, unbiased (pass@k)"),
+    "eval/pass_at_k_stderr": Metric("share", "its standard error over questions"),
+}
+GAINED = {  # after step 0, the quantized base before training
+    "eval/gain_greedy": Metric("share", "eval/accuracy_greedy minus that of step 0, the same questions"),
+    "eval/gain_greedy_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_sampled": Metric("share", "eval/accuracy_sampled minus that of step 0, the same questions"),
+    "eval/gain_sampled_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
 }
 TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED)
 

@@ -265,6 +265,43 @@ def test_the_inverse_cdf_is_exact() -> None:
     assert (torch.bincount(token, minlength=8) - expected).abs().max() < 1.1
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.62, 0.65, 0.9, 0.999, 1.0])
+def test_top_p_keeps_the_fewest_likeliest_tokens(top_p: float) -> None:
+    """Against a loop over the tokens from the likeliest down; what is drawn keeps its share among those kept."""
+    probability = LOGITS.double().softmax(-1).tolist()
+    kept, mass = set(), 0.0
+    for token in sorted(range(8), key=lambda i: -probability[i]):
+        if mass < top_p:
+            kept.add(token)
+            mass += probability[token]
+    count = 100_000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    token, logprob, entropy = draw(LOGITS.expand(count, -1), 1.0, uniform, top_p)
+    expected = [probability[i] / mass * count if i in kept else 0 for i in range(8)]
+    assert set(token.tolist()) == kept
+    assert (torch.bincount(token, minlength=8) - torch.tensor(expected)).abs().max() < 1.1
+    whole = draw(LOGITS.expand(count, -1), 1.0, uniform)
+    assert torch.equal(entropy, whole[2])  # what is reported is of all tokens
+    assert torch.allclose(logprob.double(), torch.tensor(probability).double().log()[token], atol=1e-6)
+    assert torch.equal(token, whole[0]) == (top_p == 1.0)
+
+
+def test_top_p_keeps_every_token_as_likely_as_the_last_one() -> None:
+    """Probabilities 0.4 and six times 0.1: which of the equal ones cross 0.55 must not depend on their order."""
+    uniform = torch.linspace(0, JUST_UNDER_1, 1000, dtype=torch.float64)
+    logits = torch.tensor([0.1, 0.1, 0.1, 0.4, 0.1, 0.1, 0.1]).log().expand(1000, -1)
+    assert set(draw(logits, 1.0, uniform, 0.55)[0].tolist()) == set(range(7))
+    assert set(draw(logits, 1.0, uniform, 0.35)[0].tolist()) == {3}
+
+
+def test_the_engine_honours_top_p(policy: Any) -> None:
+    """With next to nothing kept, sampling is greedy."""
+    engine = HfEngine(policy, max_batch=256)
+    narrow = engine.generate(_prompts(), _sampling(top_p=1e-6))
+    greedy = engine.generate(_prompts(), _sampling(temperature=0.0))
+    assert [r.token_ids for r in narrow] == [r.token_ids for r in greedy]
+
+
 JUST_UNDER_1 = 1 - 2.0**-53  # the largest number that a generator of doubles in [0, 1) returns
 
 

@@ -16,6 +16,7 @@ from hydra.utils import instantiate
 
 from qerl_bench.engine.hf import HfEngine
 from qerl_bench.errors import BadInput
+from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.lm_eval import LmEval, spec_of
 from qerl_bench.evals.task import TaskEvaluation
 from qerl_bench.policy import RENDERED
@@ -73,7 +74,9 @@ def through_lm_eval(policy, engine, task, folder):
 
 
 def through_task(policy, engine, task, folder):
-    spec = TaskEvaluation(name="task", questions=QUESTIONS, samples=1, temperature=1.0)
+    spec = TaskEvaluation(
+        name="task", questions=QUESTIONS, samples=1, k=None, temperature=1.0, top_p=1.0, max_tokens=None
+    )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
 
@@ -105,7 +108,14 @@ def test_right_answers_count_and_belong_to_their_questions(policy, engine, task,
     assert [row["correct"] for row in found.samples] == [True, False] * (QUESTIONS // 2)
     assert [row["reward"] for row in found.samples] == pytest.approx([1.2, 0.2] * (QUESTIONS // 2))
     error = (0.3 / 6) ** 0.5  # variance of three zeros and three ones: 6 * 0.25 / 5
-    assert found.metrics() == pytest.approx({"eval/accuracy_greedy": 0.5, "eval/accuracy_greedy_stderr": error})
+    assert metrics_of(found.scores) == pytest.approx(
+        {
+            "eval/accuracy_greedy": 0.5,
+            "eval/accuracy_greedy_stderr": error,
+            "eval/accuracy_greedy_truncated": sum(not row["finished"] for row in found.samples) / QUESTIONS,
+            "eval/accuracy_greedy_format_failed": 0.0,
+        }
+    )
     assert found.samples == [
         row for row in through_task(policy, canned, task, tmp_path).samples if row["mode"] == "greedy"
     ]

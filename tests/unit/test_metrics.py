@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from qerl_bench import metrics
 from qerl_bench.batch import make_batch
 from qerl_bench.device import Phases
 from qerl_bench.experiment import sampled_batch, train_step
+from qerl_bench.evals.base import metrics_of
+from qerl_bench.evals.record import record_evaluation
 from qerl_bench.head import entropy_of
 from qerl_bench.policy import Policy
 from qerl_bench.records import Prompt, Reward, Rollout
@@ -276,16 +279,21 @@ def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
         metrics.WEIGHTED,
         metrics.PENALISED,
         metrics.EVALUATED,
+        metrics.GAINED,
     )
     for table in tables:
         assert all(metric.unit and metric.definition for metric in table.values())
     assert sum(map(len, tables)) == len({name for table in tables for name in table})
 
 
-def test_the_names_of_an_evaluation(sampled: Step) -> None:
+def test_the_names_of_an_evaluation(sampled: Step, tmp_path: Path) -> None:
     experiment = sampled.experiment
     evaluation = experiment.eval.evaluate(sampled.policy, sampled.engine, experiment.task, sampled.run, experiment.seed)
-    assert set(evaluation.metrics()) == set(metrics.EVALUATED)
+    run: Any = SimpleNamespace(path=tmp_path)
+    assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(metrics.EVALUATED)
+    later = metrics_of(record_evaluation(run, "arithmetic", 3, evaluation))
+    assert set(later) == set(metrics.EVALUATED) | set(metrics.GAINED)
+    assert {later[name] for name in ("eval/gain_greedy", "eval/gain_sampled")} == {0.0}
 
 
 def test_every_number_of_a_step_is_a_finite_float(sampled: Step, sft: Step) -> None:

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How to complete prompts. `seed` is hashed with each prompt's id and sample number, so a completion depends on
-    nothing else that happens to be in the batch. Temperature 0 means greedy decoding."""
+    nothing else that happens to be in the batch. Temperature 0 means greedy decoding.
+
+    `top_p` keeps the fewest likeliest tokens whose probabilities add up to at least that much, and those exactly as
+    likely as the last of them; 1 keeps all. It changes what is drawn, not what is reported: log-probabilities and entropies are those of all tokens, so that they
+    can be compared with the trainer's."""
 
     samples: int
     temperature: float
     max_tokens: int
     seed: int
+    top_p: float = 1.0
 
 
 class RolloutEngine(Protocol):

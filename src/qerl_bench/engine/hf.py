@@ -137,7 +137,7 @@ def decode(
     logprobs, entropies = (torch.zeros(count, sampling.max_tokens, device=device) for _ in range(2))
     alive = torch.ones(count, dtype=torch.bool, device=device)
     for t in range(sampling.max_tokens):
-        token, logprob, entropy = draw(logits, sampling.temperature, uniforms[rows, t])
+        token, logprob, entropy = draw(logits, sampling.temperature, uniforms[rows, t], sampling.top_p)
         writing = rows[alive]
         ids[writing, t], logprobs[writing, t], entropies[writing, t] = token[alive], logprob[alive], entropy[alive]
         alive = alive & ~torch.isin(token, stop)
@@ -160,12 +160,12 @@ def decode(
 
 
 def draw(
-    logits: torch.Tensor, temperature: float, uniform: torch.Tensor
+    logits: torch.Tensor, temperature: float, uniform: torch.Tensor, top_p: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A token for each row of `logits` (B, V), with its log-probability and the row's entropy in nats, all (B,).
 
-    The token is the first whose cumulative probability exceeds `uniform` (B,). Temperature 0 takes the likeliest token
-    and reports log-probability and entropy at temperature 1.
+    The token is the first whose cumulative probability exceeds `uniform` (B,), among those that `top_p` keeps.
+    Temperature 0 takes the likeliest token and reports log-probability and entropy at temperature 1.
     """
     import torch
 
@@ -175,7 +175,19 @@ def draw(
     if temperature == 0:
         token = scaled.argmax(-1)
     else:
-        cumulative = scaled.double().exp().cumsum(-1)
+        probability = scaled.double().exp()
+        cumulative = (probability if top_p == 1 else nucleus(probability, top_p)).cumsum(-1)
         token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[-1] - 1)
     return token, scaled.gather(-1, token[:, None])[:, 0], entropy_of(scaled)
+
+
+def nucleus(probability: torch.Tensor, top_p: float) -> torch.Tensor:
+    """`probability` (B, V) with 0 for every token outside the smallest set of likeliest ones that holds `top_p` of it.
+
+    The token that crosses `top_p` belongs to the set, and so does every token exactly as likely.
+    """
+    ordered = probability.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered  # (B, V) what the likelier tokens hold
+    least = ordered.where(before < top_p, 1).amin(-1, keepdim=True)  # (B, 1)
+    return probability.where(probability >= least, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qerl_bench.evals.statistics import Estimate
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:
@@ -12,15 +13,38 @@ if TYPE_CHECKING:
     from qerl_bench.policy import Policy
     from qerl_bench.rundir import RunDir
 
+BESIDE = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One number of an evaluation. `stderr` is over questions: samples of one question are not independent."""
+    """One number of an evaluation; None where something was not measured. `stderr` is over questions: samples of one
+    question are not independent. An accuracy comes with the completions that were cut at the token limit, and with
+    those in which the answer format finds no answer."""
 
     metric: str  # as in metrics.jsonl
     value: float
     stderr: float
     n: int  # questions
+    stderr_questions: float | None = None
+    stderr_sampling: float | None = None
+    truncated: float | None = None  # share of completions
+    format_failed: float | None = None  # share of completions
+
+    @classmethod
+    def of(cls, metric: str, estimate: Estimate, **shares: float) -> Score:
+        return cls(
+            metric=metric,
+            value=estimate.value,
+            stderr=estimate.stderr,
+            n=estimate.n,
+            stderr_questions=estimate.stderr_questions,
+            stderr_sampling=estimate.stderr_sampling,
+            **shares,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.3f} +- {self.stderr:.3f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +54,6 @@ class Evaluation:
     scores: list[Score] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-
-    def metrics(self) -> dict[str, float]:
-        """The scores as metrics.jsonl names them."""
-        values = {score.metric: score.value for score in self.scores}
-        return values | {f"{score.metric}_stderr": score.stderr for score in self.scores}
 
 
 class Evaluator(Protocol):
@@ -51,9 +70,10 @@ class Evaluator(Protocol):
         ...
 
 
-def score(metric: str, per_question: list[float]) -> Score:
-    """Mean over questions with its standard error (n - 1)."""
-    from qerl_bench.metrics import mean, sample_std
-
-    n = len(per_question)
-    return Score(metric=metric, value=mean(per_question), stderr=sample_std(per_question) / n**0.5, n=n)
+def metrics_of(scores: list[Score]) -> dict[str, float]:
+    """Each score under its name, and what was measured beside it under name_stderr and so on."""
+    found = {score.metric: score.value for score in scores}
+    for score in scores:
+        beside = {f"{score.metric}_{name}": getattr(score, name) for name in BESIDE}
+        found |= {name: value for name, value in beside.items() if value is not None}
+    return found

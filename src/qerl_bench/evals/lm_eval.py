@@ -17,7 +17,7 @@ from qerl_bench.config import require_count
 from qerl_bench.errors import require_package
 from qerl_bench.evals.base import Evaluation
 from qerl_bench.evals.probe import adapter_probe
-from qerl_bench.evals.task import judge
+from qerl_bench.evals.task import judge, scored
 from qerl_bench.records import Prompt
 from qerl_bench.rundir import write_atomically
 from qerl_bench.task.base import Task
@@ -59,7 +59,7 @@ class LmEval:
         found: Any = evaluate(lm, tasks, bootstrap_iters=0)
 
         rollouts = [replace(rollout, prompt=prompt) for prompt, rollout in zip(prompts, lm.rollouts, strict=True)]
-        accuracy, rows = judge(task, prompts, rollouts, "greedy")
+        rows = judge(task, rollouts, "greedy")
         asked = [policy.prompt_ids(prompt.messages) for prompt in prompts]
         assert [rollout.prompt_ids for rollout in rollouts] == asked, "lm-eval changed the prompts"
         counted = {sample["doc"]["id"]: bool(sample["correct"]) for sample in found["samples"][task.name]}
@@ -72,7 +72,7 @@ class LmEval:
             "lm_eval": metadata.version("lm_eval"),
             "task_version": found["versions"][task.name],
         }
-        return Evaluation(scores=[accuracy], samples=rows, settings=settings | adapter_probe(policy, rollouts))
+        return Evaluation(scores=scored(rows, "greedy", 1, 1), samples=rows, settings=settings | adapter_probe(policy, rollouts))
 
 
 def write_task(folder: Path, task: Task, prompts: list[Prompt], policy: Policy) -> None:

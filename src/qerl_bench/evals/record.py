@@ -8,16 +8,24 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from qerl_bench.evals.base import Evaluation
+from qerl_bench.evals.base import Evaluation, Score
+from qerl_bench.evals.paired import gains
 from qerl_bench.rundir import RunDir, versions, write_atomically
 
 
-def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> None:
-    """Add (or, after a resume, replace) what was measured at `step`; other steps stay as they are."""
+def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:
+    """Add (or, after a resume, replace) what was measured at `step`; other steps stay as they are.
+
+    Returns the scores with, after step 0, the gain over step 0 behind them: the same questions, asked of the quantized
+    base before any training.
+    """
     path = run.path / "samples.parquet"
     rows = pd.DataFrame([{"step": step, **row} for row in evaluation.samples])
+    scores = list(evaluation.scores)
     if path.exists() and step > 0:
         before = pd.read_parquet(path)
+        base = before[before["step"] == 0]
+        scores += gains(base, rows) if len(base) else []
         rows = pd.concat([before[before["step"] != step], rows], ignore_index=True)
     beside = path.with_name(".samples.parquet.writing")
     rows.to_parquet(beside, index=False)
@@ -29,6 +37,7 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
     )
     entries = [
         {"task": task, "step": step, **asdict(score), "settings": evaluation.settings, "versions": versions()}
-        for score in evaluation.scores
+        for score in scores
     ]
     write_atomically(path, json.dumps(others + entries, indent=1))
+    return scores

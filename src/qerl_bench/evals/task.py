@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.config import require_count, require_positive
 from qerl_bench.engine.base import Sampling
-from qerl_bench.evals.base import Evaluation, Score, score
+from qerl_bench.errors import require
+from qerl_bench.evals.base import Evaluation, Score
 from qerl_bench.evals.probe import adapter_probe
+from qerl_bench.evals.statistics import majority, over_samples, pass_at_k
+from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.task.base import Task
@@ -21,60 +25,110 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
-    """Accuracy on held-out questions. The sampling seeds are the same at every evaluation: differences are paired."""
+    """Accuracy on held-out questions: greedy, mean over samples (pass@1), maj@n of all samples, and pass@k.
+
+    The sampling seeds are the same at every evaluation, and so are the questions: differences are paired.
+    """
 
     name: str
     questions: int | None
     samples: int
+    k: int | None
     temperature: float
+    top_p: float
+    max_tokens: int | None
 
     def __post_init__(self) -> None:
         if self.questions is not None:
             require_count("eval.questions", self.questions)
+        if self.max_tokens is not None:
+            require_count("eval.max_tokens", self.max_tokens)
         require_count("eval.samples", self.samples)
+        if self.k is not None:
+            require_count("eval.k", self.k)
+        require(
+            (self.k or 1) <= self.samples,
+            f"eval.k={self.k} asks for pass@k of eval.samples={self.samples} completions; k can be at most that many",
+        )
         require_positive("eval.temperature", self.temperature)
+        require_positive("eval.top_p", self.top_p)
+        require(self.top_p <= 1, f"eval.top_p must be above 0 and at most 1 (1 = all tokens), got {self.top_p}")
 
     def check(self) -> None:
         """Needs nothing."""
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
         prompts = task.eval_prompts(self.questions)
-        scores, rows, probe = [], [], {}
-        for mode, samples, temperature in (("greedy", 1, 0.0), ("sampled", self.samples, self.temperature)):
+        limit = self.max_tokens or task.max_completion_tokens
+        k = self.k or self.samples
+        scores: list[Score] = []
+        rows: list[dict[str, Any]] = []
+        probe: dict[str, float] = {}
+        decoding = (("greedy", 1, 0.0, 1.0), ("sampled", self.samples, self.temperature, self.top_p))
+        for mode, samples, temperature, top_p in decoding:
             sampling = Sampling(
                 samples=samples,
                 temperature=temperature,
-                max_tokens=task.max_completion_tokens,
+                max_tokens=limit,
                 seed=derive(seed, "eval", mode),
+                top_p=top_p,
             )
             rollouts = engine.generate(prompts, sampling)
-            found, judged = judge(task, prompts, rollouts, mode)
-            scores.append(found)
+            judged = judge(task, rollouts, mode)
+            scores += scored(judged, mode, samples, k)
             rows += judged
             if mode == "sampled":  # greedy tokens are near certain with and without the adapter
                 probe = adapter_probe(policy, rollouts, temperature)
-        settings = {"samples": self.samples, "temperature": self.temperature, "max_tokens": task.max_completion_tokens}
+        settings = {
+            "samples": self.samples,
+            "k": k,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": limit,
+        }
         return Evaluation(scores=scores, samples=rows, settings=settings | probe)
 
 
-def judge(task: Task, prompts: list[Prompt], rollouts: list[Rollout], mode: str) -> tuple[Score, list[dict[str, Any]]]:
-    """The accuracy of `rollouts`, the same number for each prompt and in prompt order, and one row for each of them."""
+def judge(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:
+    """One row for each rollout: what was asked and answered, and every part of the reward in a column of its own."""
     rows = []
     for rollout in rollouts:
         reward = task.reward(rollout.prompt, rollout.text)
         rows.append(
             {
-                "mode": mode,
-                "question": rollout.prompt.id,
-                "sample": rollout.sample,
+                **asked(mode, rollout.prompt, rollout.sample),
                 "correct": reward.correct,
                 "reward": reward.total,
-                "gold": rollout.prompt.answer,
+                **{f"reward_{part}": value for part, value in reward.parts.items()},
+                "answer": reward.answer,
                 "completion": rollout.text,
                 "tokens": len(rollout.token_ids),
                 "finished": rollout.finished,
             }
         )
-    each = len(rollouts) // len(prompts)
-    per_question = [sum(row["correct"] for row in rows[i : i + each]) / each for i in range(0, len(rows), each)]
-    return score(f"eval/accuracy_{mode}", per_question), rows
+    return rows
+
+
+def asked(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:
+    """The columns of samples.parquet by which a row is found again."""
+    return {"mode": mode, "question": prompt.id, "sample": sample, "gold": prompt.answer}
+
+
+def scored(rows: list[dict[str, Any]], mode: str, samples: int, k: int) -> list[Score]:
+    """The scores of `rows`, the `samples` of one question side by side; maj@n and pass@k only if there are several."""
+    groups = [rows[i : i + samples] for i in range(0, len(rows), samples)]
+    correct = [[float(row["correct"]) for row in group] for group in groups]
+    accuracy = Score.of(
+        f"eval/accuracy_{mode}",
+        over_samples(correct),
+        truncated=mean([float(not row["finished"]) for row in rows]),
+        format_failed=mean([float(row["answer"] is None) for row in rows]),
+    )
+    if mode == "greedy":
+        return [accuracy]
+    answers = [[row["answer"] for row in group] for group in groups]
+    return [
+        accuracy,
+        Score.of("eval/majority", majority(answers, correct)),
+        Score.of("eval/pass_at_k", pass_at_k(correct, k)),
+    ]
