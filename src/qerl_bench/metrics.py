@@ -123,7 +123,7 @@ GAINED = {  # after step 0, the quantized base before training
     "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
 }
-TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED)
+TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED)
 
 
 def definitions() -> dict[str, str]:

@@ -17,9 +17,9 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.batch import make_batch
 from qerl_bench.device import Phases
-from qerl_bench.experiment import sampled_batch, train_step
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
+from qerl_bench.experiment import sampled_batch, train_step
 from qerl_bench.head import entropy_of
 from qerl_bench.policy import Policy
 from qerl_bench.records import Prompt, Reward, Rollout
@@ -271,19 +271,9 @@ def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:
 
 
 def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
-    tables = (
-        metrics.SAMPLED,
-        metrics.STEERED,
-        metrics.TRAINED,
-        metrics.SPLIT,
-        metrics.WEIGHTED,
-        metrics.PENALISED,
-        metrics.EVALUATED,
-        metrics.GAINED,
-    )
-    for table in tables:
+    for table in metrics.TABLES:
         assert all(metric.unit and metric.definition for metric in table.values())
-    assert sum(map(len, tables)) == len({name for table in tables for name in table})
+    assert sum(map(len, metrics.TABLES)) == len({name for table in metrics.TABLES for name in table})
 
 
 def test_the_names_of_an_evaluation(sampled: Step, tmp_path: Path) -> None:

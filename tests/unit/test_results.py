@@ -31,6 +31,7 @@ LINES = [
     {
         "kind": "eval", "step": 3, "time": 14.0, "eval/accuracy_greedy": 0.5, "eval/accuracy_greedy_stderr": 0.03,
         "eval/accuracy_sampled": 0.4, "eval/accuracy_sampled_stderr": 0.015,
+        "eval/gain_greedy": 0.25, "eval/gain_greedy_stderr": 0.025,
     },
 ]  # fmt: skip
 
@@ -226,6 +227,7 @@ def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
     expected = {
         "run": "a", "finished": True, "format": "nvfp4", "noise": "exp", "rank": 32, "seed": 0,
         "greedy_start": 0.25, "greedy_start_stderr": 0.02, "greedy_final": 0.5, "greedy_final_stderr": 0.03,
+        "gain_final": 0.25, "gain_final_stderr": 0.025,
         "sampled_final": 0.4, "sampled_final_stderr": 0.015, "entropy_first": 0.9, "entropy_last": 0.7,
         "rollout_tok_s": 2500.0,  # median of steps 2 and 3; step 1 is warm-up
         "peak_gib": 0.5,
@@ -243,12 +245,12 @@ def test_the_rendered_table_is_aligned_and_marks_what_is_not_there(tmp_path: Pat
     text = render(summary(folders))
     top, heading, first, second, *notes = text.splitlines()
     assert " ".join(first.split()) == (
-        "a-rather-long-name nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 40.0 ±1.5 0.900 0.700 2,500 0.50"
+        "a-rather-long-name nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.50"
     )
-    assert " ".join(second.split()) == "b * nvfp4 exp 32 0 25.0 ±2.0 - - - - - -"
+    assert " ".join(second.split()) == "b * nvfp4 exp 32 0 25.0 ±2.0 - - - - - - -"
     assert len(heading) == len(first) == len(second)
     assert heading.index("step 0") + len("step 0") == first.index("25.0 ±2.0") + len("25.0 ±2.0")
-    assert top.split() == ["accuracy", "accuracy", "sampled", "entropy", "entropy", "rollout", "peak"]
+    assert top.split() == ["accuracy", "accuracy", "gain", "sampled", "entropy", "entropy", "rollout", "peak"]
     assert notes[-1] == "* not finished" and "* not finished" not in render(summary(folders[:1]))
     assert render(summary([])) == "no runs"
 
@@ -268,7 +270,7 @@ def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.Capt
         file.write('{"kind": "train", "step": 4, "rew')
     load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
-    assert "2 runs, 1 of them unfinished, 44 numbers" in printed.out
+    assert "2 runs, 1 of them unfinished, 48 numbers" in printed.out
     assert "b: line 6, the last, is half-written and was dropped" in printed.err
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)

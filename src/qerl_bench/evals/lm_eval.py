@@ -72,7 +72,8 @@ class LmEval:
             "lm_eval": metadata.version("lm_eval"),
             "task_version": found["versions"][task.name],
         }
-        return Evaluation(scores=scored(rows, "greedy", 1, 1), samples=rows, settings=settings | adapter_probe(policy, rollouts))
+        settings |= adapter_probe(policy, rollouts)
+        return Evaluation(scores=scored(rows, "greedy", 1, 1), samples=rows, settings=settings)
 
 
 def write_task(folder: Path, task: Task, prompts: list[Prompt], policy: Policy) -> None:

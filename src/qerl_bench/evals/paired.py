@@ -25,7 +25,7 @@ def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.
     steps = sorted(set(rows["step"]))
     wanted = steps[-1] if step is None else step
     require(wanted in steps, f"{path} holds the steps {', '.join(map(str, steps))}, not {wanted}")
-    return rows[rows["step"] == wanted]
+    return rows.loc[rows["step"] == wanted]
 
 
 def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str) -> Estimate:
@@ -49,6 +49,6 @@ def gains(first: pd.DataFrame, second: pd.DataFrame) -> list[Score]:
 
 def _answers(rows: pd.DataFrame, mode: str) -> dict[str, list[float]]:
     """For each question, whether each of its samples is right."""
-    chosen = rows[rows["mode"] == mode].sort_values("sample", kind="stable")
+    chosen = rows.loc[rows["mode"] == mode].sort_values("sample", kind="stable")
     grouped = chosen.groupby("question", sort=False)["correct"]
     return {str(question): [float(value) for value in values] for question, values in grouped}

@@ -24,7 +24,7 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
     scores = list(evaluation.scores)
     if path.exists() and step > 0:
         before = pd.read_parquet(path)
-        base = before[before["step"] == 0]
+        base = before.loc[before["step"] == 0]
         scores += gains(base, rows) if len(base) else []
         rows = pd.concat([before[before["step"] != step], rows], ignore_index=True)
     beside = path.with_name(".samples.parquet.writing")

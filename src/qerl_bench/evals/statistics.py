@@ -62,9 +62,7 @@ def paired_difference(first: Samples, second: Samples) -> Estimate:
     gains = [[mean(list(after)) - mean(list(before))] for before, after in zip(first, second, strict=True)]
     if min(len(row) for row in (*first, *second)) < 2:
         return over_samples(gains)
-    parts = [
-        sum(sample_std(list(row)) ** 2 / len(row) for row in pair) for pair in zip(first, second, strict=True)
-    ]
+    parts = [sum(sample_std(list(row)) ** 2 / len(row) for row in pair) for pair in zip(first, second, strict=True)]
     return over_samples(gains, parts)
 
 

@@ -16,6 +16,7 @@ from qerl_bench.results.load import Run, load_run
 
 NOTES = (
     "accuracy: held-out questions, % ±1 s.e. over questions, greedy decoding before and after training, then sampled;",
+    "gain: greedy accuracy over step 0, the quantized base, ±1 s.e. of the difference question by question;",
     "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory",
 )
 
@@ -41,6 +42,7 @@ def render(table: pd.DataFrame) -> str:
         ("", "seed"): [str(seed) for seed in table["seed"]],
         ("accuracy", "step 0"): _shares(table, "greedy_start"),
         ("accuracy", "final"): _shares(table, "greedy_final"),
+        ("gain", "paired"): _shares(table, "gain_final", signed=True),
         ("sampled", "final"): _shares(table, "sampled_final"),
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
         ("entropy", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
@@ -64,9 +66,10 @@ def _row(run: Run) -> dict[str, Any]:
         "noise": identity["aqn"],
         "rank": identity["lora_rank"],
         "seed": identity["seed"],
-        **_evaluated(run, "greedy", "start"),
-        **_evaluated(run, "greedy", "final"),
-        **_evaluated(run, "sampled", "final"),
+        **_evaluated(run, "accuracy_greedy", "greedy", "start"),
+        **_evaluated(run, "accuracy_greedy", "greedy", "final"),
+        **_evaluated(run, "gain_greedy", "gain", "final"),
+        **_evaluated(run, "accuracy_sampled", "sampled", "final"),
         "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
         "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
         "rollout_tok_s": run.series("train", "speed/rollout_tok_s").iloc[1:].median(),
@@ -74,20 +77,20 @@ def _row(run: Run) -> dict[str, Any]:
     }
 
 
-def _evaluated(run: Run, decoding: str, when: str) -> dict[str, float]:
-    """Accuracy and standard error at step 0 (`when` = start) or at the last evaluated step after it (final)."""
+def _evaluated(run: Run, metric: str, column: str, when: str) -> dict[str, float]:
+    """A metric and its standard error at step 0 (`when` = start) or at the last evaluated step after it (final)."""
     found = {}
     for suffix in ("", "_stderr"):
-        series = run.series("eval", f"eval/accuracy_{decoding}{suffix}")
+        series = run.series("eval", f"eval/{metric}{suffix}")
         values = [value for step, value in series.items() if (step == 0) == (when == "start")]
-        found[f"{decoding}_{when}{suffix}"] = values[-1] if values else math.nan
+        found[f"{column}_{when}{suffix}"] = values[-1] if values else math.nan
     return found
 
 
-def _shares(table: pd.DataFrame, name: str) -> list[str]:
+def _shares(table: pd.DataFrame, name: str, signed: bool = False) -> list[str]:
     """Percentages with one decimal; without the standard error where that is unknown."""
     return [
-        _number(100 * value, ".1f") + ("" if math.isnan(error) else f" ±{100 * error:.1f}")
+        _number(100 * value, "+.1f" if signed else ".1f") + ("" if math.isnan(error) else f" ±{100 * error:.1f}")
         for value, error in zip(table[name], table[f"{name}_stderr"], strict=True)
     ]
 
