@@ -6,13 +6,10 @@ import os
 import sys
 
 import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.config import build, register_resolvers, resolved
-from qerl_bench.errors import BadInput, TrainingStopped
-from qerl_bench.preflight import SweepFailed, explain, flags_first, preflight
+from qerl_bench.preflight import exit_code, flags_first, preflight
 
 
 @hydra.main(config_path="../conf", config_name="run", version_base="1.3")
@@ -27,19 +24,12 @@ def main() -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
     register_resolvers()
     sys.argv[1:] = flags_first(sys.argv[1:])
-    try:
-        preflight(sys.argv[1:])
-        run()
-    except (BadInput, HydraException, OmegaConfBaseException) as error:
-        print(explain(error), file=sys.stderr)
-        return 2
-    except (SweepFailed, TrainingStopped) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(preflight_and_run, "stopped; the same command continues from the last checkpoint")
+
+
+def preflight_and_run() -> None:
+    preflight(sys.argv[1:])
+    run()
 
 
 if __name__ == "__main__":

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.config import Experiment, build, compose
-from qerl_bench.errors import BadInput
+from qerl_bench.errors import BadInput, TrainingStopped, require
 from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
 
 
@@ -86,6 +89,39 @@ def check_points(job_overrides: Sequence[Sequence[str]], slots: int) -> list[Poi
             list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir)
         )
     return list(points.values())
+
+
+def options(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:
+    """The words of a command line that are for Hydra, and the values of `names`, each of which must be there once."""
+    chosen: dict[str, str] = {}
+    words = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        require(bool(equals and value), f"{word!r} is not key=value; {usage}")
+        if key in names:
+            require(key not in chosen, f"{key}= is there twice; {usage}")
+            chosen[key] = value
+        else:
+            words.append(word)
+    missing = [f"{name}=" for name in names if name not in chosen]
+    require(not missing, f"{' and '.join(missing)} must be given; {usage}")
+    return words, chosen
+
+
+def exit_code(action: Callable[[], None], stopped: str) -> int:
+    """Do it, and say in words what was wrong: 2 for bad input, 1 for failed runs, 130 for Ctrl-C, with `stopped`."""
+    try:
+        action()
+    except (BadInput, HydraException, OmegaConfBaseException) as error:
+        print(explain(error), file=sys.stderr)
+        return 2
+    except (SweepFailed, TrainingStopped) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return 130
+    return 0
 
 
 def explain(error: Exception) -> str:
