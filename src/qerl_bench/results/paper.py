@@ -96,8 +96,8 @@ CLAIMS = (
         statement="Reward grows faster with NVFP4 weights and LoRA than with 16-bit weights and LoRA.",
         paper="200 steps against over 500",
         source="Fig. 7 (7B, BigMath); Fig. 4 (7B, GSM8K): peak near step 80 against 110. The paper gave NVFP4 twice "
-        "the learning rate (1e-5 against 5e-6); here both have the same. A lower start makes the area smaller, and leaves "
-        "more to gain: hence the gain above the own start, beside it",
+        "the learning rate (1e-5 against 5e-6); here both have the same. A lower start makes the area smaller, and "
+        "leaves more to gain: hence the gain above the own start, beside it",
         expected="more",
         measure=REWARD,
         margin=0.02,
