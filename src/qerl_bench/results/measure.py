@@ -1,0 +1,115 @@
+"""What a claim looks at: one number of a run, or one for each held-out question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from qerl_bench.errors import require
+from qerl_bench.results.load import Run
+from qerl_bench.results.stats import Mean, area_under_curve, steps_to_threshold
+
+WARM_UP = 0.1  # share of a run's steps, the first ones, that timings leave out
+LATE = 0.2  # share of a run's steps, the last ones, that stand for its end
+START = 5  # steps that stand for the start of a curve
+WINDOW = 10  # steps in the mean that must reach a threshold
+
+
+@dataclass(frozen=True)
+class Measure:
+    """`of` gives a run's number, or a Series of them by question.
+
+    With `ratio`, arms are compared by quotient: the numbers are positive, and their logarithms are averaged. With
+    `gpu`, runs on a CPU cannot speak. `scale` and `unit` are for readers: what a difference is multiplied by, and
+    called.
+    """
+
+    name: str
+    of: Callable[[Run], float | pd.Series]
+    unit: str = ""
+    scale: float = 1.0
+    ratio: bool = False
+    gpu: bool = False
+
+    def show(self, effect: float) -> str:
+        """An effect, or a margin, as a reader sees it."""
+        return f"×{math.exp(effect):.3f}" if self.ratio else f"{self.scale * effect:+.{2 if self.scale > 1 else 4}f}"
+
+    def describe(self, mean: Mean) -> str:
+        """Effect and interval; a single seed is called that, since its interval, if any, knows no other seed."""
+        if mean.n == 1:
+            return f"{self.show(mean.mean)} {self.unit}".strip() + " (a single seed)"
+        return f"{self.show(mean.mean)} [{self.show(mean.low)}, {self.show(mean.high)}] {self.unit}".strip()
+
+
+def curve(run: Run, metric: str) -> pd.Series:
+    """A training metric by step. Raises BadInput if the run did not write it, or wrote no number."""
+    values = run.series("train", metric)
+    require(bool(values.notna().any()), f"{run.name} has no number of the metric {metric}")
+    return values
+
+
+def first(metric: str) -> Callable[[Run], float]:
+    """The value at the first step: of the policy before any training."""
+    return lambda run: float(curve(run, metric).dropna().iloc[0])
+
+
+def area(metric: str) -> Callable[[Run], float]:
+    """The mean height of the curve: two runs that start and end alike differ in it by how early they rise."""
+    return lambda run: area_under_curve(*_arrays(curve(run, metric)))
+
+
+def climb(metric: str) -> Callable[[Run], float]:
+    """The mean height of the curve above its own start, the mean of the first steps."""
+    return lambda run: area(metric)(run) - float(np.nanmean(curve(run, metric).iloc[:START]))
+
+
+def late(metric: str) -> Callable[[Run], float]:
+    """The mean over the last fifth of the steps."""
+    return lambda run: float(np.nanmean(curve(run, metric).iloc[-max(1, round(LATE * len(curve(run, metric)))) :]))
+
+
+def typical(metric: str) -> Callable[[Run], float]:
+    """The median over the steps after the first tenth."""
+    return lambda run: float(curve(run, metric).iloc[math.ceil(WARM_UP * len(curve(run, metric))) :].median())
+
+
+def largest(metric: str) -> Callable[[Run], float]:
+    return lambda run: float(curve(run, metric).max())
+
+
+def held_out(mode: str) -> Callable[[Run], pd.Series]:
+    """Share of right answers to each held-out question after training. Raises BadInput without that evaluation."""
+
+    def of(run: Run) -> pd.Series:
+        answers = run.answers(mode)
+        require(run.option("steps") in answers, f"{run.name} was not evaluated after its last step")
+        return answers.loc[:, run.option("steps")]
+
+    return of
+
+
+def difference(of: Callable[[Run], float]) -> Callable[[Run, Run], float]:
+    return lambda run, control: of(run) - of(control)
+
+
+def steps_saved(run: Run, control: Run) -> float:
+    """Steps by which `run` reaches 90 % of the reward that `control` gains before `control` does; at most all of them.
+
+    A run that never does counts as if it did after the last step, which makes a difference look smaller than it is.
+    """
+    gained = curve(control, "reward/mean").to_numpy()
+    require(len(gained) >= WINDOW, f"{control.name} has fewer than {WINDOW} steps")
+    start, end = gained[:WINDOW].mean(), gained[-WINDOW:].mean()
+    threshold = start + 0.9 * (end - start)
+    reached = [steps_to_threshold(*_arrays(curve(one, "reward/mean")), threshold, WINDOW) for one in (run, control)]
+    mine, theirs = (min(step, control.last_step + 1) for step in reached)
+    return theirs - mine
+
+
+def _arrays(series: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    return series.index.to_numpy(), series.to_numpy()

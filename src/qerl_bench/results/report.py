@@ -1,0 +1,280 @@
+"""Verdicts as text: one list of blocks, written as Markdown or as an HTML page that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from qerl_bench.results.judge import LEVEL, Judgement, Result
+from qerl_bench.results.load import Run
+from qerl_bench.results.measure import Measure
+from qerl_bench.results.stats import Mean
+from qerl_bench.results.style import panels, paper_style
+
+RULES = (
+    "Compared are runs whose configs differ in the one factor and in nothing else but the seed; differences are taken "
+    "within a seed (and question, for accuracies) first, then averaged over settings. Intervals are at 95 %, Student's "
+    "t over seeds, or over seeds and questions. *Supported*: the effect is above zero in the direction claimed. "
+    "*Contradicted*: it is below the margin, the smallest effect that would matter, be it reversed or only too small. "
+    "A claim that something matters little is supported within the margin and contradicted outside. p-values are "
+    "one-sided and adjusted by Holm's method over all contrasts of one model and task; the limit is "
+    f"{LEVEL:g}. Everything else is *undecided*."
+)
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem } th { text-align: left }
+th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.8rem 0.3rem 0; vertical-align: top }
+code { background: #f3f3f3; padding: 0.1rem 0.3rem; overflow-wrap: anywhere } h2 { margin-top: 2.5rem }
+.supported { color: #00694d } .contradicted { color: #a34700 } .undecided { color: #666 }
+img { max-width: 100% } details { font-size: 0.85rem; margin: 0.5rem 0 } nav { font-size: 0.9rem }
+"""
+VERDICT = re.compile(r"\*\*(supported|contradicted|undecided)\*\*")
+
+
+@dataclass(frozen=True)
+class Heading:
+    text: str
+    level: int
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    text: str  # with **bold**, *emphasis* and `code`
+
+
+@dataclass(frozen=True)
+class Table:
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Folded:
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    svg: str
+    description: str
+
+
+Block = Heading | Paragraph | Table | Folded | Drawing
+
+
+def report(judged: dict[str, list[Judgement]], runs: Sequence[Run]) -> list[Block]:
+    """All blocks: what was read, a summary, then each claim; `judged` by model and task."""
+    blocks: list[Block] = [
+        Heading("What these runs say about the claims of QeRL", 1),
+        Paragraph(_material(runs)),
+        Paragraph(RULES),
+    ]
+    for scope, judgements in judged.items():
+        blocks += [Heading(scope, 2), summary(judgements)]
+        for number, judgement in enumerate(judgements, start=1):
+            blocks += _section(number, judgement)
+    return blocks
+
+
+def summary(judgements: Sequence[Judgement]) -> Table:
+    """A row for each contrast; the verdict on a claim stands in its first."""
+    rows = []
+    for number, judgement in enumerate(judgements, start=1):
+        claim, several = judgement.claim, len(judgement.results) > 1
+        for result in judgement.results:
+            heads = result is judgement.results[0]
+            rows.append(
+                (
+                    f"{number}. {claim.title}: **{judgement.verdict}**" if heads else "",
+                    result.contrast.label,
+                    claim.measure.describe(result.effect) if result.effect else result.reason.split(";")[0],
+                    str(result.effect.n) if result.effect else "-",
+                    result.verdict if several else "",
+                    claim.paper if heads else "",
+                )
+            )
+    return Table(("claim", "contrast", "effect [95 % interval]", "seeds", "of the contrast", "the paper"), tuple(rows))
+
+
+def markdown(blocks: Sequence[Block]) -> str:
+    return "\n\n".join(part for part in map(_markdown, blocks) if part) + "\n"
+
+
+def page(blocks: Sequence[Block]) -> str:
+    """One HTML file: its style is in its head, its figures are in its text."""
+    title = next(block.text for block in blocks if isinstance(block, Heading))
+    body = "\n".join(map(_html, blocks))
+    head = f'<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n<style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+# --- one claim -------------------------------------------------------------------------------------------------------
+
+
+def _material(runs: Sequence[Run]) -> str:
+    unfinished = [run.name for run in runs if not run.finished]
+    left_out = (
+        f" {len(unfinished)} of them are not finished and left out: {', '.join(unfinished)}." if unfinished else ""
+    )
+    devices, codes = sorted({run.device for run in runs}), sorted({run.code for run in runs})
+    return f"{len(runs)} runs were read, made on {', '.join(devices)} by code {', '.join(codes)}.{left_out}"
+
+
+def _section(number: int, judgement: Judgement) -> list[Block]:
+    claim, results = judgement.claim, judgement.results
+    blocks: list[Block] = [
+        Heading(f"{number}. {claim.title}: {judgement.verdict}", 3),
+        Paragraph(
+            f"{claim.statement} Measured: {claim.measure.name}; margin {_margin(claim.measure, claim.margin)}. "
+            f"Claimed: {claim.expected}."
+        ),
+        Paragraph(f"The paper: {claim.paper}. {claim.source[0].upper()}{claim.source[1:]}."),
+        Table(
+            ("contrast", "effect [95 % interval]", "from", "p for", "p against", "verdict"),
+            tuple(_row(claim.measure, result) for result in results),
+        ),
+    ]
+    compared = [result for result in results if result.effect]
+    if compared:
+        drawn = Drawing(_svg(forest(claim.measure, claim.margin, compared)), f"{claim.title}: effects by setting")
+        blocks.append(drawn)
+    if any(len(result.parts) > 1 for result in compared):
+        settings = (
+            (result.contrast.label, label, claim.measure.describe(part))
+            for result in compared
+            for label, part in zip(result.labels, result.parts, strict=True)
+        )
+        blocks.append(Table(("contrast", "setting", "effect [95 % interval], not adjusted"), tuple(settings)))
+    for result in compared:
+        blocks += [Paragraph(f"Beside it, without a verdict: {name} {_number(mean)}.") for name, mean in result.beside]
+    if any(result.effect is None for result in results):
+        blocks.append(Paragraph(f"To decide it, run `{claim.command}` and then this report again."))
+    used = tuple(line for result in compared for line in _matched(result))
+    return [*blocks, Folded("matched runs", used)] if used else blocks
+
+
+def _row(measure: Measure, result: Result) -> tuple[str, ...]:
+    verdict = f"**{result.verdict}**" + (f": {result.reason}" if result.reason else "")
+    if result.effect is None:
+        return result.contrast.label, "-", "-", "-", "-", verdict
+    asked = f" × {result.questions} questions" if result.questions > 1 else ""
+    settings = f", {len(result.parts)} settings" if len(result.parts) > 1 else ""
+    seeds = f"{result.effect.n} seed{'s' if result.effect.n > 1 else ''}"
+    effect, p_values = measure.describe(result.effect), (_p(result.p_for), _p(result.p_against))
+    return result.contrast.label, effect, f"{seeds}{asked}{settings}", *p_values, verdict
+
+
+def _matched(result: Result) -> list[str]:
+    """One line for each arm of each setting: the name of its runs, their seeds in braces."""
+    lines = []
+    for label, stratum in zip(result.labels, result.strata, strict=True):
+        for arm, runs in zip(result.contrast.arms, stratum.arms, strict=True):
+            seeds = ",".join(map(str, sorted(runs)))
+            seed, run = next(iter(runs.items()))
+            name = run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-")
+            names = name if name != run.name else ", ".join(one.name for one in runs.values())
+            lines.append(f"{result.contrast.label}, {label}, {arm.label}: {names}")
+    return lines
+
+
+def forest(measure: Measure, margin: float, results: Sequence[Result]) -> Figure:
+    """Effects with intervals: each contrast large, its settings small below it; the band is within the margin."""
+    rows = []
+    for result in results:
+        assert result.effect is not None
+        rows.append((result.contrast.label, result.effect, True))
+        if len(result.parts) > 1:
+            rows += [(label, part, False) for label, part in zip(result.labels, result.parts, strict=True)]
+    shown = (lambda x: 100 * (math.exp(x) - 1)) if measure.ratio else (lambda x: measure.scale * x)
+    with paper_style():
+        figure, axes = panels(1, 1, 0.75 + 0.2 * len(rows), width=6.5)
+        ax = axes[0, 0]
+        ax.axvspan(shown(-margin), shown(margin), color="#EDEDED", linewidth=0, zorder=0)
+        ax.axvline(0, color="#777777", linewidth=0.7, zorder=1)
+        for height, (_, mean, whole) in enumerate(rows):
+            low, high = (shown(mean.mean if mean.n == 1 else end) for end in (mean.low, mean.high))
+            colour = "#000000" if whole else "#0072B2"
+            ax.plot([low, high], [height, height], color=colour, linewidth=1.6 if whole else 0.9)
+            hollow = "white" if mean.n == 1 else colour
+            ax.plot(shown(mean.mean), height, "D" if whole else "o", color=colour, markerfacecolor=hollow, markersize=4)
+        ax.set_yticks(range(len(rows)), [label for label, *_ in rows])
+        ax.set_ylim(len(rows) - 0.4, -0.6)
+        ax.grid(False, axis="y")
+        unit = "difference in %" if measure.ratio else f"difference in {measure.unit}"
+        ax.set_xlabel(f"{unit} (grey: within the margin)")
+    return figure
+
+
+def _svg(figure: Figure) -> str:
+    buffer = BytesIO()
+    with paper_style(), matplotlib.rc_context({"svg.hashsalt": "claims"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue().decode()
+
+
+def _margin(measure: Measure, margin: float) -> str:
+    return f"{measure.show(margin).removeprefix('+')} {measure.unit}".strip()
+
+
+def _number(mean: Mean) -> str:
+    interval = " (a single seed)" if mean.n == 1 else f" [{mean.low:+.3g}, {mean.high:+.3g}]"
+    return f"{mean.mean:+.3g}{interval}"
+
+
+def _p(value: float) -> str:
+    return "-" if value != value else "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _markdown(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            return f"{'#' * level} {text}"
+        case Paragraph(text):
+            return text
+        case Table(header, rows):
+            lines = [header, ("---",) * len(header), *rows]
+            return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+        case Folded(title, lines):
+            return (
+                f"<details><summary>{title}</summary>\n\n" + "\n".join(f"- {line}" for line in lines) + "\n\n</details>"
+            )
+        case Drawing():
+            return ""  # a page of text: the numbers of the figure stand in the tables
+
+
+def _html(block: Block) -> str:
+    match block:
+        case Heading(text, level):
+            verdict = text.rsplit(": ", 1)[-1]
+            return f'<h{level} class="{verdict if " " not in verdict else ""}">{html.escape(text)}</h{level}>'
+        case Paragraph(text):
+            return f"<p>{_inline(text)}</p>"
+        case Table(header, rows):
+            head = "".join(f"<th>{_inline(cell)}</th>" for cell in header)
+            body = "\n".join(f"<tr>{''.join(f'<td>{_inline(cell)}</td>' for cell in row)}</tr>" for row in rows)
+            return f"<table>\n<tr>{head}</tr>\n{body}\n</table>"
+        case Folded(title, lines):
+            items = "\n".join(f"<li>{_inline(line)}</li>" for line in lines)
+            return f"<details><summary>{html.escape(title)}</summary>\n<ul>\n{items}\n</ul>\n</details>"
+        case Drawing(svg, description):
+            data = base64.b64encode(svg.encode()).decode()
+            return f'<img alt="{html.escape(description)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _inline(text: str) -> str:
+    escaped = html.escape(text, quote=False)
+    marked = VERDICT.sub(r'<strong class="\1">\1</strong>', escaped)
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", marked)
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", marked)
