@@ -44,7 +44,7 @@ class Score:
         )
 
     def __str__(self) -> str:
-        return f"{self.metric} {self.value:.3f} +- {self.stderr:.3f}"
+        return f"{self.metric.removeprefix('eval/')} {self.value:.3f} +- {self.stderr:.3f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,15 +35,15 @@ def main(argv: list[str]) -> None:
     require(not other, f"scoring depends on the task alone, not on {' '.join(other)}; {USAGE}")
     task: Task = spec(compose(words), "task")
     rows = judged(task, chosen["completions"])
-    found = totals(task, rows)
+    found = totals(task, rows) | {"options": words}
     out = Path(chosen["out"])
     require(not out.is_file(), f"out={out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "scores.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_atomically(out / "totals.json", json.dumps(found, indent=1))
     print(
-        f"{found['completions']} completions of {found['questions']} questions, {found['unscored']} of the task without "
-        f"one: accuracy {found['accuracy']:.4f} +- {found['stderr']:.4f}, no answer found in "
+        f"{found['completions']} completions of {found['questions']} questions, {found['unscored']} of the task "
+        f"without one: accuracy {found['accuracy']:.4f} +- {found['stderr']:.4f}, no answer found in "
         f"{found['format_failed']:.1%}\n{out / 'scores.jsonl'}\n{out / 'totals.json'}"
     )
 
@@ -117,8 +117,8 @@ def _prompt(
         prompt = known.get(normalised(str(value)) if key == "question" else str(value))
         require(
             prompt is not None,
-            f"{where}{key} {str(value)[:80]!r} is none of the {len(by_id)} held-out questions of task={name}; their ids "
-            f"are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
+            f"{where}{key} {str(value)[:80]!r} is none of the {len(by_id)} held-out questions of task={name}; their "
+            f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
         )
         assert prompt is not None
         return prompt

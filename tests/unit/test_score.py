@@ -1,0 +1,136 @@
+"""`python -m qerl_bench.evals.score`: completions made elsewhere, judged line by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_bench.errors import BadInput
+from qerl_bench.evals import score
+
+TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
+TASK = ("task=gsm8k", f"task.eval_file={TINY}")
+
+
+def problems() -> list[dict[str, str]]:
+    return [json.loads(line) for line in TINY.read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return f"completions={path}"
+
+
+def run(tmp_path: Path, *words: str) -> tuple[list[dict], dict]:
+    score.main([*TASK, f"out={tmp_path / 'out'}", *words])
+    lines = (tmp_path / "out" / "scores.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], json.loads((tmp_path / "out" / "totals.json").read_text())
+
+
+def test_every_column_of_every_line_and_the_totals(tmp_path: Path) -> None:
+    first, second, third, *_ = problems()
+    gold = [problem["answer"].rpartition("####")[2].strip() for problem in (first, second, third)]
+    file = write(
+        tmp_path / "c.jsonl",
+        {"id": "gsm8k/test/1", "completion": f"<think>a</think><answer>${gold[0]}.0</answer>"},
+        {"question": second["question"].upper() + " ", "completion": f"I say <answer>{gold[1]}</answer>", "other": 1},
+        {"id": "gsm8k/test/3", "completion": f"#### {gold[2]}"},
+    )
+    rows, totals = run(tmp_path, file)
+    assert rows[0] == {
+        **{"line": 1, "id": "gsm8k/test/1", "sample": 0, "gold": gold[0], "answer": gold[0]},
+        **{"correct": 1.0, "format": 1.0, "reward": pytest.approx(1.2)},
+    }
+    assert [row["id"] for row in rows] == ["gsm8k/test/1", "gsm8k/test/2", "gsm8k/test/3"]
+    assert [(row["correct"], row["format"]) for row in rows] == [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)]
+    assert rows[2]["answer"] is None
+    assert (totals["completions"], totals["questions"], totals["unscored"]) == (3, 3, len(problems()) - 3)
+    assert totals["accuracy"] == pytest.approx(2 / 3)
+    assert totals["stderr"] == pytest.approx(1 / 3)  # variance (2 * 1/9 + 4/9) / 2 = 1/3, over 3 questions
+    assert totals["format_failed"] == pytest.approx(1 / 3)
+    assert totals["means"] == pytest.approx({"correct": 2 / 3, "format": 1 / 3, "reward": 2.2 / 3})
+
+
+@pytest.mark.parametrize("form", ["#### {}", "A: {}", "So $\\boxed{{{}}}$.", "<answer>{}</answer>"])
+def test_any_format_with_auto(tmp_path: Path, form: str) -> None:
+    golds = [problem["answer"].rpartition("####")[2].strip() for problem in problems()]
+    lines = [{"id": f"gsm8k/test/{i}", "completion": form.format(gold)} for i, gold in enumerate(golds, start=1)]
+    rows, totals = run(tmp_path, write(tmp_path / "c.jsonl", *lines), "task.answer_format=auto")
+    assert totals["accuracy"] == 1
+    assert all(row["answer"] is not None for row in rows)
+
+
+def test_several_samples_of_a_question(tmp_path: Path) -> None:
+    """Accuracies 1/2 and 0: the mean is over questions, however many samples each has."""
+    gold = problems()[0]["answer"].rpartition("####")[2].strip()
+    lines = [
+        {"id": "gsm8k/test/1", "sample": 0, "completion": f"#### {gold}"},
+        {"id": "gsm8k/test/1", "sample": 1, "completion": "#### none"},
+        *({"id": "gsm8k/test/2", "sample": i, "completion": ""} for i in range(4)),
+    ]
+    _, totals = run(tmp_path, write(tmp_path / "c.jsonl", *lines), "task.answer_format=hash")
+    assert totals["accuracy"] == pytest.approx(0.25)
+    assert totals["stderr"] == pytest.approx(0.25)
+    assert totals["stderr_sampling"] == pytest.approx((0.5 / 2 / 2 / 2) ** 0.5)
+
+
+GOOD = {"id": "gsm8k/test/1", "completion": "x"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            [GOOD, {"id": "gsm8k/test/999", "completion": "x"}],
+            r"line 2: id 'gsm8k/test/999' is none of the 12 .*ids are",
+        ),
+        ([{"question": "Why?", "completion": "x"}], r"line 1: question 'Why\?' is none of the 12"),
+        ([{"completion": "x"}], r"line 1: the key 'id' or 'question' must say .* the line has 'completion'"),
+        (
+            [GOOD, {"id": "gsm8k/test/2"}],
+            r"line 2: the key 'completion' must be there and hold text; the line has 'id'",
+        ),
+        ([{"id": "gsm8k/test/2", "completion": 18}], r"line 1: the key 'completion' must be there and hold text"),
+        ([GOOD, GOOD], r"line 2: gsm8k/test/1 is completed on line 1 already.*different 'sample'"),
+        ([GOOD | {"sample": "a"}], r"line 1: sample must be a whole number from 0, got 'a'"),
+        ([GOOD, [1]], r"line 2: a JSON object"),
+        ([], "is empty"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_with_its_line(tmp_path: Path, lines: list[object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        run(tmp_path, write(tmp_path / "c.jsonl", *lines))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["task=gsm8k"], "completions= and out= must be given; usage"),
+        (["task=gsm8k", "out=x", "completions"], "'completions' is not key=value; usage"),
+        (["out=x", "out=y", "completions=z"], "out= is there twice"),
+        (["quant=nf4", "out=x", "completions=z"], "depends on the task alone, not on quant=nf4"),
+        ([*TASK, "out=x", "completions=no/such/file"], "cannot read the data file no/such/file"),
+    ],
+)
+def test_the_command_line_is_checked(words: list[str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        score.main(words)
+
+
+def test_as_a_command_without_torch(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.jsonl", {"id": "gsm8k/test/1", "completion": "#### 1"})
+    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench.evals.score", *TASK, file, f"out={tmp_path / 'o'}"]
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "1 completions of 1 questions, 11 of the task without one" in done.stdout
+    assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
+    refused = subprocess.run([*command[:5], "task=gsm8k"], capture_output=True, text=True, env=environment)
+    assert refused.returncode == 2
+    assert "error: completions= and out= must be given" in refused.stderr
