@@ -1,0 +1,136 @@
+"""`python -m qerl_bench.evals`: a finished run under another protocol, its own record untouched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from qerl_bench.config import build
+from qerl_bench.errors import BadInput
+from qerl_bench.evals import again
+from qerl_bench.evals.__main__ import main
+from qerl_bench.experiment import run_experiment
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any]) -> Path:
+    """A run that has visibly changed its policy: supervised, with a large learning rate."""
+    root = tmp_path_factory.mktemp("root")
+    cfg = make_config("quant=mxfp4", "algo=sft", "optim.lr=0.05", f"root={root}", "name=done", "eval.questions=5")
+    run_experiment(build(cfg), cfg)
+    return root / "runs" / "done"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file() and "evals" not in path.relative_to(folder).parts]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_same_protocol_gives_the_same_record_and_leaves_the_run_alone(finished: Path) -> None:
+    before = contents(finished)
+    main([str(finished), "eval.samples=2"])  # as it was
+    (folder,) = (finished / "evals").glob("task-*")
+    ours, theirs = (pd.read_parquet(place / "samples.parquet") for place in (finished, folder))
+    pd.testing.assert_frame_equal(ours, theirs)
+    texts = {step: list(rows["completion"]) for step, rows in theirs.groupby("step")}
+    assert len(texts) == 2 and texts[0] != texts[4]  # the adapter answers at step 4, the base at step 0
+    settings = [json.loads((place / "eval.json").read_text()) for place in (finished, folder)]
+    assert settings[0] == settings[1]
+    assert contents(finished) == before
+
+
+def test_another_protocol_has_its_own_folder_and_is_done_once(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(finished)
+    words = [str(finished), "eval=quick", "eval.questions=3", "eval.samples=4", "eval.k=2", "eval.top_p=0.5"]
+    main(words)
+    (folder,) = (finished / "evals").glob("quick-*")
+    entries = json.loads((folder / "eval.json").read_text())
+    assert {entry["n"] for entry in entries} == {3}
+    assert {entry["step"] for entry in entries} == {0, 4}
+    assert {"eval/gain_greedy", "eval/gain_sampled"} <= {entry["metric"] for entry in entries if entry["step"] == 4}
+    assert (entries[0]["settings"]["top_p"], entries[0]["settings"]["k"]) == (0.5, 2)
+    assert "eval/pass_at_k" in capsys.readouterr().out
+    made = (folder / "done.json").stat().st_mtime_ns
+    main(words)
+    assert (folder / "done.json").stat().st_mtime_ns == made
+    assert "eval/pass_at_k" in capsys.readouterr().out
+    assert contents(finished) == before
+
+
+def test_other_questions_into_another_folder_from_a_run_that_has_moved(finished: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "runs" / "done"
+    shutil.copytree(finished, moved, ignore=shutil.ignore_patterns("evals"))
+    out = tmp_path / "out"
+    main([str(moved), "task.operations=[1]", "seed=7", f"out={out}"])
+    rows = pd.read_parquet(out / "samples.parquet")
+    assert all(sum(map(question.count, "+-")) == 1 for question in rows["question"])  # two numbers
+    assert not (moved / "evals").exists()
+    with pytest.raises(BadInput, match="holds a run of another config"):
+        main([str(moved), "task.operations=[2]", f"out={out}"])
+
+
+def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path: Path) -> None:
+    for seed in (0, 7):
+        main([str(finished), f"seed={seed}", f"out={tmp_path / str(seed)}"])
+    first, second = (pd.read_parquet(tmp_path / str(seed) / "samples.parquet") for seed in (0, 7))
+    for mode, equal in (("greedy", True), ("sampled", False)):
+        texts = [list(rows.loc[rows["mode"] == mode, "completion"]) for rows in (first, second)]
+        assert (texts[0] == texts[1]) is equal
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say what to change. usage: python -m qerl_bench.evals RUN_DIR"),
+        (["quant=nf4"], "quant=nf4 would change what was trained; another evaluation changes eval, task,"),
+        (["lora.rank=2"], "would change what was trained"),
+        (["eval.sampels=3"], r"no option eval\.sampels\. Did you mean eval\.samples\?"),
+        (["eval.samples=1,2"], "one plain value for each key"),
+        (["+eval.x=1"], "one plain value for each key"),
+        (["eval=none"], "eval=none evaluates nothing"),
+        (["eval.samples=0"], r"eval\.samples must be a whole number of at least 1"),
+        (["eval.samples=2", "eval.k=3"], r"eval\.k=3 asks for pass@k of eval\.samples=2"),
+        (["eval.top_p=1.5"], r"eval\.top_p must be above 0 and at most 1"),
+        (["seed=1", "out=a", "out=b"], "out= names one folder"),
+    ],
+)
+def test_words_that_cannot_be_are_refused(finished: Path, words: list[str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        main([str(finished), *words])
+
+
+def test_a_folder_without_a_finished_run_is_refused_with_a_remedy(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"is not a run: it has no config\.yaml"):
+        main([str(tmp_path), "eval=task"])
+    with pytest.raises(BadInput, match="first word must be the folder of a run; usage"):
+        main(["eval=task"])
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    with pytest.raises(BadInput, match="is the run itself"):
+        main([str(copy), "eval=quick", f"out={copy}"])
+    (copy / "checkpoints" / "step_000004" / "trainer.pt").write_bytes(b"")
+    with pytest.raises(BadInput, match="is damaged"):
+        main([str(copy), "eval=quick"])
+    (copy / "done.json").unlink()
+    with pytest.raises(BadInput, match=r"is not finished.*The command that started it continues it"):
+        main([str(copy), "eval=quick"])
+
+
+def test_the_name_tells_protocols_apart(finished: Path) -> None:
+    stored = again.stored_config(finished)
+    names = [
+        again.name_of(again.asked_again(stored, words.split()))
+        for words in ("eval.k=1", "eval.k=2", "eval.k=1.0", "device=cpu eval.k=1", "device=auto eval.k=1", "seed=5")
+    ]
+    assert len(set(names)) == 3
+    assert names[0] == names[2] == names[3] == names[4]
+    assert all(name.startswith("task-") for name in names)
