@@ -23,7 +23,7 @@ SHOWN = 3  # examples per kind of fault
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem: its question, its gold answer as text, and the worked solution before it (empty if there is none)."""
+    """One problem: its question, its gold answer as text, and the worked solution before it, empty if there is none."""
 
     line: int  # from 1, within its split
     question: str
@@ -93,7 +93,7 @@ class Source:
             raise BadInput(f"{where}: {len(raw)} rows, of them {', '.join(kinds)}; repair or remove these rows")
         limit = self.max_question_characters
         short = tuple(row for row in found if limit is None or len(row.question) <= limit)
-        require(bool(short), f"{where}: all of its {len(found)} questions have more than {limit} characters; raise the limit")
+        require(bool(short), f"{where}: all {len(found)} questions have more than {limit} characters; raise the limit")
         return short
 
     def _row(self, line: int, question: str, answer: str, readable: Callable[[str], bool]) -> Row:
@@ -163,7 +163,7 @@ def _hub_rows(
         from datasets import load_dataset
     except ImportError as error:
         raise BadInput(
-            f"{dataset_id} is loaded with the package datasets, which is not installed: pip install datasets, or {remedy}"
+            f"{dataset_id} is loaded by the package datasets, which is not installed: pip install datasets, or {remedy}"
         ) from error
     try:
         raw = load_dataset(dataset_id, config, split=split, revision=revision)
