@@ -93,9 +93,7 @@ class Questions(PromptedTask):
     def _train_rows(self) -> tuple[Row, ...]:
         if self.train is None:
             raise BadInput(self._evaluation_only)
-        readable = (
-            self.judge.readable if self.equality == "numeric" else bool
-        )  # LaTeX takes long, and bad gold never pays
+        readable = self.judge.readable if self.equality == "numeric" else bool  # LaTeX takes long; bad gold never pays
         rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", readable)
         leaked = shared(rows, self._eval_rows)
         if not leaked:
