@@ -53,7 +53,7 @@ class Questions(PromptedTask):
     def check(self) -> None:
         """Load both splits. Raises BadInput for faulty rows, a leak, or if there is nothing to train on."""
         self.judge.check()
-        assert self._train_rows and self._eval_rows
+        assert self.rows("train") and self.rows("test")
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt("train", row) for row in self._drawn(step, count, seed)]
@@ -79,6 +79,10 @@ class Questions(PromptedTask):
                 "it cannot serve as a demonstration; remove them or choose another format",
             )
         return shown
+
+    def rows(self, split: str) -> tuple[Row, ...]:
+        """The rows of `train` or `test`, read once."""
+        return self._train_rows if split == "train" else self._eval_rows
 
     def _solution(self, row: Row) -> str:
         if self.train is None or self.train.marker is None:

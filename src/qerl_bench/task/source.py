@@ -23,12 +23,13 @@ SHOWN = 3  # examples per kind of fault
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem: its question, its gold answer as text, and the worked solution before it, empty if there is none."""
+    """One problem."""
 
     line: int  # from 1, within its split
     question: str
-    reasoning: str
-    gold: str
+    answer: str  # the column as it stands
+    reasoning: str  # the worked solution in it; empty if there is none
+    gold: str  # the final answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class Source:
             raise _Fault("an empty answer", "")
         if not readable(gold.strip()):
             raise _Fault("an answer that nothing can equal", f": {gold.strip()[:40]!r}")
-        return Row(line=line, question=question, reasoning=reasoning.strip(), gold=gold.strip())
+        return Row(line=line, question=question, answer=answer, reasoning=reasoning.strip(), gold=gold.strip())
 
 
 class _Fault(Exception):
