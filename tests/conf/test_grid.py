@@ -166,6 +166,8 @@ def test_nothing_heavy_is_loaded(found: dict[str, Any]) -> None:
         "datasets",
         "triton",
         "pandas",
+        "math_verify",
+        "reasoning_gym",
     }
     assert not heavy & set(found["modules"])
 
@@ -376,7 +378,18 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("model.dtype=int8", "model.dtype must be one of"),
         ("model.heads=3", "model.hidden_size must be a multiple of 2"),
         ("logger=wandb logger.mode=loud", "logger.mode must be online or offline"),
-        ("task=gsm8k task.train_file=x", "both task.train_file and task.eval_file"),
+        ("task=aime24 task.train_file=x", "task=aime24 is for evaluation only and has no training questions; train on"),
+        ("task=gsm8k task.leaks=keep", "task.leaks must be one of refuse, drop"),
+        ("task=gsm8k task.train.question=text", "must list the names of columns, got 'text'"),
+        ("task=bigmath task.train.max_question_characters=0", "max_question_characters must be null or a whole number"),
+        ("task.instruction=user", "task.instruction must be one of system, suffix, none"),
+        ("task.template=raw", "task.template must be one of chat, plain"),
+        ("task=word_problems task.steps=[0]", "task.steps lists how many a problem may have, each 1..12"),
+        ("task=word_problems task.distractors=1", "task.distractors lists how many a problem may have, each 0..6"),
+        ("task=word_problems task.max_number=1", "task.max_number must be 2..1000000"),
+        ("task=word_problems task.procedures.guess=-1", "task.procedures needs a share >= 0"),
+        ("task=reasoning_gym task.name=countdown", "its verifier runs the answer as code"),
+        ("task=reasoning_gym +task.options.seed=1", "task.options sets seed, which the run decides"),
         ("+unknown=1", "there is no option unknown"),
         ("+quant.unknown=1", "unknown"),
         ("~logger", "lacks logger"),

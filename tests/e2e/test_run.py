@@ -202,7 +202,8 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
         (["task.operations=[]"], "task.operations"),
         (["quant=mxfp4", "model.hidden_size=40", "model.warm_start_steps=0"], "32"),
         ([*GSM8K, "task.train_file=/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
-        (GSM8K, "train_file"),
+        (["task=aime24"], "is for evaluation only and has no training questions; train on bigmath or dapo_math"),
+        (["experiment=smoke", "task.max_completion_tokens=4096"], "the model reads 4096 tokens"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )

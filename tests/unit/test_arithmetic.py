@@ -25,6 +25,8 @@ def _task(**changed: Any) -> Arithmetic:
         "max_start": 20,
         "max_operand": 9,
         "max_completion_tokens": 48,
+        "instruction": "system",
+        "template": "chat",
         "answer_format": "tags",
         "correct_weight": 1.0,
         "format_weight": 0.2,

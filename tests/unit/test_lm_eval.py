@@ -19,7 +19,7 @@ from qerl_bench.errors import BadInput
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.lm_eval import LmEval, spec_of
 from qerl_bench.evals.task import TaskEvaluation
-from qerl_bench.policy import RENDERED
+from qerl_bench.records import RENDERED
 
 QUESTIONS = 6
 LIMIT = 12  # new tokens
@@ -177,7 +177,7 @@ def test_what_it_leaves_behind_is_a_complete_task_of_lm_eval(policy, engine, tas
     assert loaded.process_results(doc, [prompt.answer]) == {"correct": 0.0, "reward": 0.0}
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "gsm8k"])
+@pytest.mark.parametrize("name", ["arithmetic", "gsm8k", "aime24", "word_problems"])
 def test_the_judge_written_down_is_the_task(make_experiment, name):
     spec = make_experiment(f"task={name}").task
     assert instantiate(json.loads(json.dumps(spec_of(spec))), _convert_="all") == spec

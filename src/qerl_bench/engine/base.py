@@ -52,11 +52,11 @@ def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling) -> N
     """Raise BadInput unless the model can read every prompt and a completion of full length behind it."""
     context = policy.model.config.max_position_embeddings
     lengths = [len(policy.prompt_ids(prompt.messages)) for prompt in prompts]
-    longest = max(lengths)
+    longest = max(lengths, default=0)
     too_long = sum(length + sampling.max_tokens > context for length in lengths)
     require(
         too_long == 0,
-        f"{too_long} of {len(prompts)} prompts do not fit: the model reads {context} tokens, the longest prompt "
-        f"({prompts[lengths.index(longest)].id[:60]}) has {longest}, and a completion may have {sampling.max_tokens}; use "
+        f"{too_long} of {len(prompts)} prompts do not fit: the model reads {context} tokens, the longest prompt has "
+        f"{longest}, and a completion may have {sampling.max_tokens}; use "
         "a model of longer context, a smaller task.max_completion_tokens, or leave out long questions",
     )

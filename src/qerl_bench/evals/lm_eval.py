@@ -8,7 +8,7 @@ lm-eval's own benchmarks, which want a network, and its `simple_evaluate`, which
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,8 @@ def write_task(folder: Path, task: Task, prompts: list[Prompt], policy: Policy) 
     write_atomically(folder / f"{task.name}.yaml", judged_by + yaml.safe_dump(described, sort_keys=False))
 
 
-def spec_of(task: Task) -> dict[str, Any]:
-    """The config node that the task's spec was made from."""
-    return {"_target_": f"{type(task).__module__}.{type(task).__qualname__}", **asdict(task)}  # type: ignore[call-overload]
+def spec_of(spec: Any) -> dict[str, Any]:
+    """The config node that a spec was made from, with those of the specs inside it."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    node = {key: spec_of(value) if is_dataclass(value) else value for key, value in values.items()}
+    return {"_target_": f"{type(spec).__module__}.{type(spec).__qualname__}", **node}

@@ -20,7 +20,7 @@ from qerl_bench.batch import make_batch
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.errors import require
 from qerl_bench.policy import Policy
-from qerl_bench.records import Prompt, Rollout
+from qerl_bench.records import RENDERED, Prompt, Rollout
 
 SIDE_BY_SIDE = 16  # sequences scored in one forward pass
 WITHOUT_EFFECT = {"do_sample", "temperature", "top_k", "top_p"}  # of generation, once it is greedy

@@ -81,7 +81,8 @@ class Arithmetic(PromptedTask):
             held_out,
             question=lambda chain: chain.question,
             key=lambda chain: chain.question,
-            remedy=f"task=arithmetic has operations={self.operations}, operators={self.operators!r}, "
+            task="task=arithmetic",
+            options=f"operations={self.operations}, operators={self.operators!r}, "
             f"max_start={self.max_start}, max_operand={self.max_operand}; widen one",
         )
 

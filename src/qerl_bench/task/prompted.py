@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl_bench.errors import require
+from qerl_bench.errors import BadInput, require
 from qerl_bench.records import Prompt, Reward
 from qerl_bench.task.judge import Judge
 from qerl_bench.task.prompts import Wording
@@ -45,3 +45,10 @@ class PromptedTask:
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         return self.judge.reward(prompt.answer, completion)
+
+
+def nothing_to_imitate(task: str) -> BadInput:
+    return BadInput(
+        f"task={task} has no worked solutions to imitate; use an algorithm other than sft, and for a quantizer "
+        "quantizer.calibration.file=TEXT"
+    )

@@ -1,7 +1,7 @@
 """The text that a model is asked with: which instruction, where it stands, and in whose template.
 
 The instruction asks for exactly the answer format that the reward reads; the released QeRL code stopped doing so, and
-its GSM8K runs earn nothing. The paper puts the instruction behind the question (suffix), its code into a system message.
+its GSM8K runs earn nothing. The paper puts the instruction behind the question (suffix), its code before (system).
 Left out: few-shot examples, and stop strings; a completion ends with the model's own stop tokens.
 """
 

@@ -17,7 +17,7 @@ from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.datafile import training_rows
 from qerl_bench.task.extract import well_formed
 from qerl_bench.task.judge import Judge
-from qerl_bench.task.prompted import PromptedTask
+from qerl_bench.task.prompted import PromptedTask, nothing_to_imitate
 from qerl_bench.task.prompts import worked
 from qerl_bench.task.source import SHOWN, Row, Source, shared
 
@@ -53,7 +53,7 @@ class Questions(PromptedTask):
     def check(self) -> None:
         """Load both splits. Raises BadInput for faulty rows, a leak, or if there is nothing to train on."""
         self.judge.check()
-        assert self._train_rows and self._eval_rows
+        assert self.rows("train") and self.rows("test")
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt("train", row) for row in self._drawn(step, count, seed)]
@@ -75,17 +75,18 @@ class Questions(PromptedTask):
         for demonstration in shown:
             require(
                 well_formed(demonstration.completion, self.answer_format),
-                f"{demonstration.prompt.id}: the solution holds marks of task.answer_format={self.answer_format}, so it "
-                "cannot serve as a demonstration; remove them or choose another format",
+                f"{demonstration.prompt.id}: the solution holds marks of task.answer_format={self.answer_format}, so "
+                "it cannot serve as a demonstration; remove them or choose another format",
             )
         return shown
 
+    def rows(self, split: str) -> tuple[Row, ...]:
+        """The rows of `train` or `test`, read once."""
+        return self._train_rows if split == "train" else self._eval_rows
+
     def _solution(self, row: Row) -> str:
-        require(
-            bool(row.reasoning) or (self.train is not None and self.train.marker is not None),
-            f"task={self.name} has no worked solutions to imitate; use an algorithm other than sft, and for a quantizer "
-            "quantizer.calibration.file=TEXT",
-        )
+        if self.train is None or self.train.marker is None:
+            raise nothing_to_imitate(self.name)
         return worked(self.answer_format, _ANNOTATION.sub("", row.reasoning), row.gold)
 
     @cached_property
@@ -96,7 +97,7 @@ class Questions(PromptedTask):
     def _train_rows(self) -> tuple[Row, ...]:
         if self.train is None:
             raise BadInput(self._evaluation_only)
-        readable = self.judge.readable if self.equality == "numeric" else bool  # LaTeX is slow: what is wrong never pays
+        readable = self.judge.readable if self.equality == "numeric" else bool  # LaTeX takes long; bad gold never pays
         rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", readable)
         leaked = shared(rows, self._eval_rows)
         if not leaked:
@@ -110,7 +111,7 @@ class Questions(PromptedTask):
             f"{found}, none may be ({examples}); remove them from one of the two, or leave them out of training with "
             "task.leaks=drop",
         )
-        require(len(leaked) < len(rows), f"{found} ({examples}), and nothing is left to train on; use another train_file")
+        require(len(leaked) < len(rows), f"{found} ({examples}): nothing is left to train on; use another train_file")
         log.warning("%s and left out of training (%s)", found, examples)
         gone = {row.line for row, _ in leaked}
         return tuple(row for row in rows if row.line not in gone)

@@ -19,7 +19,7 @@ from qerl_bench.errors import BadInput, require, require_package
 from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.seeding import derive
 from qerl_bench.task.extract import extract, well_formed
-from qerl_bench.task.prompted import PromptedTask
+from qerl_bench.task.prompted import PromptedTask, nothing_to_imitate
 from qerl_bench.task.split import distinct
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ _EXECUTES = "its verifier runs the answer as code"
 _VARIES = "its problems differ from process to process, so that a run could not be repeated"
 _GLOBAL = "it draws from Python's global random generator, so that its problems depend on what ran before"
 _GULLIBLE = "its verifier gives full marks to answers that say nothing"
-_RAISES = "its verifier fails on answers that are not of the right kind"
 REFUSED = {
     **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EXECUTES),
     **dict.fromkeys(("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"), _EXECUTES),
@@ -41,7 +40,6 @@ REFUSED = {
     "codeio": f"{_VARIES}, and {_GLOBAL}",
     "list_functions": _GLOBAL,
     **dict.fromkeys(("complex_arithmetic", "game_of_life_halting"), _GULLIBLE),
-    **dict.fromkeys(("boxnet", "game_of_life", "prime_factorization"), _RAISES),
     "coin_flip": "its verifier takes without end over an answer such as 1e999999999",
     "composite": "it needs the options of several others",
 }
@@ -66,7 +64,7 @@ class ReasoningGym(PromptedTask):
     def check(self) -> None:
         """Raises BadInput if the package is missing, or knows no such generator or options."""
         require_package("reasoning_gym", "task=reasoning_gym", "reasoning")
-        self._problem(0, 0)
+        _problem(self.name, json.dumps(self.options), 0, 0)
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return self._prompts("train", derive(seed, "train", step), count)
@@ -75,10 +73,7 @@ class ReasoningGym(PromptedTask):
         return self._prompts("test", derive("held-out"), 256 if count is None else count)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        raise BadInput(
-            "task=reasoning_gym has no worked solutions to imitate; use an algorithm other than sft, and for a quantizer "
-            "quantizer.calibration.file=TEXT"
-        )
+        raise nothing_to_imitate("reasoning_gym")
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         answer = extract(completion, self.answer_format)
@@ -93,11 +88,12 @@ class ReasoningGym(PromptedTask):
         )
 
     def _score(self, answer: str, seed: int, number: int, prompt: Prompt) -> float:
-        problem = self._problem(seed, number)
+        problem = _problem(self.name, json.dumps(self.options), seed, number)
         assert _gold(problem) == prompt.answer, f"{prompt.id} is another problem now"
+        generator = _generator(self.name, json.dumps(self.options), seed)
         try:
             with redirect_stdout(io.StringIO()):
-                score = float(_generator(self.name, json.dumps(self.options), seed).score_answer(answer, problem))
+                score = float(generator.score_answer(answer, problem))
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             return 0.0  # a verifier tripped over text that it did not expect
         return min(max(score, 0.0), 1.0)
@@ -108,7 +104,7 @@ class ReasoningGym(PromptedTask):
         def prompt(number: int) -> Prompt | None:
             if number >= PROBLEMS:
                 return None
-            problem = self._problem(seed, number)
+            problem = _problem(self.name, json.dumps(self.options), seed, number)
             return self.wording.prompt(f"{self.name}/{split}/{seed}-{number}", problem["question"], _gold(problem))
 
         return distinct(
@@ -117,13 +113,9 @@ class ReasoningGym(PromptedTask):
             held_out=split == "test",
             question=lambda prompt: prompt.question,
             key=lambda prompt: prompt.question,
-            remedy=f"task.name={self.name} with task.options={self.options} repeats itself; make it harder",
+            task=f"task=reasoning_gym task.name={self.name}",
+            options=f"options={self.options}; make them harder, or ask for fewer",
         )
-
-    def _problem(self, seed: int, number: int) -> dict[str, Any]:
-        generator = _generator(self.name, json.dumps(self.options), seed)
-        with redirect_stdout(io.StringIO()):  # one of them prints while it works
-            return generator[number]
 
 
 @lru_cache(maxsize=8)
@@ -137,6 +129,12 @@ def _generator(name: str, options: str, seed: int) -> ProceduralDataset:
         return create_dataset(name, seed=seed, size=PROBLEMS, **json.loads(options))
     except (AssertionError, TypeError, ValueError) as error:  # its configs check their values with assert
         raise BadInput(f"task.options={options} does not suit task.name={name}: {error}") from error
+
+
+@lru_cache(maxsize=4096)
+def _problem(name: str, options: str, seed: int, number: int) -> dict[str, Any]:
+    with redirect_stdout(io.StringIO()):  # one of them prints while it works
+        return _generator(name, options, seed)[number]
 
 
 def _gold(problem: dict[str, Any]) -> str:

@@ -23,12 +23,13 @@ SHOWN = 3  # examples per kind of fault
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem: its question, its gold answer as text, and the worked solution before it (empty if there is none)."""
+    """One problem."""
 
     line: int  # from 1, within its split
     question: str
-    reasoning: str
-    gold: str
+    answer: str  # the column as it stands
+    reasoning: str  # the worked solution in it; empty if there is none
+    gold: str  # the final answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class Source:
             raise BadInput(f"{where}: {len(raw)} rows, of them {', '.join(kinds)}; repair or remove these rows")
         limit = self.max_question_characters
         short = tuple(row for row in found if limit is None or len(row.question) <= limit)
-        require(bool(short), f"{where}: all of its {len(found)} questions have more than {limit} characters; raise the limit")
+        require(bool(short), f"{where}: all {len(found)} questions have more than {limit} characters; raise the limit")
         return short
 
     def _row(self, line: int, question: str, answer: str, readable: Callable[[str], bool]) -> Row:
@@ -111,7 +112,7 @@ class Source:
             raise _Fault("an empty answer", "")
         if not readable(gold.strip()):
             raise _Fault("an answer that nothing can equal", f": {gold.strip()[:40]!r}")
-        return Row(line=line, question=question, reasoning=reasoning.strip(), gold=gold.strip())
+        return Row(line=line, question=question, answer=answer, reasoning=reasoning.strip(), gold=gold.strip())
 
 
 class _Fault(Exception):
@@ -163,7 +164,7 @@ def _hub_rows(
         from datasets import load_dataset
     except ImportError as error:
         raise BadInput(
-            f"{dataset_id} is loaded with the package datasets, which is not installed: pip install datasets, or {remedy}"
+            f"{dataset_id} is loaded by the package datasets, which is not installed: pip install datasets, or {remedy}"
         ) from error
     try:
         raw = load_dataset(dataset_id, config, split=split, revision=revision)

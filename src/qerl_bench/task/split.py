@@ -23,12 +23,13 @@ def distinct(
     held_out: bool,
     question: Callable[[Problem], str],
     key: Callable[[Problem], str],
-    remedy: str,
+    task: str,
+    options: str,
 ) -> list[Problem]:
     """`count` problems of one split with different questions, from `draw`(0), `draw`(1), ...; None draws nothing.
 
-    `key` is what decides on the split: problems that should not be told apart share it. Raises BadInput with `remedy`
-    if there are too few of them.
+    `key` is what decides on the split: problems that should not be told apart share it. Raises BadInput, naming the
+    `task` and its `options`, if there are too few of them.
     """
     found: dict[str, Problem] = {}
     attempts = 0
@@ -37,5 +38,5 @@ def distinct(
         if problem is not None and is_held_out(key(problem)) == held_out:
             found.setdefault(question(problem), problem)
         attempts += 1
-        require(attempts < 1000 * count + 1000, f"cannot make {count} different problems: {remedy}")
+        require(attempts < 1000 * count + 1000, f"{task} cannot make {count} different problems from {options}")
     return list(found.values())

@@ -2,8 +2,8 @@
 
 A chain of people, each with so many more, fewer, times as many, or half as many things as the one before; the question
 is about the last. Distractors are people who own the same things and do not matter. Two problems with the same numbers
-and operations are the same arithmetic under other names: they always fall on the same side of the split, so nothing held
-out was seen in training in any wording. Demonstrations mix the three procedures of task=arithmetic.
+and operations are the same arithmetic under other names: they fall on the same side of the split, so that nothing held
+out was trained on in other words. Demonstrations mix the three procedures of task=arithmetic.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class WordProblems(PromptedTask):
         super().__post_init__()
         for key, least, most in (("steps", 1, MOST_STEPS), ("distractors", 0, MOST_DISTRACTORS)):
             counts = getattr(self, key)
+            valid = isinstance(counts, list) and all(type(n) is int and least <= n <= most for n in counts)
             require(
-                isinstance(counts, list) and len(counts) > 0 and all(type(n) is int and least <= n <= most for n in counts),
+                valid and len(counts) > 0,
                 f"task.{key} lists how many a problem may have, each {least}..{most}, got {counts!r}",
             )
         require(
@@ -95,7 +96,8 @@ class WordProblems(PromptedTask):
         ]
 
     def _prompt(self, split: str, story: Story) -> Prompt:
-        return self.wording.prompt(f"{self.name}/{split}/{story.question}", story.question, str(story.chain.results[-1]))
+        answer = str(story.chain.results[-1])
+        return self.wording.prompt(f"{self.name}/{split}/{story.question}", story.question, answer)
 
     def _stories(self, held_out: bool, seed: int, count: int) -> list[Story]:
         draw = random.Random(seed)
@@ -105,7 +107,8 @@ class WordProblems(PromptedTask):
             held_out,
             question=lambda story: story.question,
             key=lambda story: story.arithmetic,
-            remedy=f"raise task.max_number={self.max_number}, or allow more than task.steps={self.steps}",
+            task="task=word_problems",
+            options=f"steps={self.steps}, max_number={self.max_number}; widen one",
         )
 
 

@@ -1,0 +1,615 @@
+"""Tasks that are data sets: on invented problems always, on the real files where QERL_DATA names their folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from qerl_bench.config import compose
+from qerl_bench.config import spec as build_spec
+from qerl_bench.errors import BadInput
+from qerl_bench.task import datafile, source
+from qerl_bench.task.answers import parse_number
+from qerl_bench.task.datafile import epoch_order, read_rows, training_rows
+from qerl_bench.task.prompts import INSTRUCTIONS
+from qerl_bench.task.questions import Questions
+from qerl_bench.task.source import normalised
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "tests" / "assets" / "gsm8k_tiny.jsonl"
+
+
+@cache
+def task(*overrides: str) -> Questions:
+    """A task exactly as its YAML has it, but for `overrides`."""
+    built = build_spec(compose(list(overrides)), "task")
+    assert isinstance(built, Questions)
+    return built
+
+
+def spec(train: Path | str | None, test: Path | str | None) -> Questions:
+    """task=gsm8k with these files."""
+    return replace(task("task=gsm8k"), train_file=train and str(train), eval_file=test and str(test))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Questions:
+    """The first eight invented problems to train on, the last four held out."""
+    lines = TINY.read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[:8]), encoding="utf-8")
+    (tmp_path / "test.jsonl").write_text("".join(lines[8:]), encoding="utf-8")
+    return spec(tmp_path / "train.jsonl", tmp_path / "test.jsonl")
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def problem(question: str, gold: str) -> dict[str, str]:
+    return {"question": question, "answer": f"Because.\n#### {gold}"}
+
+
+# --- the data file ---
+
+
+def test_rows_come_in_file_order(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"a": "1", "b": 2}\r\n{"a": "x\\u2028y\xe2\x80\xa8z", "c": null}')
+    assert read_rows(path) == [{"a": "1", "b": 2}, {"a": "x\u2028y\u2028z", "c": None}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b'{"a": "1"}\n{"a": \n', "line 2: not a line of JSON"),
+        (b'{"a": "1"}\n\n{"a": "1"}\n', "line 2: not a line of JSON"),
+        (b'{"a": "1"}\n{"a": "\xff"}\n', "line 2: not a line of JSON"),
+        (b'{"a": "1"}\n' + b"[" * 200_000, "line 2: not a line of JSON"),
+        (b'{"a": "1"}\n["a"]\n', "line 2: a JSON object is needed, got list"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(BadInput) as refusal:
+        read_rows(path)
+    assert message in str(refusal.value)
+    assert str(path) in str(refusal.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="No such file"):
+        read_rows(tmp_path / "absent.jsonl")
+    with pytest.raises(BadInput, match="directory"):
+        read_rows(tmp_path)
+
+
+# --- the order of training ---
+
+
+def test_an_epoch_is_a_permutation_and_each_one_is_another() -> None:
+    orders = {epoch_order(seed, epoch, 50) for seed in (0, 1) for epoch in (0, 1, 2)}
+    assert len(orders) == 6
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert tuple(range(50)) not in orders
+
+
+def test_the_order_stays_the_same_between_versions() -> None:
+    # Rows 0..7 by the little-endian BLAKE2b-64 of "0/epoch/0/<row>", worked out apart from the project's code.
+    assert epoch_order(0, 0, 8) == (6, 2, 3, 0, 7, 5, 1, 4)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 11, 20])
+def test_batches_read_one_epoch_after_the_other(count: int) -> None:
+    steps = 24
+    stream = [row for step in range(1, steps + 1) for row in training_rows(step, count, seed=5, size=8)]
+    expected = [row for epoch in range(steps * count // 8 + 1) for row in epoch_order(5, epoch, 8)]
+    assert stream == expected[: steps * count]
+
+
+def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
+    late = training_rows(1_000_003, 4, seed=1, size=8)
+    datafile.epoch_order.cache_clear()
+    assert training_rows(1_000_003, 4, seed=1, size=8) == late
+    assert training_rows(1_000_003, 4, seed=2, size=8) != late
+
+
+# --- prompts, demonstrations, reward ---
+
+
+def test_prompts_hold_the_instruction_and_the_bare_question(tiny: Questions) -> None:
+    tiny.check()
+    first = tiny.eval_prompts(1)[0]
+    assert first.id == "gsm8k/test/1"
+    assert first.answer == "68"
+    assert first.messages == (
+        {"role": "system", "content": INSTRUCTIONS["tags"]},
+        {
+            "role": "user",
+            "content": "A jacket costs $80 and is sold at 15% off.  What is the new price in dollars?",
+        },
+    )
+
+
+def test_eval_prompts_are_the_test_file_in_order(tiny: Questions) -> None:
+    prompts = tiny.eval_prompts(None)
+    assert [(prompt.id, prompt.answer) for prompt in prompts] == [
+        ("gsm8k/test/1", "68"),
+        ("gsm8k/test/2", "98"),
+        ("gsm8k/test/3", "750"),
+        ("gsm8k/test/4", "2"),
+    ]
+    assert tiny.eval_prompts(2) == prompts[:2]
+    for count in (0, 5):
+        with pytest.raises(BadInput, match=f"has 4 test questions, got count={count}"):
+            tiny.eval_prompts(count)
+
+
+def test_train_prompts_follow_the_epoch_order(tiny: Questions) -> None:
+    ids = [prompt.id for step in range(1, 5) for prompt in tiny.train_prompts(step, 4, seed=3)]
+    lines = [row + 1 for epoch in (0, 1) for row in epoch_order(3, epoch, 8)]
+    assert ids == [f"gsm8k/train/{line}" for line in lines]
+
+
+def test_a_demonstration_is_the_solution_without_annotations(tiny: Questions) -> None:
+    demonstrations = {demo.prompt.id: demo.completion for demo in tiny.demonstrations(1, 8, seed=0)}
+    assert demonstrations["gsm8k/train/5"] == (
+        "<think>A pen costs 9 / 6 = $1.5 in shop A.\nA pen costs 10 / 5 = $2 in shop B.\n"
+        "Shop A is cheaper because 1.5 < 2.\nSo 12 pens cost 12 * 1.5 = $18.</think><answer>18</answer>"
+    )
+    assert demonstrations["gsm8k/train/3"] == "<think>There are 25 * 50 = 1,250 seats.</think><answer>1,250</answer>"
+
+
+def test_demonstrations_go_with_the_prompts_of_their_step_and_earn_everything(tiny: Questions) -> None:
+    for step in range(1, 4):
+        demonstrations = tiny.demonstrations(step, 5, seed=7)
+        assert [demo.prompt for demo in demonstrations] == tiny.train_prompts(step, 5, seed=7)
+        for demo in demonstrations:
+            assert tiny.reward(demo.prompt, demo.completion).parts == {"correct": 1.0, "format": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("completion", "total", "parts"),
+    [
+        ("<think>a</think><answer>$68.00</answer>", 1.2, (1.0, 1.0)),
+        ("I say <answer>68 dollars</answer>", 1.0, (1.0, 0.0)),
+        ("<think>a</think><answer>60</answer>", 0.2, (0.0, 1.0)),
+        ("<think>a</think><answer></answer>", 0.2, (0.0, 1.0)),
+        ("<think>68</think>68", 0.0, (0.0, 0.0)),
+        ("", 0.0, (0.0, 0.0)),
+    ],
+)
+def test_the_reward_adds_its_weighted_parts(
+    tiny: Questions, completion: str, total: float, parts: tuple[float, float]
+) -> None:
+    reward = tiny.reward(tiny.eval_prompts(1)[0], completion)
+    assert reward.total == pytest.approx(total, abs=1e-12)
+    assert reward.parts == {"correct": parts[0], "format": parts[1]}
+    assert reward.correct is bool(parts[0])
+
+
+def test_the_weights_of_the_spec_are_used(tiny: Questions) -> None:
+    heavy = replace(tiny, correct_weight=2.0, format_weight=0.0)
+    completion = "<think>a</think><answer>68</answer>"
+    assert heavy.reward(heavy.eval_prompts(1)[0], completion).total == 2.0
+
+
+def test_rows_are_read_once(tiny: Questions, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+
+    def counted(path: str) -> list[dict[str, object]]:
+        reads.append(Path(path).name)
+        return read_rows(path)
+
+    monkeypatch.setattr(source, "read_rows", counted)
+    tiny.check()
+    tiny.train_prompts(1, 2, seed=0)
+    replace(tiny, format_weight=0.5).eval_prompts(None)
+    assert sorted(reads) == ["test.jsonl", "train.jsonl"]
+
+
+# --- refusals ---
+
+
+LEAKING = (
+    [problem("How many?", "1"), problem("What is  2 + 2?", "4"), problem("Why?", "5"), problem("Where", "6")],
+    [problem("Who?", "3"), problem(" why?", "5"), problem("what IS: 2 +\n2", "4")],
+)
+
+
+def test_a_question_in_both_splits_is_refused_with_count_and_examples(tmp_path: Path) -> None:
+    files = write(tmp_path / "a", *LEAKING[0]), write(tmp_path / "b", *LEAKING[1])
+    with pytest.raises(BadInput) as refusal:
+        spec(*files).check()
+    message = str(refusal.value)
+    assert message.startswith("2 of 4 training questions of task=gsm8k are also in its test split, none may be")
+    assert "train line 2 = test line 3: 'What is  2 + 2?'; train line 3 = test line 2: 'Why?'" in message
+    assert "task.leaks=drop" in message
+
+
+def test_leaked_questions_can_be_left_out_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = write(tmp_path / "a", *LEAKING[0]), write(tmp_path / "b", *LEAKING[1])
+    dropping = replace(spec(*files), leaks="drop")
+    dropping.check()
+    assert {prompt.question for prompt in dropping.train_prompts(1, 2, seed=0)} == {"How many?", "Where"}
+    assert len(dropping.eval_prompts(None)) == 3
+    (warning,) = caplog.messages
+    assert warning.startswith("2 of 4 training questions of task=gsm8k are also in its test split and left out")
+    assert "train line 2 = test line 3" in warning
+
+
+def test_the_same_file_twice_is_refused_and_dropping_it_leaves_nothing() -> None:
+    with pytest.raises(BadInput, match="12 of 12 training questions"):
+        spec(TINY, TINY).check()
+    with pytest.raises(BadInput, match=r"12 of 12 .*: nothing is left to train on"):
+        replace(spec(TINY, TINY), leaks="drop").check()
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [("What is 2+2?", "what is  2 + 2"), ("$\\frac{1}{2}$", "\\frac 1 2"), ("①", "1"), ("Größe", "GRÖSSE")],
+)
+def test_questions_are_compared_by_their_letters_and_digits(text: str, other: str) -> None:
+    assert normalised(text) == normalised(other)
+
+
+def test_other_numbers_make_another_question() -> None:
+    assert len({normalised(text) for text in ("2 + 2?", "2 + 3?", "22?", "2.2 apples?", "2.2 pears?")}) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (problem("  ", "1"), "1 with an empty question (line 2)"),
+        (problem("How many?", "ten"), "1 with an answer that nothing can equal (line 2: 'ten')"),
+        (problem("How many?", ""), "1 with an empty answer (line 2)"),
+        (problem("How many?", "3 or 4"), "an answer that nothing can equal (line 2: '3 or 4')"),
+        (problem("How many?", "3 #### 4"), "an answer that nothing can equal (line 2: '3 #### 4')"),
+        ({"question": "How many?", "answer": "3"}, "1 with no #### before the final answer (line 2: ...'3')"),
+        ({"question": "How many?"}, "1 with no 'answer' (line 2 has 'question')"),
+        ({"question": None, "answer": "#### 1"}, "1 with no 'question' (line 2 has 'question', 'answer')"),
+        ({"question": ["How"], "answer": "#### 1"}, "1 with a 'question' that is not text (line 2: list)"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_malformed_rows_are_refused_with_their_line(tmp_path: Path, split: str, row: object, message: str) -> None:
+    good = write(tmp_path / "good.jsonl", problem("Who?", "1"))
+    bad = write(tmp_path / "bad.jsonl", problem("When?", "1"), row)
+    broken = spec(bad, good) if split == "train" else spec(good, bad)
+    with pytest.raises(BadInput) as refusal:
+        broken.check()
+    assert message in str(refusal.value)
+    assert "bad.jsonl: 2 rows, of them 1 with" in str(refusal.value)
+
+
+def test_faults_are_counted_by_kind_with_three_examples(tmp_path: Path) -> None:
+    rows = [problem("", "1")] * 5 + [problem("When?", "x"), problem("Who?", "1")]
+    with pytest.raises(BadInput) as refusal:
+        spec(write(tmp_path / "a", *rows), TINY).check()
+    assert str(refusal.value).endswith(
+        "a: 7 rows, of them 5 with an empty question (line 1; line 2; line 3; ...), "
+        "1 with an answer that nothing can equal (line 6: 'x'); repair or remove these rows"
+    )
+
+
+def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
+    rows = [{"id": id} | problem(f"Question {i}?", "1") for i, id in enumerate((7, 8, "7", 9, 8))]
+    named = replace(task("task=gsm8k", "task.eval.id=id"), eval_file=str(write(tmp_path / "a", *rows)))
+    with pytest.raises(BadInput, match=r"2 with the id of another row .line 3 and line 1: '7'; line 5 and line 2: '8'"):
+        named.eval_prompts(None)
+    write(tmp_path / "b", *({"id": i} | problem(f"Question {i}?", "1") for i in range(3)))
+    assert len(replace(named, eval_file=str(tmp_path / "b")).eval_prompts(None)) == 3
+
+
+def test_a_missing_column_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", {"text": "How many?", "answer": "#### 1"})
+    with pytest.raises(BadInput, match="none of its 1 rows has a column 'question'; the columns are 'answer', 'text'"):
+        spec(file, TINY).check()
+
+
+def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> None:
+    words = ["task=bigmath", "task.train.max_question_characters=9", "task.train.instruction_line='Box it.'"]
+    file = write(
+        tmp_path / "a",
+        {"prompt": "123456789\nBox it.", "solution": "1"},
+        {"problem": "x", "prompt": "1234567890", "solution": 2},
+        {"prompt": "Box it.?", "solution": "3"},
+    )
+    questions = replace(task(*words), train_file=str(file), eval_file=str(write(tmp_path / "b", MATH)))
+    questions.check()
+    shown = {prompt.id: prompt.question for prompt in questions.train_prompts(1, 2, seed=0)}
+    assert shown == {"bigmath/train/1": "123456789", "bigmath/train/3": "Box it.?"}
+    with pytest.raises(BadInput, match="all 3 questions have more than 3 characters"):
+        narrow = replace(questions.train, max_question_characters=3)
+        replace(questions, train=narrow).check()
+
+
+MATH = {"problem": "What is half of $x$?", "answer": "\\frac{x}{2}"}
+
+
+@pytest.mark.parametrize("name", ["math500", "aime24", "aime25", "amc23"])
+def test_sets_for_evaluation_only_refuse_training_and_say_what_to_train_on(tmp_path: Path, name: str) -> None:
+    alone = replace(task(f"task={name}"), eval_file=str(write(tmp_path / "a", MATH)))
+    assert [prompt.id for prompt in alone.eval_prompts(None)] == [f"{name}/test/1"]
+    for use in (alone.check, lambda: alone.train_prompts(1, 1, 0), lambda: alone.demonstrations(1, 1, 0)):
+        with pytest.raises(BadInput, match=f"task={name} is for evaluation only .* train on bigmath or dapo_math"):
+            use()
+    with pytest.raises(BadInput, match="is for evaluation only"):
+        replace(alone, train_file="x.jsonl")
+
+
+def test_sets_without_solutions_have_no_demonstrations(tmp_path: Path) -> None:
+    train = write(tmp_path / "a", {"prompt": "Half of 2?", "solution": "1"})
+    questions = replace(task("task=dapo_math"), train_file=str(train), eval_file=str(write(tmp_path / "b", MATH)))
+    with pytest.raises(BadInput, match="task=dapo_math has no worked solutions to imitate"):
+        questions.demonstrations(1, 1, 0)
+
+
+def test_solutions_that_break_the_format_are_no_demonstrations(tmp_path: Path) -> None:
+    train = write(tmp_path / "a", {"question": "How many?", "answer": "a</think>b\n#### 3"})
+    with pytest.raises(BadInput, match=r"gsm8k/train/1: the solution holds marks of task.answer_format=tags"):
+        spec(train, TINY).demonstrations(1, 1, 0)
+    assert replace(spec(train, TINY), answer_format="boxed").demonstrations(1, 1, 0)[0].completion.endswith("boxed{3}")
+
+
+def test_held_out_questions_need_no_training_data(tmp_path: Path) -> None:
+    assert len(spec(tmp_path / "absent.jsonl", TINY).eval_prompts(None)) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number of at least 1, got 0"),
+        ({"correct_weight": 0.0}, "correct_weight > 0"),
+        ({"correct_weight": float("nan")}, "finite"),
+        ({"format_weight": -0.1}, "format_weight=-0.1"),
+        ({"format_weight": float("inf")}, "finite"),
+        ({"leaks": "allow"}, "task.leaks must be one of refuse, drop, got 'allow'"),
+        ({"instruction": "prefix"}, "task.instruction must be one of system, suffix, none, got 'prefix'"),
+        ({"template": "raw"}, "task.template must be one of chat, plain, got 'raw'"),
+        ({"answer_format": "xml"}, "task.answer_format must be one of"),
+        ({"train_on": "bigmath"}, "task.train_on is for sets that have no task.train"),
+    ],
+)
+def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        replace(spec(None, None), **change)
+
+
+# --- the hub, played by a stand-in: no test touches the network ---
+
+
+Split = list[dict[str, object]]
+
+
+def play_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split] | Exception) -> list[tuple[object, ...]]:
+    calls: list[tuple[object, ...]] = []
+
+    def load_dataset(path: str, name: str, *, split: str, revision: str | None) -> Split:
+        calls.append((path, name, split, revision))
+        if isinstance(splits, Exception):
+            raise splits
+        return splits[split]
+
+    module = ModuleType("datasets")
+    module.__dict__["load_dataset"] = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    source._hub_rows.cache_clear()
+    return calls
+
+
+def test_without_files_the_rows_come_from_the_hub_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first: dict[str, object] = {"question": "How many?", "answer": "a <<1+1=2>>2\n#### 2"}
+    train: Split = [first, {"question": "Who?", "answer": "#### 3"}]
+    calls = play_hub(monkeypatch, {"train": train, "test": [{"question": "When?", "answer": "b\n#### 4"}]})
+    hub = task("task=gsm8k", "task.train.revision=abc", "task.eval.revision=abc")
+    hub.check()
+    assert [prompt.id for prompt in hub.eval_prompts(None)] == ["gsm8k/test/1"]
+    completions = {demo.completion for demo in hub.demonstrations(1, 2, seed=0)}
+    assert completions == {"<think>a 2</think><answer>2</answer>", "<think></think><answer>3</answer>"}
+    assert sorted(calls) == [("openai/gsm8k", "main", "test", "abc"), ("openai/gsm8k", "main", "train", "abc")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (ConnectionError("unreachable"), "from the hub: unreachable; check the network"),
+        (FileNotFoundError("no such data set"), "from the hub: no such data set"),
+        (ValueError("unknown config"), "from the hub: unknown config"),
+        ({"test": [{"text": "a"}]}, "has a column 'question'; the columns are 'text'"),
+        ({"test": [{"question": "How many?", "answer": None}]}, "1 with no 'answer'"),
+        ({"test": [{"question": "How many?", "answer": "3"}]}, "openai/gsm8k, split test: 1 rows, .* no ####"),
+        ({"test": []}, "the test split of openai/gsm8k is empty"),
+    ],
+)
+def test_a_hub_that_fails_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch, answer: dict[str, Split] | Exception, message: str
+) -> None:
+    play_hub(monkeypatch, answer)
+    with pytest.raises(BadInput, match=message):
+        spec(None, None).eval_prompts(None)
+
+
+# Where the questions stand, and in which columns; the data cards and the loaders that others have published agree.
+HUB = {
+    "gsm8k": [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")],
+    "bigmath": [
+        ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", "train"),
+        ("HuggingFaceH4/MATH-500", None, "test"),
+    ],
+    "dapo_math": [("open-r1/DAPO-Math-17k-Processed", "en", "train"), ("HuggingFaceH4/aime_2024", None, "train")],
+    "math500": [("HuggingFaceH4/MATH-500", None, "test")],
+    "aime24": [("HuggingFaceH4/aime_2024", None, "train")],
+    "aime25": [("math-ai/aime25", None, "test")],
+    "amc23": [("math-ai/amc23", None, "test")],
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_every_set_asks_the_hub_for_its_splits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    asked: list[tuple[object, ...]] = []
+    question = {"gsm8k": "question", "bigmath": "prompt", "dapo_math": "prompt", "amc23": "question"}
+
+    def load_dataset(path: str, config: str | None, *, split: str, revision: str | None) -> Split:
+        asked.append((path, config, split))
+        training = len(HUB[name]) == 2 and (path, config, split) == HUB[name][0]
+        columns = (question.get(name, "problem"), "answer" if name == "gsm8k" else "solution")
+        if not training and name != "gsm8k":
+            columns = ("question" if name == "amc23" else "problem", "answer")
+        return [{columns[0]: f"Question of {path} {split}?", columns[1]: "#### 1" if name == "gsm8k" else "1"}]
+
+    play_hub(monkeypatch, {})
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", load_dataset)
+    hub = task(f"task={name}")
+    hub = replace(hub)  # rows are kept with the object
+    if len(HUB[name]) == 2:
+        hub.check()
+    else:
+        hub.eval_prompts(None)
+    assert sorted(asked, key=str) == sorted(HUB[name], key=str)
+
+
+def test_bigmath_comes_in_the_two_levels_of_the_paper() -> None:
+    hard = task("task=bigmath", "task.train.config=level_4_5")
+    assert hard.train is not None and hard.train.config == "level_4_5"
+    assert hard.train.max_question_characters == 1024
+
+
+def test_without_the_datasets_package_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    source._hub_rows.cache_clear()
+    with pytest.raises(BadInput, match=r"pip install datasets, or set task\.train_file"):
+        spec(None, None).check()
+
+
+def test_importing_the_task_imports_neither_torch_nor_datasets() -> None:
+    code = "import sys, qerl_bench.task.questions; print([m for m in ('torch', 'datasets') if m in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# --- the real files ---
+
+# Test lines whose gold answer is also that of the next line: 15 of 1,319.
+EQUAL_NEIGHBOURS = [
+    *[(54, "40"), (125, "10"), (205, "98"), (435, "5"), (534, "300"), (656, "10"), (671, "4"), (704, "50")],
+    *[(774, "10"), (913, "6"), (929, "60"), (1037, "10"), (1083, "2"), (1170, "2"), (1178, "17")],
+]
+
+
+def real_file(name: str) -> Path:
+    folder = os.environ.get("QERL_DATA")
+    if not folder:
+        pytest.skip(f"QERL_DATA does not name a folder with {name}")
+    if not (Path(folder) / name).is_file():
+        pytest.skip(f"QERL_DATA names a folder without {name}")
+    return Path(folder) / name
+
+
+@pytest.fixture(scope="module")
+def real() -> Questions:
+    return spec(real_file("gsm8k_train.jsonl"), real_file("gsm8k_test.jsonl"))
+
+
+def test_no_real_test_question_of_gsm8k_is_in_training_not_even_with_other_numbers(real: Questions) -> None:
+    """The check itself finds none (see the next test); this is a second count, by sets, of a wider net."""
+    sides = [
+        {re.sub("[0-9]+", "0", normalised(prompt.question)) for prompt in prompts}
+        for prompts in (real.train_prompts(1, 7473, seed=0), real.eval_prompts(None))
+    ]
+    assert sides[0] & sides[1] == set()
+    assert [len(side) for side in sides] == [7472, 1319]  # two training questions differ in their numbers alone
+
+
+# Rows, and for three of them how the question ends and what the answer is.
+COMPETITIONS = {
+    "math500": ("math500.jsonl", 500),
+    "aime24": ("aime24.jsonl", 30),
+    "aime25": ("aime25.jsonl", 30),
+    "amc23": ("amc2023.jsonl", 40),
+}
+
+
+@pytest.mark.parametrize("name", COMPETITIONS)
+def test_real_competition_files_are_read_whole_and_lose_their_instruction_line(name: str) -> None:
+    file, count = COMPETITIONS[name]
+    lines = [json.loads(line) for line in real_file(file).read_text(encoding="utf-8").splitlines()]
+    prompts = replace(task(f"task={name}"), eval_file=str(real_file(file))).eval_prompts(None)
+    assert len(prompts) == len(lines) == count
+    for prompt, line in zip(prompts, lines, strict=True):
+        assert prompt.answer == line["answer"]
+        cut = line["problem"].removeprefix(prompt.question).strip()
+        assert cut == "Please reason step by step, and put your final answer within \\boxed{}."
+        assert "Please reason" not in prompt.question and prompt.question.strip() == prompt.question != ""
+
+
+def test_no_real_competition_problem_stands_in_two_of_them() -> None:
+    seen: dict[str, str] = {}
+    for name, (file, _) in COMPETITIONS.items():
+        for prompt in replace(task(f"task={name}"), eval_file=str(real_file(file))).eval_prompts(None):
+            assert seen.setdefault(normalised(prompt.question), prompt.id) == prompt.id
+
+
+@pytest.mark.parametrize("answer_format", ["hash", "boxed", "colon"])
+def test_real_demonstrations_earn_everything_in_other_formats_too(real: Questions, answer_format: str) -> None:
+    other = replace(real, answer_format=answer_format)
+    for demo in other.demonstrations(1, 500, seed=0):
+        assert other.reward(demo.prompt, demo.completion).parts == {"correct": 1.0, "format": 1.0}, demo
+
+
+def test_real_files_pass_the_check_and_have_the_known_sizes(real: Questions) -> None:
+    real.check()
+    assert len(real.eval_prompts(None)) == 1319
+    ids = [prompt.id for prompt in real.train_prompts(1, 7473, seed=0)]
+    assert len(set(ids)) == 7473
+
+
+def test_real_demonstrations_all_earn_the_full_reward_and_carry_no_annotation(real: Questions) -> None:
+    for demo in real.demonstrations(1, 7473, seed=0):
+        reward = real.reward(demo.prompt, demo.completion)
+        assert reward.parts == {"correct": 1.0, "format": 1.0}, demo
+        assert "<<" not in demo.completion and ">>" not in demo.completion and "####" not in demo.completion, demo
+
+
+def test_every_real_gold_answer_matches_itself_and_only_equal_ones_match_the_next_question(real: Questions) -> None:
+    prompts = real.eval_prompts(None)
+    own = [real.reward(prompt, f"<think>So.</think><answer>{prompt.answer}</answer>") for prompt in prompts]
+    assert all(reward.parts == {"correct": 1.0, "format": 1.0} for reward in own)
+
+    shifted = prompts[1:] + prompts[:1]
+    matches = [
+        (prompt.id, prompt.answer)
+        for prompt, other in zip(prompts, shifted, strict=True)
+        if real.reward(prompt, f"<think>So.</think><answer>{other.answer}</answer>").correct
+    ]
+    # Without the task's own parser: every real gold answer is a plain integer, but for thousands separators.
+    integers = [int(prompt.answer.replace(",", "")) for prompt in prompts]
+    assert [parse_number(prompt.answer) for prompt in prompts] == integers
+    equal = [
+        (prompt.id, prompt.answer)
+        for prompt, value, other in zip(prompts, integers, integers[1:] + integers[:1], strict=True)
+        if value == other
+    ]
+    assert matches == equal == [(f"gsm8k/test/{line}", gold) for line, gold in EQUAL_NEIGHBOURS]
+
+
+def test_a_constant_answer_earns_only_its_own_share_of_the_real_test_split(real: Questions) -> None:
+    prompts = real.eval_prompts(None)
+    golds = Counter(int(prompt.answer.replace(",", "")) for prompt in prompts)
+    hits = sum(real.reward(prompt, "<think>So.</think><answer>18</answer>").correct for prompt in prompts)
+    assert hits == golds[18] == 15
