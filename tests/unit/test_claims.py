@@ -170,6 +170,7 @@ def test_a_single_seed_wins_nothing(study: Study) -> None:
     found = verdicts(runs)
     for result in (found[ENTROPY].results[0], only(found[ACCURACY])):
         assert (result.verdict, result.reason) == ("undecided", "a single seed decides nothing")
+        assert math.isnan(result.p_for) and math.isnan(result.p_against)  # nor does it count among the tests
     text = markdown([summary(list(found.values()))])
     assert "×3.0" in text and text.count("(a single seed)") == 3  # entropy, growth, accuracy
 
@@ -197,12 +198,16 @@ def test_rank_matters_little_within_the_margin_and_much_outside_of_it(study: Stu
 
 
 def test_a_higher_rate_is_judged_by_a_difference_of_differences(study: Study) -> None:
-    """From ten times the rate NVFP4 gains 0.1 and BF16 loses 0.2; what three times does is not mixed in."""
+    """From ten times the rate NVFP4 gains 0.1 and BF16 loses 0.2; what three times does is not mixed in.
+
+    Six times is a setting of its own: never one format at six times against the other at ten.
+    """
     for quant, high in (("nvfp4", 0.1), ("bf16", -0.2)):
-        for factor, reward in ((1, 0.0), (3, 0.7), (10, high)):
+        for factor, reward in ((1, 0.0), (3, 0.7), (6, high), (10, high)):
             runs = study([f"quant={quant}", f"optim.lr={3e-4 * factor}"], reward=reward + 0.2 * (quant == "bf16"))
     result = only(verdicts(runs)[RATE])
-    assert len(result.strata) == 1 and result.effect is not None
+    assert result.labels == ("optim.lr=0.0018", "optim.lr=0.003")
+    assert result.effect is not None
     assert result.effect.mean == pytest.approx(0.3, abs=0.01) and result.verdict == "supported"
 
 
@@ -266,6 +271,14 @@ def test_different_questions_are_not_paired(study: Study) -> None:
         judge(CLAIMS, study(["quant=nvfp4"], asked="other"))
 
 
+def test_settings_with_different_questions_are_not_averaged(study: Study) -> None:
+    for rate, asked in ((3e-4, "q"), (1e-3, "other")):
+        for quant in ("bf16", "nvfp4"):
+            runs = study([f"quant={quant}", f"optim.lr={rate}"], asked=asked)
+    with pytest.raises(BadInput, match=r"Higher final accuracy.*different questions"):
+        judge(CLAIMS, runs)
+
+
 def test_two_runs_of_one_setting_and_seed_are_refused(study: Study) -> None:
     study(["quant=nvfp4"])
     with pytest.raises(BadInput, match="two runs of one setting and seed"):
@@ -290,6 +303,7 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     for claim in CLAIMS:
         assert claim.title in text and claim.paper in text and claim.source[1:] in text
     assert not re.search(r"""(src|href)=["'](?!data:)|@import|<link|<script""", html)  # nothing beside it
+    assert "| < 0.001 |" in text and "<td>&lt; 0.001</td>" in html
     assert html.count("<img") == 3 and "**" not in re.sub(r'src="[^"]*"', "", html)
     blocks = report({"tiny on arithmetic": judge(CLAIMS, runs)}, runs)
     assert (markdown(blocks), page(blocks)) == (text, html)

@@ -75,8 +75,9 @@ def facts_of(run: Run) -> Facts:
 
 
 def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> list[Stratum]:
-    """Every setting in which each arm of `contrast` has a run. Raises BadInput if a setting has two runs of one seed.
+    """Every setting in which each arm of `contrast` has a run, in order of their labels.
 
+    Raises BadInput if a setting has two runs of one seed.
     Where an arm was run with several values of the factor (noise of two strengths, say), each gives a stratum; where
     there are more than two arms, a key of the factor takes two values at most, as in a design of two by two.
     """
@@ -101,7 +102,7 @@ def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> li
             keys = {key for variant in variants for key in variant}
             if all(len({variant.get(key) for variant in variants}) <= 2 for key in keys):
                 found.append(Stratum(dict(shared), variants, tuple(seeds for _, seeds in chosen)))
-    return found
+    return [found[place] for _, place in sorted(zip(labels(found), range(len(found)), strict=True))]
 
 
 def labels(strata: Sequence[Stratum]) -> list[str]:
@@ -118,7 +119,8 @@ def labels(strata: Sequence[Stratum]) -> list[str]:
     keys = list(dict.fromkeys(key for facts in described for key in facts))
     telling = [key for key in keys if len({_text(facts.get(key)) for facts in described}) > 1 and "_target_" not in key]
     return [
-        ", ".join(f"{key.split(' (')[0]}={_text(facts[key])}" for key in telling if key in facts) or "all"
+        ", ".join(dict.fromkeys(f"{key.split(' (')[0]}={_text(facts[key])}" for key in telling if key in facts))
+        or "all"
         for facts in described
     ]
 

@@ -89,7 +89,7 @@ def summary(judgements: Sequence[Judgement]) -> Table:
     """A row for each contrast; the verdict on a claim stands in its first."""
     rows = []
     for number, judgement in enumerate(judgements, start=1):
-        claim, several = judgement.claim, len(judgement.results) > 1
+        claim = judgement.claim
         for result in judgement.results:
             heads = result is judgement.results[0]
             rows.append(
@@ -98,11 +98,11 @@ def summary(judgements: Sequence[Judgement]) -> Table:
                     result.contrast.label,
                     claim.measure.describe(result.effect) if result.effect else result.reason.split(";")[0],
                     str(result.effect.n) if result.effect else "-",
-                    result.verdict if several else "",
+                    result.verdict,
                     claim.paper if heads else "",
                 )
             )
-    return Table(("claim", "contrast", "effect [95 % interval]", "seeds", "of the contrast", "the paper"), tuple(rows))
+    return Table(("claim", "contrast", "effect [95 % interval]", "seeds", "on the contrast", "the paper"), tuple(rows))
 
 
 def markdown(blocks: Sequence[Block]) -> str:
@@ -226,8 +226,8 @@ def _margin(measure: Measure, margin: float) -> str:
 
 
 def _number(mean: Mean) -> str:
-    interval = " (a single seed)" if mean.n == 1 else f" [{mean.low:+.3g}, {mean.high:+.3g}]"
-    return f"{mean.mean:+.3g}{interval}"
+    interval = " (a single seed)" if mean.n == 1 else f" [{mean.low:+.3f}, {mean.high:+.3f}]"
+    return f"{mean.mean:+.3f}{interval}"
 
 
 def _p(value: float) -> str:
