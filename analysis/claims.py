@@ -4,14 +4,13 @@ python analysis/claims.py runs/ --out figures/
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from qerl_bench.errors import BadInput
 from qerl_bench.results.judge import judge
 from qerl_bench.results.load import Run, load_runs
 from qerl_bench.results.paper import CLAIMS
 from qerl_bench.results.report import markdown, page, report, summary
+from qerl_bench.results.script import run
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -23,8 +22,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     runs = load_runs(options.runs, options.mixed_code)
     scopes: dict[str, list[Run]] = {}
-    for run in runs:
-        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
+    for one in runs:
+        scopes.setdefault(f"{one.option('model.name')} on {one.option('task.name')}", []).append(one)
     judged = {scope: judge(CLAIMS, group) for scope, group in sorted(scopes.items())}
     blocks = report(judged, runs)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -36,8 +35,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run(main)

@@ -4,13 +4,11 @@ python analysis/collect.py runs/ --out figures/
 """
 
 import argparse
-import sys
-import warnings
 from pathlib import Path
 
-from qerl_bench.errors import BadInput
 from qerl_bench.results.collect import write_tidy
 from qerl_bench.results.load import find_runs
+from qerl_bench.results.script import run
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -21,18 +19,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
     options = parser.parse_args(arguments)
 
-    paths = [run for folder in options.runs for run in find_runs(folder)]
-    with warnings.catch_warnings(record=True) as remarks:
-        warnings.simplefilter("always")
-        runs, unfinished, rows = write_tidy(paths, options.out, options.mixed_code, options.metrics)
-    for remark in remarks:
-        print(remark.message, file=sys.stderr)
+    paths = [path for folder in options.runs for path in find_runs(folder)]
+    runs, unfinished, rows = write_tidy(paths, options.out, options.mixed_code, options.metrics)
     print(f"{runs} runs, {unfinished} of them unfinished, {rows} numbers: {options.out / 'tidy.parquet'}, tidy.csv")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run(main)

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from qerl_bench import metrics
 from qerl_bench.errors import BadInput
 from qerl_bench.results.collect import write_tidy
 from qerl_bench.results.load import find_runs, load_run, load_runs, tidy
+from qerl_bench.results.script import run
 from qerl_bench.results.table import render, summary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -264,14 +266,13 @@ def load_script(name: str) -> ModuleType:
 
 
 def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A half-written line of a run that goes on is reported and left out, one more run than fits is no matter."""
+    """A half-written line of a run that goes on is reported and left out."""
     runs = [write_run(tmp_path / "runs" / name, seed=seed, finished=name != "b") for seed, name in enumerate("ab")]
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 4, "rew')
-    load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr()
-    assert "2 runs, 1 of them unfinished, 48 numbers" in printed.out
-    assert "b: line 6, the last, is half-written and was dropped" in printed.err
+    with pytest.warns(UserWarning, match="b: line 6, the last, is half-written and was dropped"):
+        load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    assert "2 runs, 1 of them unfinished, 48 numbers" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)
     parquet = pd.read_parquet(tmp_path / "out" / "tidy.parquet")
@@ -280,6 +281,17 @@ def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.Capt
     assert list(text.columns) == list(expected.columns)
     assert text["value"].equals(expected["value"]) and text["metric"].tolist() == expected["metric"].tolist()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tidy.csv", "tidy.parquet"]
+
+
+def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        warnings.simplefilter("always")
+        warnings.warn("half a line was dropped", stacklevel=1)
+        raise BadInput("no run in this folder")
+
+    with pytest.raises(SystemExit, match="2"):
+        run(main)
+    assert capsys.readouterr().err == "half a line was dropped\nno run in this folder\n"
 
 
 def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path) -> None:
