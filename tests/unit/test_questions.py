@@ -314,7 +314,7 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "b", *({"id": i} | problem(f"Question {i}?", "1") for i in range(3)))
     assert len(replace(named, eval_file=str(tmp_path / "b")).eval_prompts(None)) == 3
     write(tmp_path / "c", {"id": 1} | problem("Who?", "1"), problem("When?", "1"))
-    with pytest.raises(BadInput, match="1 with no 'id' .line 2 has"):
+    with pytest.raises(BadInput, match=r"1 with no 'id' .line 2 has"):
         replace(named, eval_file=str(tmp_path / "c")).eval_prompts(None)
 
 
