@@ -31,7 +31,8 @@ SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 # Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
 GRIDS = (
     ("quant", "quantizer", "aqn", "algo", "lora", "model"),
-    ("quant", "aqn", "algo", "lora", "eval", "logger", "task", "engine"),
+    ("quant", "aqn", "algo", "lora", "eval", "logger", "engine"),
+    ("task", "model", "algo", "eval", "engine"),
 )
 
 
@@ -179,6 +180,7 @@ def test_it_takes_seconds(found: dict[str, Any]) -> None:
 
 def _refusal(row: dict[str, str]) -> str | None:
     """How the message starts that refuses this combination of options; None where it must compose."""
+    row = {"quant": "bf16", "aqn": "none", "lora": "default"} | row
     if row["lora"] == "none" and row["quant"] != "bf16":
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
     if row["lora"] == "none" and row.get("model", "tiny") != "tiny":

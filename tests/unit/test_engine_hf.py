@@ -137,6 +137,22 @@ def test_no_prompts_no_rollouts(policy: Any) -> None:
     assert HfEngine(policy, max_batch=4).generate([], _sampling()) == []
 
 
+def test_prompts_that_leave_no_room_are_refused_before_anything_is_sampled(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token a byte and one for the line feed: 3, 8 and 5 tokens of prompt, 24 of completion."""
+    prompts = _prompts(("1+", "1+2+3+4", "1+23"))
+    monkeypatch.setattr(policy.model.config, "max_position_embeddings", 32)
+    assert len(HfEngine(policy, max_batch=4).generate(prompts, _sampling())) == 3 * SAMPLES
+    monkeypatch.setattr(policy.model.config, "max_position_embeddings", 28)
+    monkeypatch.setattr(policy.model, "forward", None)
+    with pytest.raises(BadInput) as refusal:
+        HfEngine(policy, max_batch=4).generate(prompts, _sampling())
+    assert str(refusal.value).startswith(
+        "2 of 3 prompts do not fit: the model reads 28 tokens, the longest prompt has 8, and a completion may have 24; "
+    )
+
+
 # --- what is said about the tokens -----------------------------------------------------------------------------------
 
 

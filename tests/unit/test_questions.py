@@ -308,16 +308,19 @@ def test_faults_are_counted_by_kind_with_three_examples(tmp_path: Path) -> None:
 
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     rows = [{"id": id} | problem(f"Question {i}?", "1") for i, id in enumerate((7, 8, "7", 9, 8))]
-    named = replace(task("task=gsm8k", "task.eval.id=id"), eval_file=str(write(tmp_path / "a", *rows)))
+    named = replace(task("task=gsm8k"), eval_file=str(write(tmp_path / "a", *rows)))
     with pytest.raises(BadInput, match=r"2 with the id of another row .line 3 and line 1: '7'; line 5 and line 2: '8'"):
         named.eval_prompts(None)
     write(tmp_path / "b", *({"id": i} | problem(f"Question {i}?", "1") for i in range(3)))
     assert len(replace(named, eval_file=str(tmp_path / "b")).eval_prompts(None)) == 3
+    write(tmp_path / "c", {"id": 1} | problem("Who?", "1"), problem("When?", "1"))
+    with pytest.raises(BadInput, match=r"1 with no 'id' .line 2 has"):
+        replace(named, eval_file=str(tmp_path / "c")).eval_prompts(None)
 
 
 def test_a_missing_column_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     file = write(tmp_path / "a", {"text": "How many?", "answer": "#### 1"})
-    with pytest.raises(BadInput, match="none of its 1 rows has a column 'question'; the columns are 'answer', 'text'"):
+    with pytest.raises(BadInput, match="no row has a column 'question'; the columns are 'answer', 'text'"):
         spec(file, TINY).check()
 
 

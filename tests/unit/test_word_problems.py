@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qerl_bench.config import compose, spec
+from qerl_bench import warm_start
+from qerl_bench.config import build, compose, spec
 from qerl_bench.errors import BadInput
 from qerl_bench.records import Prompt
 from qerl_bench.task.word_problems import WordProblems
@@ -201,3 +203,24 @@ def test_what_the_tiny_model_is_taught_fits_its_limit() -> None:
     tokenizer = byte_tokenizer()
     lengths = [len(tokenizer(demo.completion)["input_ids"]) + 1 for demo in task().demonstrations(1, 500, seed=1)]
     assert max(lengths) <= task().max_completion_tokens
+
+
+def test_the_tiny_model_is_taught_the_task_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm start is a run of its own, on the demonstrations of this task; its words compose."""
+    started: list[list[str]] = []
+
+    def record(command: list[str], check: bool) -> None:
+        started.append(command[2:])
+
+    monkeypatch.setattr(warm_start.subprocess, "run", record)
+    for words in (["task=word_problems", "task.steps=[4]"], ["task=arithmetic"], ["task=gsm8k"]):
+        experiment = build(compose(words))
+        with pytest.raises(AssertionError, match="has no checkpoint"):  # nothing ran
+            warm_start.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+    taught = [build(compose(command)) for command in started]
+    assert [(run.task.name, run.algo.name) for run in taught] == [
+        ("word_problems", "sft"),
+        ("arithmetic", "sft"),
+        ("arithmetic", "sft"),
+    ]
+    assert len({run.run_dir for run in taught}) == 2

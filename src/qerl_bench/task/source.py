@@ -34,7 +34,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split. `question` and `answer` list names of columns; the first that the data has is read.
+    """One split. `question`, `answer` and `id` list names of columns; the first that the data has is read. It need not
+    have one for ids; those that it has must tell its rows apart.
 
     `marker`: the answer column holds a worked solution, and the gold answer stands behind this marker.
     `instruction_line`: a last line of the questions that is cut off, since the prompt brings its own instruction.
@@ -46,16 +47,16 @@ class Source:
     split: str
     question: list[str]
     answer: list[str]
-    id: str | None
+    id: list[str]
     marker: str | None
     instruction_line: str | None
     max_question_characters: int | None
 
     def __post_init__(self) -> None:
-        for key in ("question", "answer"):
+        for key, least in (("question", 1), ("answer", 1), ("id", 0)):
             names = getattr(self, key)
             require(
-                isinstance(names, list) and len(names) > 0 and all(isinstance(name, str) for name in names),
+                isinstance(names, list) and len(names) >= least and all(isinstance(name, str) for name in names),
                 f"a task's {key} must list the names of columns, got {names!r}",
             )
         limit = self.max_question_characters
@@ -75,14 +76,16 @@ class Source:
             raw = _file_rows(str(Path(file).resolve()))
         else:
             raw = _hub_rows(self.dataset_id, self.config, self.revision, self.split, remedy)
-        question, answer = (_column(names, raw, where) for names in (self.question, self.answer))
+        known = {column for row in raw for column in row}
+        question, answer = (_column(names, known, where) for names in (self.question, self.answer))
+        id = next((name for name in self.id if name in known), None)
         lines: dict[str, int] = {}
         found: list[Row] = []
         faults: dict[str, list[str]] = defaultdict(list)
         for line, row in enumerate(raw, start=1):
             try:
-                if self.id is not None:
-                    _check_id(_text(row, self.id), line, lines)
+                if id is not None:
+                    _check_id(_text(row, id), line, lines)
                 found.append(self._row(line, _text(row, question), _text(row, answer), readable))
             except _Fault as fault:
                 faults[fault.kind].append(f"line {line}{fault.detail}")
@@ -139,13 +142,12 @@ def _check_id(id: str, line: int, lines: dict[str, int]) -> None:
         raise _Fault("the id of another row", f" and line {lines[id]}: {id[:40]!r}")
 
 
-def _column(names: list[str], raw: tuple[dict[str, Any], ...], where: str) -> str:
-    """The first of `names` that any row has."""
-    known = {column for row in raw for column in row}
+def _column(names: list[str], known: set[str], where: str) -> str:
+    """The first of `names` that is known."""
     column = next((name for name in names if name in known), None)
     if column is None:
         raise BadInput(
-            f"{where}: none of its {len(raw)} rows has a column {' or '.join(map(repr, names))}; the columns are "
+            f"{where}: no row has a column {' or '.join(map(repr, names))}; the columns are "
             f"{', '.join(map(repr, sorted(known)))}; name the right one in the task's question or answer list"
         )
     return column
