@@ -1,4 +1,6 @@
-"""The process behind task/latex.py: reads {"gold", "answer", "limit_s"} line by line, writes {"equal", "canonical"}.
+"""The process behind task/latex.py: reads {"gold", "answer" or "text", "limit_s"} line by line, writes {"equal", "canonical"}.
+
+`answer` is an answer alone; in a `text`, math-verify looks for the answer as it does by default.
 
 A script of its own that imports nothing of the project, so that it starts in the time that math-verify needs. It is
 ended from outside: by the kernel's timer of CPU time, which also stops work inside one long instruction, or by memory.
@@ -31,17 +33,18 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["limit_s"])  # its signal has no handler: it ends the process
-        reply = compare(request["gold"], request["answer"])
+        answer = request.get("answer")
+        reply = compare(request["gold"], request["text"] if answer is None else answer, whole=answer is None)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), file=replies, flush=True)
 
 
-def compare(gold: str, answer: str) -> dict[str, Any]:
-    """Whether math-verify takes `answer` for `gold`, and `answer` as SymPy writes it."""
-    from math_verify import verify
+def compare(gold: str, answer: str, whole: bool) -> dict[str, Any]:
+    """Whether math-verify takes `answer` (in a `whole` text: the one in it) for `gold`, and how SymPy writes it."""
+    from math_verify import parse, verify
 
     try:
-        found = parsed(answer)
+        found = parse(answer, parsing_timeout=None) if whole else parsed(answer)
         equal = verify(parsed(gold), found, timeout_seconds=None)
         canonical = str(found[0])[:LONGEST] if found else answer
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError):
