@@ -79,7 +79,7 @@ def write_benchmark(folder: Path, task: Questions, questions: int | None) -> lis
 def raw(name: str, row: Row) -> dict[str, str]:
     """A row with the columns of the data set that lm-eval expects."""
     if name == "gsm8k":
-        return {"question": row.question, "answer": f"{row.reasoning}\n#### {row.gold}"}
+        return {"question": row.question, "answer": row.answer}
     return {"problem": row.question, "answer": row.gold}
 
 
