@@ -123,7 +123,25 @@ GAINED = {  # after step 0, the quantized base before training
     "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
 }
-TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED)
+# With eval=lm_eval eval.protocol=standard: the ways in which lm-eval counts.
+_COUNTED = {
+    "strict_match": "gsm8k: number behind ####",
+    "flexible_extract": "gsm8k: last number in the text",
+    "math_verify": "minerva_math500: answer that math-verify finds in the text",
+}
+STANDARD = {
+    f"eval/{name}{suffix}": Metric("share", definition)
+    for mode, what in _COUNTED.items()
+    for name, suffix, definition in (
+        (f"lm_eval_{mode}", "", f"correct by lm-eval's {what}"),
+        (f"lm_eval_{mode}", "_stderr", "its standard error over questions"),
+        (f"lm_eval_{mode}", "_truncated", "completions cut at the token limit"),
+        (f"lm_eval_{mode}", "_format_failed", "completions in which lm-eval finds no answer"),
+        (f"gain_{mode}", "", f"eval/lm_eval_{mode} minus that of step 0, the same questions"),
+        (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
+    )
+}
+TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED, STANDARD)
 
 
 def definitions() -> dict[str, str]:

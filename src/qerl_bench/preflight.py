@@ -69,7 +69,7 @@ def check(cfg: DictConfig) -> Experiment:
     """Build the specs of a composed config and look at everything that they need. Raises BadInput."""
     experiment = build(cfg)
     experiment.task.check()
-    experiment.eval.check()
+    experiment.eval.check(experiment.task)
     experiment.logger.check()
     check_run_dir(experiment.run_dir, cfg)
     return experiment

@@ -69,7 +69,7 @@ class OtherEngine:
 
 def through_lm_eval(policy, engine, task, folder):
     pytest.importorskip("lm_eval")
-    spec = LmEval(name="lm_eval", questions=QUESTIONS)
+    spec = LmEval(name="lm_eval", protocol="held_out", questions=QUESTIONS)
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
 
@@ -186,13 +186,13 @@ def test_the_judge_written_down_is_the_task(make_experiment, name):
 @pytest.mark.parametrize("questions", [0, -1, 2.5, True, "all"])
 def test_questions_is_a_count_or_null(questions):
     with pytest.raises(BadInput, match=r"eval\.questions must be a whole number of at least 1"):
-        LmEval(name="lm_eval", questions=questions)
+        LmEval(name="lm_eval", protocol="held_out", questions=questions)
 
 
 def test_without_lm_eval_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"eval=lm_eval needs the package lm_eval.*pip install 'qerl-bench\[eval\]'"):
-        LmEval(name="lm_eval", questions=None).check()
+        LmEval(name="lm_eval", protocol="held_out", questions=None).check(None)
 
 
 def test_the_option_is_light_to_import():

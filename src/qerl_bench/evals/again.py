@@ -86,7 +86,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     Does nothing if that record is there. Raises BadInput if it cannot be made.
     """
     trained, asked = build(stored), build(cfg)
-    asked.eval.check()
+    asked.eval.check(asked.task)
     require(asked.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself, whose record is not to be touched")
     checkpoint = last_checkpoint(run_dir)

@@ -62,8 +62,8 @@ class Evaluator(Protocol):
     @property
     def name(self) -> str: ...
 
-    def check(self) -> None:
-        """Raise BadInput if this evaluation cannot run here; called before training."""
+    def check(self, task: Task) -> None:
+        """Raise BadInput if this evaluation cannot run here, or not on this task; called before training."""
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
         """Evaluate the policy as it is now, without noise. None means: nothing to evaluate."""

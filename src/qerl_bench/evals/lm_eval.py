@@ -1,8 +1,10 @@
-"""eval=lm_eval: the task's held-out questions through lm-eval, the harness that published numbers come from.
+"""eval=lm_eval: questions through lm-eval, the harness that published numbers come from.
 
-lm-eval asks and counts; our engine answers and the task's strict reward judges, so the accuracy is the greedy one of
-eval=task to the question. What was asked is left in the run directory as a JSONL file and a task YAML. Left out:
-lm-eval's own benchmarks, which want a network, and its `simple_evaluate`, which reseeds every global random generator.
+lm-eval asks and counts; our engine answers, with the policy that is trained. With eval.protocol=held_out it asks the
+task's held-out questions and the task's strict reward judges, so the accuracy is the greedy one of eval=task to the
+question; eval.protocol=standard asks lm-eval's own benchmarks (lm_eval_standard.py). What was asked is left in the
+folder of the record as JSONL files and a task YAML. Left out: lm-eval's `simple_evaluate`, which reseeds every global
+random generator.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.config import require_count
-from qerl_bench.errors import require_package
+from qerl_bench.errors import require, require_package
 from qerl_bench.evals.base import Evaluation
+from qerl_bench.evals.lm_eval_standard import SHOTS_SEED, benchmark_of, write_benchmark
 from qerl_bench.evals.probe import adapter_probe
-from qerl_bench.evals.task import judge, scored
-from qerl_bench.records import Prompt
+from qerl_bench.evals.task import accuracy, asked, judge, scored
+from qerl_bench.records import Prompt, Rollout
 from qerl_bench.rundir import write_atomically
 from qerl_bench.task.base import Task
 
@@ -27,53 +30,104 @@ if TYPE_CHECKING:
     from qerl_bench.policy import Policy
     from qerl_bench.rundir import RunDir
 
+PROTOCOLS = ("held_out", "standard")
+DEFAULT_TOKENS = 256  # lm-eval's limit where a task sets none
+INVALID = "[invalid]"  # what lm-eval's filters leave of a text without an answer
 TASK_VERSION = 1  # of the task that lm-eval sees: raise it when prompts, limits or judgement change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
 class LmEval:
-    """Greedy accuracy on held-out questions, measured through lm-eval."""
+    """Greedy accuracy, measured through lm-eval."""
 
     name: str
+    protocol: str
     questions: int | None
 
     def __post_init__(self) -> None:
+        require(
+            self.protocol in PROTOCOLS,
+            f"eval.protocol must be one of {', '.join(PROTOCOLS)}, got {self.protocol!r}",
+        )
         if self.questions is not None:
             require_count("eval.questions", self.questions)
 
-    def check(self) -> None:
-        """Raise BadInput unless lm-eval is installed."""
+    def check(self, task: Task) -> None:
+        """Raise BadInput unless lm-eval is installed and, for the standard protocol, has this task."""
         require_package("lm_eval", "eval=lm_eval", "eval")
+        if self.protocol == "standard":
+            benchmark_of(task.name)
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
-        from lm_eval.evaluator import evaluate
-        from lm_eval.tasks import TaskManager
-
-        from qerl_bench.evals.lm_eval_model import EngineLM
-
-        prompts = task.eval_prompts(self.questions)
         folder = (run.path / "lm_eval").resolve()
-        write_task(folder, task, prompts, policy)
-        tasks = TaskManager(include_path=folder, include_defaults=False).load([task.name])
-        lm = EngineLM(policy, engine)
-        found: Any = evaluate(lm, tasks, bootstrap_iters=0)
+        measure = standard if self.protocol == "standard" else held_out
+        return measure(policy, engine, task, folder, self.questions)
 
-        rollouts = [replace(rollout, prompt=prompt) for prompt, rollout in zip(prompts, lm.rollouts, strict=True)]
-        rows = judge(task, rollouts, "greedy")
-        asked = [policy.prompt_ids(prompt.messages) for prompt in prompts]
-        assert [rollout.prompt_ids for rollout in rollouts] == asked, "lm-eval changed the prompts"
-        counted = {sample["doc"]["id"]: bool(sample["correct"]) for sample in found["samples"][task.name]}
-        assert counted == {row["question"]: row["correct"] for row in rows}, "lm-eval judged other answers"
-        settings = {
-            "samples": 1,
-            "temperature": 0.0,
-            "max_tokens": task.max_completion_tokens,
-            "shots": found["n-shot"][task.name],
-            "lm_eval": metadata.version("lm_eval"),
-            "task_version": found["versions"][task.name],
-        }
-        settings |= adapter_probe(policy, rollouts)
-        return Evaluation(scores=scored(rows, "greedy", 1, 1), samples=rows, settings=settings)
+
+def held_out(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, questions: int | None) -> Evaluation:
+    """The task's own questions, asked as in training and judged by its reward."""
+    prompts = task.eval_prompts(questions)
+    write_task(folder, task, prompts, policy)
+    found, answered = through_lm_eval(policy, engine, folder, task.name)
+    rollouts = [replace(rollout, prompt=prompt) for prompt, rollout in zip(prompts, answered, strict=True)]
+    rows = judge(task, rollouts, "greedy")
+    prompt_ids = [policy.prompt_ids(prompt.messages) for prompt in prompts]
+    assert [rollout.prompt_ids for rollout in rollouts] == prompt_ids, "lm-eval changed the prompts"
+    counted = {sample["doc"]["id"]: bool(sample["correct"]) for sample in found["samples"][task.name]}
+    assert counted == {row["question"]: row["correct"] for row in rows}, "lm-eval judged other answers"
+    settings = settings_of(found, task.name, task.max_completion_tokens) | adapter_probe(policy, rollouts)
+    return Evaluation(scores=scored(rows, "greedy", 1, 1), samples=rows, settings=settings)
+
+
+def standard(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, questions: int | None) -> Evaluation:
+    """A benchmark of lm-eval, asked and counted as it does; a mode for each way in which it counts."""
+    benchmark = benchmark_of(task.name)
+    ids = write_benchmark(folder, task, questions)  # type: ignore[arg-type] # only data sets have these names
+    found, rollouts = through_lm_eval(policy, engine, folder, benchmark.task)
+    rows, scores = [], []
+    for mode, (by_filter, metric) in benchmark.counted.items():
+        samples = [sample for sample in found["samples"][benchmark.task] if sample["filter"] == by_filter]
+        samples.sort(key=lambda sample: sample["doc_id"])
+        judged = [
+            {
+                **asked(mode, Prompt(id=id, messages=(), answer=sample["target"]), 0),
+                "correct": bool(sample[metric]),
+                "answer": None if sample["filtered_resps"][0] == INVALID else sample["filtered_resps"][0],
+                "completion": rollout.text,
+                "tokens": len(rollout.token_ids),
+                "finished": rollout.finished or sample["resps"][0][0] != rollout.text,  # or came to a stop string
+            }
+            for id, sample, rollout in zip(ids, samples, rollouts, strict=True)
+        ]
+        rows += judged
+        scores.append(accuracy(f"eval/lm_eval_{mode}", judged, 1))
+    settings = settings_of(found, benchmark.task, DEFAULT_TOKENS) | adapter_probe(policy, rollouts)
+    return Evaluation(scores=scores, samples=rows, settings=settings)
+
+
+def through_lm_eval(policy: Policy, engine: RolloutEngine, folder: Path, name: str) -> tuple[Any, list[Rollout]]:
+    """What lm-eval reports for the task in `folder`, and the completions, one for each question."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    from qerl_bench.evals.lm_eval_model import EngineLM
+
+    tasks = TaskManager(include_path=folder, include_defaults=False).load([name])
+    tasks["tasks"][name].set_fewshot_seed(SHOTS_SEED)
+    lm = EngineLM(policy, engine)
+    return evaluate(lm, tasks, bootstrap_iters=0), lm.rollouts
+
+
+def settings_of(found: Any, name: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "samples": 1,
+        "temperature": 0.0,
+        "max_tokens": max_tokens,
+        "shots": found["n-shot"][name],
+        "lm_eval": metadata.version("lm_eval"),
+        "lm_eval_task": name,
+        "task_version": found["versions"][name],
+    }
 
 
 def write_task(folder: Path, task: Task, prompts: list[Prompt], policy: Policy) -> None:

@@ -1,7 +1,7 @@
-"""A task's held-out questions as a task of lm-eval, judged by the task's own reward.
+"""Tasks of lm-eval whose rows lie in files beside their YAML: our held-out questions, and lm-eval's own benchmarks.
 
-Imports lm-eval, so import it only where it is used. The class is named by the task YAML that eval=lm_eval writes, which
-makes that YAML complete: `lm_eval --include_path RUN/lm_eval --tasks NAME` asks any other model the same questions.
+Imports lm-eval, so import it only where it is used. The classes are named by the task YAMLs that eval=lm_eval writes,
+which makes those complete: `lm_eval --include_path RUN/lm_eval --tasks NAME` asks any other model the same questions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,27 @@ from hydra.utils import instantiate
 from lm_eval.api.task import ConfigurableTask
 
 from qerl_bench.records import Prompt
+from qerl_bench.task.latex import found_in
 
 
-class HeldOut(ConfigurableTask):
-    """Questions from the JSONL file under `dataset_kwargs`, judged by the task spec under `metadata.judge`."""
+class Local(ConfigurableTask):
+    """Rows from the JSONL files under `dataset_kwargs.data_files`, one for each split."""
+
+    def __init__(self, config: dict[str, Any], **changed: Any) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"} | changed)
+
+    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: object) -> None:
+        """Read the files into memory. The loader of `datasets` would copy them to a cache in the home folder first and
+        report the download to a server."""
+        assert dataset_kwargs is not None
+        self.dataset = {}
+        for split, path in dataset_kwargs["data_files"].items():
+            with open(path) as file:
+                self.dataset[split] = Dataset.from_list([json.loads(line) for line in file])
+
+
+class HeldOut(Local):
+    """Our questions, judged by the task spec under `metadata.judge`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         judge = instantiate(config["metadata"]["judge"], _convert_="all")
@@ -27,12 +44,15 @@ class HeldOut(ConfigurableTask):
             reward = judge.reward(prompt, results[0])
             return {"correct": float(reward.correct), "reward": reward.total}
 
-        fields = {key: value for key, value in config.items() if key != "class"}
-        super().__init__(config=fields | {"process_results": judged})
+        super().__init__(config, process_results=judged)
 
-    def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: object) -> None:
-        """Read the file into memory. The loader of `datasets` would copy it to a cache in the home folder first and
-        report the download to a server."""
-        assert dataset_kwargs is not None
-        with open(dataset_kwargs["data_files"]["test"]) as file:
-            self.dataset = {"test": Dataset.from_list([json.loads(line) for line in file])}
+
+class Standard(Local):
+    """A benchmark of lm-eval: its own counting, or math-verify on the whole text where its YAML names that."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        def judged(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+            return {"math_verify": float(found_in(doc["answer"], results[0]))}
+
+        by_math_verify = any(metric["metric"] == "math_verify" for metric in config["metric_list"])
+        super().__init__(config, **({"process_results": judged} if by_math_verify else {}))

@@ -20,7 +20,7 @@ class NoEvaluation:
 
     name: str
 
-    def check(self) -> None:
+    def check(self, task: Task) -> None:
         """Needs nothing."""
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:

@@ -54,7 +54,7 @@ class TaskEvaluation:
         require_positive("eval.top_p", self.top_p)
         require(self.top_p <= 1, f"eval.top_p must be above 0 and at most 1 (1 = all tokens), got {self.top_p}")
 
-    def check(self) -> None:
+    def check(self, task: Task) -> None:
         """Needs nothing."""
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
@@ -115,20 +115,28 @@ def asked(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:
 
 
 def scored(rows: list[dict[str, Any]], mode: str, samples: int, k: int) -> list[Score]:
-    """The scores of `rows`, the `samples` of one question side by side; maj@n and pass@k only if there are several."""
-    groups = [rows[i : i + samples] for i in range(0, len(rows), samples)]
-    correct = [[float(row["correct"]) for row in group] for group in groups]
-    accuracy = Score.of(
-        f"eval/accuracy_{mode}",
-        over_samples(correct),
+    """The scores of `rows`, the `samples` of one question side by side; maj@n and pass@k of sampled ones only."""
+    found = [accuracy(f"eval/accuracy_{mode}", rows, samples)]
+    if mode == "sampled":
+        correct, answers = by_question(rows, "correct", samples), by_question(rows, "answer", samples)
+        found += [
+            Score.of("eval/majority", majority(answers, correct)),
+            Score.of("eval/pass_at_k", pass_at_k(correct, k)),
+        ]
+    return found
+
+
+def accuracy(metric: str, rows: list[dict[str, Any]], samples: int) -> Score:
+    """Mean over questions of the mean over samples, with the shares that were cut or hold no answer."""
+    return Score.of(
+        metric,
+        over_samples(by_question(rows, "correct", samples)),
         truncated=mean([float(not row["finished"]) for row in rows]),
         format_failed=mean([float(row["answer"] is None) for row in rows]),
     )
-    if mode == "greedy":
-        return [accuracy]
-    answers = [[row["answer"] for row in group] for group in groups]
-    return [
-        accuracy,
-        Score.of("eval/majority", majority(answers, correct)),
-        Score.of("eval/pass_at_k", pass_at_k(correct, k)),
-    ]
+
+
+def by_question(rows: list[dict[str, Any]], column: str, samples: int) -> list[list[Any]]:
+    """(questions, samples) of one column."""
+    values = [row[column] for row in rows]
+    return [values[i : i + samples] for i in range(0, len(values), samples)]

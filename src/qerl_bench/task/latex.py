@@ -44,6 +44,12 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     return _asked(gold, answer)
 
 
+def found_in(gold: str, text: str) -> bool:
+    """Whether the answer that math-verify finds anywhere in `text`, read as it reads by default, equals `gold`."""
+    reply = _worker().ask({"gold": gold, "text": text, "limit_s": LIMIT_S})
+    return reply is not None and bool(reply["equal"])
+
+
 def _balanced(text: str) -> bool:
     """Whether braces match, so that an answer cannot close the box that it is put in and open another."""
     depth = 0
