@@ -3,27 +3,20 @@
 python analysis/claims.py runs/ --out figures/
 """
 
-import argparse
-from pathlib import Path
-
 from qerl_bench.results.judge import judge
 from qerl_bench.results.load import Run, load_runs
 from qerl_bench.results.paper import CLAIMS
 from qerl_bench.results.report import markdown, page, report, summary
-from qerl_bench.results.script import run
+from qerl_bench.results.script import guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write claims.md and claims.html.")
-    parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
-    parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
-    options = parser.parse_args(arguments)
+    options = parser_for(__doc__).parse_args(arguments)
 
     runs = load_runs(options.runs, options.mixed_code)
     scopes: dict[str, list[Run]] = {}
-    for one in runs:
-        scopes.setdefault(f"{one.option('model.name')} on {one.option('task.name')}", []).append(one)
+    for run in runs:
+        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
     judged = {scope: judge(CLAIMS, group) for scope, group in sorted(scopes.items())}
     blocks = report(judged, runs)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -35,4 +28,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    guarded(main)

@@ -3,20 +3,14 @@
 python analysis/collect.py runs/ --out figures/
 """
 
-import argparse
-from pathlib import Path
-
 from qerl_bench.results.collect import write_tidy
 from qerl_bench.results.load import find_runs
-from qerl_bench.results.script import run
+from qerl_bench.results.script import guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write tidy.parquet and tidy.csv, one row per number of each run.")
-    parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    parser = parser_for(__doc__)
     parser.add_argument("--metrics", nargs="+", default=[], help="write these metrics only (default: all)")
-    parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
     options = parser.parse_args(arguments)
 
     paths = [path for folder in options.runs for path in find_runs(folder)]
@@ -25,4 +19,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    guarded(main)

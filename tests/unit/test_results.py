@@ -18,7 +18,7 @@ from qerl_bench import metrics
 from qerl_bench.errors import BadInput
 from qerl_bench.results.collect import write_tidy
 from qerl_bench.results.load import find_runs, load_run, load_runs, tidy
-from qerl_bench.results.script import run
+from qerl_bench.results.script import guarded
 from qerl_bench.results.table import render, summary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -290,7 +290,7 @@ def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str
         raise BadInput("no run in this folder")
 
     with pytest.raises(SystemExit, match="2"):
-        run(main)
+        guarded(main)
     assert capsys.readouterr().err == "half a line was dropped\nno run in this folder\n"
 
 

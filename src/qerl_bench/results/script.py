@@ -1,16 +1,27 @@
-"""How every script of analysis/ ends: what a user did wrong, and what was left out of a run, is said in a line each."""
+"""What the scripts in analysis/ share: their command line, and how they say what is wrong."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from qerl_bench.errors import BadInput
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call `main`; print warnings without their place in the code, and leave with exit code 2 on BadInput."""
+def parser_for(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a script that reads runs and writes files."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
+    return parser
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run a script's main; a warning is one line, bad input is one message and exit code 2."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_place, **_more: print(message, file=sys.stderr)
         try:
