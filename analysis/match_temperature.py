@@ -3,28 +3,22 @@
 python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-from qerl_bench.errors import BadInput, require
-from qerl_bench.results.load import find_runs, load_run
+from qerl_bench.errors import require
+from qerl_bench.results.load import load_runs
 from qerl_bench.results.noise import matched_temperature, sigma_table
+from qerl_bench.results.script import guarded, parser_for
 from qerl_bench.results.stats import interval
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Print the temperature for experiment=control/temperature.")
-    parser.add_argument(
-        "runs", nargs="+", type=Path, help="folders with runs of aqn=none or aqn=constant, several temperatures"
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--noisy", default="nvfp4", help="format of the arm to match (default: nvfp4)")
     parser.add_argument("--sigma", type=float, default=1e-2, help="its noise (default: 1e-2)")
     parser.add_argument("--clean", default="bf16", help="format of the control (default: bf16)")
     parser.add_argument("--step", type=int, default=1, help="training step to match at (default: 1)")
     options = parser.parse_args(arguments)
 
-    table = sigma_table([load_run(run) for folder in options.runs for run in find_runs(folder)], options.step)
+    table = sigma_table(load_runs(options.runs, options.mixed_code), options.step)
     arm = table[(table["quant"] == options.noisy) & (table["sigma"] == options.sigma) & (table["temperature"] == 1.0)]
     require(not arm.empty, f"no run of quant={options.noisy} with sigma {options.sigma:g} at temperature 1")
     target = interval(arm["entropy"].tolist())
@@ -37,8 +31,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BadInput as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    guarded(main)
