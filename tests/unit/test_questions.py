@@ -320,7 +320,7 @@ def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     file = write(tmp_path / "a", {"text": "How many?", "answer": "#### 1"})
-    with pytest.raises(BadInput, match="no row has a column 'question'; the columns are 'answer', 'text'"):
+    with pytest.raises(BadInput, match="none of 1 rows has a column 'question'; the columns are 'answer', 'text'"):
         spec(file, TINY).check()
 
 

@@ -77,7 +77,8 @@ class Source:
         else:
             raw = _hub_rows(self.dataset_id, self.config, self.revision, self.split, remedy)
         known = {column for row in raw for column in row}
-        question, answer = (_column(names, known, where) for names in (self.question, self.answer))
+        every = f"{where}: none of {len(raw)} rows"
+        question, answer = (_column(names, known, every) for names in (self.question, self.answer))
         id = next((name for name in self.id if name in known), None)
         lines: dict[str, int] = {}
         found: list[Row] = []
@@ -142,12 +143,12 @@ def _check_id(id: str, line: int, lines: dict[str, int]) -> None:
         raise _Fault("the id of another row", f" and line {lines[id]}: {id[:40]!r}")
 
 
-def _column(names: list[str], known: set[str], where: str) -> str:
+def _column(names: list[str], known: set[str], every: str) -> str:
     """The first of `names` that is known."""
     column = next((name for name in names if name in known), None)
     if column is None:
         raise BadInput(
-            f"{where}: no row has a column {' or '.join(map(repr, names))}; the columns are "
+            f"{every} has a column {' or '.join(map(repr, names))}; the columns are "
             f"{', '.join(map(repr, sorted(known)))}; name the right one in the task's question or answer list"
         )
     return column

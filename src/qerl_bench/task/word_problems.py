@@ -72,7 +72,8 @@ class WordProblems(PromptedTask):
         check_procedures(self.procedures)
 
     def check(self) -> None:
-        """Generated, so there is nothing that could be missing."""
+        """Raises BadInput if the options leave nothing to hold out or to train on."""
+        assert self.eval_prompts(1) and self.train_prompts(1, 1, 0)
 
     def warm_start_overrides(self) -> list[str]:
         return [f"task={self.name}"]
