@@ -1,0 +1,122 @@
+"""What runs in vLLM's own worker processes: vLLM's worker for the platform, with norm scales that can be written.
+
+Only vLLM imports this module, by the name that its public option `worker_cls` carries; nothing of vLLM is replaced. The
+scales are made FP32 once, before anything is compiled or captured: vLLM's RMSNorm multiplies in the dtype of its scale,
+and noise added in BF16 would be rounded away. They are then only ever written in place.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.platforms import current_platform
+
+from qerl_bench.aqn.inject import BLOCK_NORMS, FINAL_NORM
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+RUN_PID = "QERL_BENCH_RUN_PID"  # set by the process that trains
+
+
+class Worker(PlatformWorker):
+    """vLLM's worker; `qerl_*` are for `LLM.collective_rpc` and return plain data."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        run = int(os.environ[RUN_PID])
+        if run != os.getpid():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process in order
+            exit_after(run)
+        super().__init__(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for norm in norms(self.get_model()).values():
+            norm.weight = torch.nn.Parameter(scale_of(norm).detach().float(), requires_grad=False)
+        self.clean = {name: scale_of(norm).cpu().clone() for name, norm in norms(self.get_model()).items()}
+
+    def qerl_set_norms(self, path: str) -> dict[str, int]:
+        """Write the scales of the file `path` into the norms of the same names, all of them.
+
+        Returns how many norms there are, how many now hold exactly what the file holds, and how many of them differ
+        from the checkpoint.
+        """
+        given = load_file(path)
+        ours = norms(self.get_model())
+        assert given.keys() == ours.keys(), f"norms of the engine {sorted(ours)}, of the policy {sorted(given)}"
+        with torch.no_grad():
+            for name, scale in given.items():
+                scale_of(ours[name]).copy_(scale)
+        stored = {name: scale_of(norm).cpu() for name, norm in ours.items()}
+        return {
+            "norms": len(stored),
+            "exact": sum(torch.equal(stored[name], given[name]) for name in stored),
+            "changed": sum(not torch.equal(stored[name], self.clean[name]) for name in stored),
+        }
+
+    def qerl_describe(self) -> dict[str, Any]:
+        """This process, the kernel of each linear layer, and what the weights occupy."""
+        model = self.get_model()
+        tensors = [*model.parameters(), *model.buffers()]
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "kernels": kernels(model),
+            "lora": sorted({type(m.punica_wrapper).__name__ for m in model.modules() if hasattr(m, "punica_wrapper")}),
+            "norm_dtype": str(next(iter(self.clean.values())).dtype).removeprefix("torch."),
+            "weight_bytes": sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in tensors}.values()),
+        }
+
+
+def norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The norms that noise or training may change, by the names that the policy has for them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name == FINAL_NORM or name.rsplit(".", 1)[-1] in BLOCK_NORMS
+    }
+
+
+def scale_of(norm: torch.nn.Module) -> torch.Tensor:
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def kernels(model: torch.nn.Module) -> dict[str, str]:
+    """What multiplies in each linear layer: vLLM's method, and its kernel where the method has a choice."""
+    found = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or not hasattr(module, "weight") and not hasattr(module, "scheme"):
+            continue
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        words = [type(method).__name__] if kernel is None else [type(module.scheme).__name__, type(kernel).__name__]
+        found[name.removesuffix(".base_layer")] = " / ".join(words)
+    return found
+
+
+def exit_after(run: int) -> None:
+    """End this process, and the engine's between it and the run, when process `run` is gone, however it went."""
+    try:
+        watched = os.pidfd_open(run)
+        between = os.getppid()
+        engine = os.pidfd_open(between) if between not in (run, 1) else None
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        if engine is not None:
+            signal.pidfd_send_signal(engine, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="exit with the run").start()
