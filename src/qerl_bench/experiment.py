@@ -1,8 +1,8 @@
 """THE LOOP, to be read top to bottom: rollout -> reward -> update -> log -> evaluate.
 
 Where sampling and training share one model (engine=hf), "sync" is nothing but the noise that goes into its norm scales
-for the rollout and comes out again; an engine with weights of its own takes over adapter and noise there. Every random draw is seeded by (run seed, purpose, step): a resumed run repeats an
-uninterrupted one.
+for the rollout and comes out again; an engine with weights of its own takes over adapter and noise there. Every random
+draw is seeded by (run seed, purpose, step): a resumed run repeats an uninterrupted one.
 """
 
 from __future__ import annotations

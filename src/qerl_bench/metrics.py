@@ -56,14 +56,16 @@ SAMPLED = {
     "speed/rollout_tok_s": Metric("tokens/s", "completion tokens over time/rollout_s"),
     "memory/rollout_gib": Metric("GiB", "peak during sampling: of the GPU's allocations, or of the process on a CPU"),
 }
-# With engine=vllm, whose weights are a copy. Log-probabilities of prompt tokens at temperature 1, noise in, by the engine
-# and by the trainer; each the mean of |difference|.
+# With engine=vllm, whose weights are a copy. Log-probabilities of prompt tokens at temperature 1, noise in, by engine
+# and trainer; each the mean of |difference|.
 SYNCED = {
     "sync/adapter_effect": Metric("nats", "trainer with its adapter against trainer without"),
     "sync/adapter_effect_engine": Metric("nats", "engine with the adapter against engine without"),
     "sync/gap": Metric("nats", "engine against trainer, both with the adapter"),
     "sync/gap_base": Metric("nats", "engine against trainer, both without the adapter"),
-    "sync/norms_changed": Metric("count", "norms whose scale differs from the checkpoint's, in every worker of the engine"),
+    "sync/norms_changed": Metric(
+        "count", "norms whose scale in every worker of the engine differs from the checkpoint's"
+    ),
 }
 PARKED = {  # with engine=vllm on a GPU
     "memory/device_rollout_gib": Metric("GiB", "in use on the GPU by all processes at the end of sampling"),

@@ -6,6 +6,8 @@ Left out: training without an adapter, which would mean writing every weight aga
 would mean reading them again.
 """
 
+# vLLM has an environment of its own, without a type checker.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
@@ -61,13 +63,13 @@ class Vllm:
         )
         require(
             self.sleep_level in (0, 1) and not isinstance(self.sleep_level, bool),
-            f"engine.sleep_level must be 0 or 1, got {self.sleep_level!r}; level 2 would drop the weights and read them "
-            "again from disk in each step",
+            f"engine.sleep_level must be 0 or 1, got {self.sleep_level!r}; level 2 would drop the weights and read "
+            "them again from disk in each step",
         )
         require(
             self.isolation == "child" or self.tensor_parallel == 1,
-            f"engine.isolation=same is one process, and engine.tensor_parallel={self.tensor_parallel} needs several; use "
-            "engine.isolation=child",
+            f"engine.isolation=same is one process, and engine.tensor_parallel={self.tensor_parallel} needs several; "
+            "use engine.isolation=child",
         )
 
     def check_with(self, experiment: Experiment) -> None:
@@ -110,13 +112,14 @@ class VllmEngine:
         with ExitStack() as failed, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
             base.write(Path(folder))
             self.llm = vllm_process.start(Path(folder), spec.isolation, **self._options())
-            self.workers = self.llm.collective_rpc("qerl_describe")
+            self.workers = self.llm.collective_rpc("qerl_started")
             failed.callback(self._stop)
             state = policy.adapter_state().values()
             self.folder = vllm_process.exchange_folder(4 * sum(tensor.nbytes for tensor in state))
             self.mirror = Mirror(self.llm, policy, self.folder)
             failed.pop_all()
-        log.info("%s samples with %s; kernels: %s", program, base.label, ", ".join(sorted(set(self._kernels().values()))))
+        used = ", ".join(sorted(set(self._kernels().values())))
+        log.info("%s samples with %s; kernels: %s", program, base.label, used)
         if not self.on_gpu and spec.sleep_level > 0:
             log.info("on a CPU vLLM cannot sleep, so that engine.sleep_level=%d changes nothing", spec.sleep_level)
 
@@ -134,7 +137,7 @@ class VllmEngine:
             "max_lora_rank": rank,
             "max_loras": 1,
         }
-        return options if self.on_gpu else options | {"block_size": 32}  # the least on a CPU; prompts share whole blocks
+        return options if self.on_gpu else options | {"block_size": 32}  # tokens; the least on a CPU
 
     def _kernels(self) -> dict[str, str]:
         return self.workers[0]["kernels"]
@@ -186,7 +189,9 @@ class VllmEngine:
         logprobs = [completion.logprobs for group in drawn for completion in group]
         return [
             self._rollout(prompts[owner], row % sampling.samples, prompt_ids[owner], ids, entries, entropy)
-            for row, (owner, ids, entries, entropy) in enumerate(zip(owners, token_ids, logprobs, entropies, strict=True))
+            for row, (owner, ids, entries, entropy) in enumerate(
+                zip(owners, token_ids, logprobs, entropies, strict=True)
+            )
         ]
 
     def _params(self, prompt: Prompt, sampling: Sampling) -> Any:
@@ -204,7 +209,10 @@ class VllmEngine:
             detokenize=False,
         )
 
-    def _entropies(self, prompts: list[list[int]], completions: list[list[int]], temperature: float) -> list[list[float]]:
+    def _entropies(
+        self, prompts: list[list[int]], completions: list[list[int]], temperature: float
+    ) -> list[list[float]]:
+        """Of the trainer with the noise that is in it now, in nats, for each token of the completions."""
         import torch
 
         from qerl_bench.batch import make_batch
@@ -246,7 +254,8 @@ class VllmEngine:
             "norm_dtype": first["norm_dtype"],
             "copies_of_weights": 2,  # the policy's, and vLLM's
             "policy_linear_bytes": self.base.resident_bytes(),
-            "engine_weight_bytes": [worker["weight_bytes"] for worker in self.workers],  # embeddings and LoRA slots too
+            # Of each worker, embeddings and room for the adapter included. On a CPU vLLM hides them from PyTorch.
+            "engine_weight_bytes": [worker["weight_bytes"] for worker in self.workers] if self.on_gpu else None,
             "kv_cache_gib": self.spec.kv_cache_gib,
             "device_gib_before_start": self.before_gib,
         }

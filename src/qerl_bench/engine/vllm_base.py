@@ -56,9 +56,7 @@ class Base:
 
     def write(self, folder: Path) -> None:
         """Write config and weights to the empty `folder`. The tokenizer stays here: engines are fed token ids."""
-        tensors = {
-            name.replace(".base_layer", ""): tensor for name, tensor in self._tensors() if ".lora_" not in name
-        }
+        tensors = {name.replace(".base_layer", ""): tensor for name, tensor in self._tensors() if ".lora_" not in name}
         entry = None
         if self.packed:
             assert self.weight_format is not None
@@ -79,8 +77,8 @@ class Base:
 
     def resident_bytes(self) -> int:
         """Bytes of the policy's own copy of its linear layers."""
-        linear = [m for name, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and ".lora_" not in name]
-        return sum(resident_bytes(layer) for layer in linear)
+        modules = [module for name, module in self.model.named_modules() if ".lora_" not in name]
+        return sum(resident_bytes(module) for module in modules if isinstance(module, torch.nn.Linear))
 
 
 def packed_layers(model: torch.nn.Module) -> dict[str, PackedLinear]:
@@ -97,6 +95,6 @@ def require_shared_scales(tensors: dict[str, torch.Tensor]) -> None:
         for other in (f"{parent}.{sibling}.{SCALE}" for sibling in siblings if layer != name):
             require(
                 other not in tensors or torch.equal(tensors[other], scale),
-                f"{layer} and {other.removesuffix(f'.{SCALE}')} have different tensor scales, and vLLM would use one for "
-                "both. Use engine.dequantize=true, or pack the unquantized model with quant=nvfp4, which shares them",
+                f"{layer} and {other.removesuffix(f'.{SCALE}')} have different tensor scales, and vLLM would use one "
+                "for both. Use engine.dequantize=true, or pack the unquantized model, which gives them one",
             )

@@ -48,8 +48,8 @@ def require_device(device: str) -> str:
     wanted = DISTRIBUTIONS[device]
     require(
         name == wanted,
-        f"device={device} needs the distribution {wanted}, and {name} {version} is installed, which computes elsewhere. "
-        f"Install {wanted} instead, use another device, or engine=hf",
+        f"device={device} needs the distribution {wanted}, and {name} {version} is installed, which computes "
+        f"elsewhere. Install {wanted} instead, use another device, or engine=hf",
     )
     return f"{name} {version}"
 

@@ -1,5 +1,7 @@
 """Starting vLLM, in a process of its own or in this one, and stopping it so that nothing is left."""
 
+# vLLM has an environment of its own, without a type checker.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import gc
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from qerl_bench.errors import require
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -33,7 +37,12 @@ def start(folder: Path, isolation: str, **options: Any) -> LLM:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM
+    from vllm.distributed.parallel_state import model_parallel_is_initialized
 
+    require(
+        isolation == "child" or not model_parallel_is_initialized(),
+        "another vLLM runs in this process, and only one can: close it first, or use engine.isolation=child",
+    )
     with torch.random.fork_rng():  # vLLM seeds whatever process it computes in
         return LLM(
             model=str(folder),
@@ -50,7 +59,7 @@ def start(folder: Path, isolation: str, **options: Any) -> LLM:
 
 def stop(llm: LLM, isolation: str, pids: list[int]) -> None:
     """Shut the engine down and wait until its processes `pids` are gone; those that stay are killed."""
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown(timeout=PATIENCE_S)
     if isolation == "same":
         from vllm.distributed import cleanup_dist_env_and_memory
 

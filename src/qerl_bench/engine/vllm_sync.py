@@ -1,9 +1,11 @@
 """Keeping vLLM's copy of the policy equal to the policy, and proving it on some tokens each time.
 
-The adapter goes the documented way, a folder in PEFT's format, which lies in memory; each version gets an id of its own,
-since vLLM caches adapters and prompts by id. Norm scales go through vllm_worker. Nothing is ever merged.
+The adapter goes the documented way, a folder in PEFT's format, which lies in memory; each version gets an id of its
+own, since vLLM caches adapters and prompts by id. Norm scales go through vllm_worker. Nothing is ever merged.
 """
 
+# vLLM has an environment of its own, without a type checker.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import shutil
@@ -93,10 +95,11 @@ class Mirror:
         self.adapter = clone(state)
 
     def probe(self, prompts: list[list[int]]) -> dict[str, float]:
-        """metrics.SYNCED on a few prompts (token ids). Raises AssertionError if engine and trainer are too far apart."""
+        """metrics.SYNCED on a few prompts, token ids. Raises AssertionError if engine and trainer are too far apart."""
         chosen = [ids[:PROBED] for ids in prompts if len(ids) > 1][:PROBES]
-        require(bool(chosen), "every prompt is a single token, so that nothing is left to compare vLLM with the trainer on")
-        batch = make_batch([ids[:1] for ids in chosen], [ids[1:] for ids in chosen], self.policy.pad_id, self.policy.device)
+        require(bool(chosen), "no prompt has two tokens, so that nothing is left to compare vLLM with the trainer on")
+        first, rest = [ids[:1] for ids in chosen], [ids[1:] for ids in chosen]
+        batch = make_batch(first, rest, self.policy.pad_id, self.policy.device)
         assert self.policy.adapter is not None
         with torch.no_grad():
             ours = self.policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs[batch.mask].cpu()

@@ -5,6 +5,8 @@ scales are made FP32 once, before anything is compiled or captured: vLLM's RMSNo
 and noise added in BF16 would be rounded away. They are then only ever written in place.
 """
 
+# vLLM has an environment of its own, without a type checker.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
@@ -15,6 +17,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from qerl_bench.aqn.inject import BLOCK_NORMS, FINAL_NORM
@@ -31,10 +36,9 @@ class Worker(PlatformWorker):
     """vLLM's worker; `qerl_*` are for `LLM.collective_rpc` and return plain data."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        run = int(os.environ[RUN_PID])
-        if run != os.getpid():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process in order
-            exit_after(run)
+        self.run_pid = int(os.environ[RUN_PID])
+        if self.run_pid != os.getpid():
+            exit_after(self.run_pid)
         super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -62,8 +66,13 @@ class Worker(PlatformWorker):
             "changed": sum(not torch.equal(stored[name], self.clean[name]) for name in stored),
         }
 
-    def qerl_describe(self) -> dict[str, Any]:
-        """This process, the kernel of each linear layer, and what the weights occupy."""
+    def qerl_started(self) -> dict[str, Any]:
+        """This process, the kernel of each linear layer, and what the weights occupy.
+
+        From now on Ctrl-C is for the run alone, which then ends this process in order.
+        """
+        if self.run_pid != os.getpid():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         model = self.get_model()
         tensors = [*model.parameters(), *model.buffers()]
         return {
@@ -92,14 +101,19 @@ def scale_of(norm: torch.nn.Module) -> torch.Tensor:
 
 
 def kernels(model: torch.nn.Module) -> dict[str, str]:
-    """What multiplies in each linear layer: vLLM's method, and its kernel where the method has a choice."""
+    """What multiplies in each linear layer: vLLM's scheme or method, and the kernel that it chose here."""
     found = {}
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None or not hasattr(module, "weight") and not hasattr(module, "scheme"):
+        if not isinstance(module, LinearBase | ParallelLMHead):
             continue
-        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
-        words = [type(method).__name__] if kernel is None else [type(module.scheme).__name__, type(kernel).__name__]
+        method = module.quant_method
+        scheme = getattr(module, "scheme", None)
+        words = [type(method if scheme is None else scheme).__name__]
+        if isinstance(method, UnquantizedLinearMethod):
+            words.append((getattr(method, "_gemm_impl", None) or dispatch_unquantized_gemm()).__name__)
+        kernel = getattr(scheme, "kernel", None)
+        if kernel is not None:
+            words.append(type(kernel).__name__)
         found[name.removesuffix(".base_layer")] = " / ".join(words)
     return found
 

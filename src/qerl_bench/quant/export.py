@@ -44,8 +44,10 @@ def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -
     os.replace(beside, out)
 
 
-def write_model(model: Any, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None, folder: Path) -> None:
-    """Write config and weights: `tensors` under their checkpoint names, `quantization` as the config's entry for them."""
+def write_model(
+    model: Any, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None, folder: Path
+) -> None:
+    """Write config and weights: `tensors` under their checkpoint names, `quantization` as config.json tells of them."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
