@@ -156,7 +156,7 @@ STANDARD = {
         (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
     )
 }
-TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED, STANDARD)
+TABLES = (SAMPLED, SYNCED, PARKED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED, STANDARD)
 
 
 def definitions() -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.config import is_number, require_count
-from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
 from qerl_bench.engine.vllm_install import require_device, require_supported
 from qerl_bench.errors import require
 from qerl_bench.records import Prompt, Rollout
@@ -43,7 +43,7 @@ class Vllm:
     isolation: str
     dequantize: bool
     max_sequences: int
-    max_model_len: int
+    max_model_len: int | None
     kv_cache_gib: float
     eager: bool
     sleep_level: int
@@ -55,8 +55,10 @@ class Vllm:
         for key in ("dequantize", "eager"):
             value = getattr(self, key)
             require(isinstance(value, bool), f"engine.{key} must be true or false, got {value!r}")
-        for key in ("max_sequences", "max_model_len", "tensor_parallel", "score_batch"):
+        for key in ("max_sequences", "tensor_parallel", "score_batch"):
             require_count(f"engine.{key}", getattr(self, key))
+        if self.max_model_len is not None:
+            require_count("engine.max_model_len", self.max_model_len)
         require(
             is_number(self.kv_cache_gib) and self.kv_cache_gib > 0,
             f"engine.kv_cache_gib must be a positive number of GiB, got {self.kv_cache_gib!r}",
@@ -81,7 +83,7 @@ class Vllm:
         )
         limit = experiment.task.max_completion_tokens
         require(
-            limit < self.max_model_len,
+            self.max_model_len is None or limit < self.max_model_len,
             f"engine.max_model_len={self.max_model_len} leaves no room for a prompt: completions may have "
             f"{limit} tokens. Make it larger, or task.max_completion_tokens smaller",
         )
@@ -96,6 +98,20 @@ class Vllm:
         return VllmEngine(self, policy, Base.of(policy.model, self.dequantize, policy.device.type), program)
 
 
+def require_cache(spec: Vllm, policy: Policy, max_model_len: int) -> None:
+    """Raise BadInput unless the KV cache of each device holds at least one sequence of full length."""
+    config = policy.model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(1, config.num_key_value_heads // spec.tensor_parallel)
+    per_token = 2 * config.num_hidden_layers * heads * head * policy.model.dtype.itemsize  # bytes of keys and values
+    room = int(spec.kv_cache_gib * 2**30 / per_token)
+    require(
+        room >= max_model_len,
+        f"engine.kv_cache_gib={spec.kv_cache_gib} holds {room} tokens, less than one sequence of {max_model_len}; make "
+        "it larger, or engine.max_model_len smaller",
+    )
+
+
 class VllmEngine:
     """A running vLLM and its mirror of `policy`. `program` is the distribution and version, for the record."""
 
@@ -105,8 +121,9 @@ class VllmEngine:
 
         self.spec, self.policy, self.program = spec, policy, program
         self.on_gpu = policy.device.type == "cuda"
-        self.max_model_len = min(spec.max_model_len, policy.model.config.max_position_embeddings)
+        self.max_model_len = min(filter(None, (spec.max_model_len, policy.model.config.max_position_embeddings)))
         self.base = base
+        require_cache(spec, policy, self.max_model_len)
         self.asleep = False
         self.before_gib = vllm_process.device_memory_gib() if self.on_gpu else None
         with ExitStack() as failed, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
@@ -167,14 +184,15 @@ class VllmEngine:
         return {"memory/device_rollout_gib": awake, "memory/device_train_gib": device_memory_gib()}
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        require_room(self.policy, prompts, sampling)
         if self.asleep or not self.mirror.current:
             self.sync(prompts)
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
         longest = max(len(ids) for ids in prompt_ids)
         require(
             longest + sampling.max_tokens <= self.max_model_len,
-            f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed the {self.max_model_len} of "
-            "engine.max_model_len and of the model; make it larger, or the prompts or completions shorter",
+            f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed engine.max_model_len="
+            f"{self.max_model_len}; make it larger",
         )
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],

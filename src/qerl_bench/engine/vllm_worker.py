@@ -10,9 +10,9 @@ and noise added in BF16 would be rounded away. They are then only ever written i
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from qerl_bench.aqn.inject import BLOCK_NORMS, FINAL_NORM
+from qerl_bench.aqn.inject import BLOCK_NORMS, FINAL_NORM, scale_of
+from qerl_bench.engine.vllm_process import is_running
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -30,6 +31,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 RUN_PID = "QERL_BENCH_RUN_PID"  # set by the process that trains
+WATCH_S = 0.5  # between two looks at whether it still runs
 
 
 class Worker(PlatformWorker):
@@ -94,12 +96,6 @@ def norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def scale_of(norm: torch.nn.Module) -> torch.Tensor:
-    weight = norm.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
-
-
 def kernels(model: torch.nn.Module) -> dict[str, str]:
     """What multiplies in each linear layer: vLLM's scheme or method, and the kernel that it chose here."""
     found = {}
@@ -120,17 +116,13 @@ def kernels(model: torch.nn.Module) -> dict[str, str]:
 
 def exit_after(run: int) -> None:
     """End this process, and the engine's between it and the run, when process `run` is gone, however it went."""
-    try:
-        watched = os.pidfd_open(run)
-        between = os.getppid()
-        engine = os.pidfd_open(between) if between not in (run, 1) else None
-    except ProcessLookupError:
-        os._exit(1)
+    between = os.getppid()
 
     def wait() -> None:
-        select.select([watched], [], [])
-        if engine is not None:
-            signal.pidfd_send_signal(engine, signal.SIGKILL)
+        while is_running(run):
+            time.sleep(WATCH_S)
+        if between != run and is_running(between):
+            os.kill(between, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="exit with the run").start()
