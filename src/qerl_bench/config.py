@@ -185,6 +185,7 @@ class Experiment:
             "use aqn=none",
         )
         self.aqn.check_with(self.quant, self.inject)
+        self.engine.check_with(self)
 
     @property
     def run_dir(self) -> Path:

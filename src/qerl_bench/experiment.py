@@ -1,8 +1,8 @@
 """THE LOOP, to be read top to bottom: rollout -> reward -> update -> log -> evaluate.
 
-Sampling and training share one model, so "sync" is nothing but the noise that goes into its norm scales for the
-rollout and comes out again. Every random draw is seeded by (run seed, purpose, step): a resumed run repeats an
-uninterrupted one.
+Where sampling and training share one model (engine=hf), "sync" is nothing but the noise that goes into its norm scales
+for the rollout and comes out again; an engine with weights of its own takes over adapter and noise there. Every random
+draw is seeded by (run seed, purpose, step): a resumed run repeats an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from qerl_bench.quant.anatomy import write_layers
 from qerl_bench.records import Group
 from qerl_bench.results.figures import run_figures
 from qerl_bench.results.table import render, summary
-from qerl_bench.rundir import RunDir, as_dict, last_checkpoint
+from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
 from qerl_bench.seeding import derive
 from qerl_bench.sink.base import Sink
 from qerl_bench.update import make_optimizer, update
@@ -61,16 +61,17 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
         policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.task, experiment.root), device)
         write_layers(run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name)
-        engine = experiment.engine.build(policy)
         optimizer = make_optimizer(policy, experiment.optim)
         first = run.resume_step()
-        if first > 0:
-            load_checkpoint(run, policy, optimizer)
-            log.info("continuing after step %d", first)
         with ExitStack() as stack:
+            engine = experiment.engine.build(policy)
+            stack.callback(engine.close)
+            write_atomically(run.path / "engine.json", json.dumps(engine.record(), indent=1))
+            if first > 0:
+                load_checkpoint(run, policy, optimizer)
+                log.info("continuing after step %d", first)
             sinks = experiment.logger.build(run, as_dict(cfg))
             stack.push(lambda kind, error, trace: close_all(sinks, failed=error is not None))
-            stack.callback(engine.close)
             if first == 0:
                 evaluate(experiment, policy, engine, run, sinks, step=0)
             steps = Steps(first, experiment.steps)
@@ -132,6 +133,7 @@ def sampled_batch(
     )
     seen: set[str] = set()
     draws: list[NoiseReport] = []
+    syncs: list[dict[str, float]] = []
 
     def sample(refill: int) -> list[Group]:
         """The prompts of this step, or new ones for a refill, completed and judged."""
@@ -143,6 +145,7 @@ def sampled_batch(
             with ExitStack() as noise_in:
                 with phases.phase("sync"):
                     draws.append(noise_in.enter_context(policy.aqn.sampler(step, number)))
+                    syncs.append(engine.sync(sharing))
                 with phases.phase("rollout"):
                     rollouts += engine.generate(sharing, sampling)
         with phases.phase("reward"):
@@ -151,6 +154,8 @@ def sampled_batch(
         return [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in bounds]
 
     groups, sampled, refills = fill(sample, algo, rollout.prompts)
+    with phases.phase("sync"):
+        parked = engine.sleep()
     rewards = torch.tensor([[reward.total for reward in group.rewards] for group in groups])  # (P, G)
     lengths = torch.tensor([[len(r.token_ids) for r in group.rollouts] for group in groups])  # (P, G)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -177,6 +182,7 @@ def sampled_batch(
     )
     found = metrics.of_rollouts([r for r, _ in judged], [w for _, w in judged], rollout.group_size)
     found |= {"dynamic/refills": refills, "dynamic/groups_kept": len(groups)}
+    found |= metrics.of_syncs(syncs) | parked
     found |= combined(draws) | policy.aqn.steering.observe(step, found["entropy"])
     return batch, found
 

@@ -56,6 +56,21 @@ SAMPLED = {
     "speed/rollout_tok_s": Metric("tokens/s", "completion tokens over time/rollout_s"),
     "memory/rollout_gib": Metric("GiB", "peak during sampling: of the GPU's allocations, or of the process on a CPU"),
 }
+# With engine=vllm, whose weights are a copy. Log-probabilities of prompt tokens at temperature 1, noise in, by engine
+# and trainer; each the mean of |difference|.
+SYNCED = {
+    "sync/adapter_effect": Metric("nats", "trainer with its adapter against trainer without"),
+    "sync/adapter_effect_engine": Metric("nats", "engine with the adapter against engine without"),
+    "sync/gap": Metric("nats", "engine against trainer, both with the adapter"),
+    "sync/gap_base": Metric("nats", "engine against trainer, both without the adapter"),
+    "sync/norms_changed": Metric(
+        "count", "norms whose scale in every worker of the engine differs from the checkpoint's"
+    ),
+}
+PARKED = {  # with engine=vllm on a GPU
+    "memory/device_rollout_gib": Metric("GiB", "in use on the GPU by all processes at the end of sampling"),
+    "memory/device_train_gib": Metric("GiB", "in use on the GPU by all processes before training, the engine asleep"),
+}
 STEERED = {  # with aqn=entropy
     "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
     "aqn/entropy_smoothed": Metric("nats/token", "the measured entropy as the controller sees it"),
@@ -141,7 +156,7 @@ STANDARD = {
         (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
     )
 }
-TABLES = (SAMPLED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED, STANDARD)
+TABLES = (SAMPLED, SYNCED, PARKED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED, STANDARD)
 
 
 def definitions() -> dict[str, str]:
@@ -241,6 +256,12 @@ def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int)
         "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
         "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
     }
+
+
+def of_syncs(syncs: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step whose engine was synchronised several times: the largest gaps, the least of the others."""
+    worst = {name: max if name.startswith("sync/gap") else min for name in SYNCED}
+    return {name: worst[name](found[name] for found in syncs) for name in (syncs[0] if syncs else {})}
 
 
 def garbled(rollout: Rollout) -> bool:

@@ -194,6 +194,8 @@ def _refusal(row: dict[str, str]) -> str | None:
     if row["aqn"] == "format_error":
         stands_in = "aqn=format_error stands in for a format's error on unquantized weights"
         return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
+    if row.get("engine") == "vllm" and row["lora"] == "none":
+        return "engine=vllm takes over adapters of rank 1 to 512 each step, and lora=none has lora.rank=0"
     return None
 
 

@@ -17,6 +17,7 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.batch import make_batch
 from qerl_bench.device import Phases
+from qerl_bench.engine.hf import HfEngine
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
 from qerl_bench.experiment import sampled_batch, train_step
@@ -318,14 +319,14 @@ def _step_rollouts(step: Step) -> list[Rollout]:
     """The rollouts of the step once more: sampling depends on nothing but weights, noise and seeds."""
     fresh = step.fresh_policy()
     caught: list[Rollout] = []
-    engine = step.experiment.engine.build(fresh)
 
-    class Listening:
+    class Listening(HfEngine):
         def generate(self, prompts: Any, sampling: Any) -> list[Rollout]:
-            caught.extend(engine.generate(prompts, sampling))
+            caught.extend(super().generate(prompts, sampling))
             return caught
 
-    sampled_batch(step.experiment, fresh, Listening(), step.run, 3, Phases("cpu"))
+    engine = Listening(fresh, step.experiment.engine.max_batch)
+    sampled_batch(step.experiment, fresh, engine, step.run, 3, Phases("cpu"))
     return caught
 
 

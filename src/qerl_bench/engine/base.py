@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.errors import require
 from qerl_bench.records import Prompt, Rollout
 
 if TYPE_CHECKING:
+    from qerl_bench.config import Experiment
     from qerl_bench.policy import Policy
 
 
@@ -31,8 +32,23 @@ class Sampling:
 class RolloutEngine(Protocol):
     """Samples from the policy that is being trained."""
 
+    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
+        """Take over the policy as it is now, noise included, and prove it on `prompts`: metrics.SYNCED, or nothing."""
+        ...
+
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        """`sampling.samples` completions of each prompt, grouped by prompt in the order given."""
+        """`sampling.samples` completions of each prompt, grouped by prompt in the order given.
+
+        They come from the policy as it is now, whether or not `sync` was called.
+        """
+        ...
+
+    def sleep(self) -> dict[str, float]:
+        """Give up what training could use until the next call; metrics of memory, if there are any."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """What samples, for engine.json: program, kernels, copies of the weights. Plain data."""
         ...
 
     def close(self) -> None:
@@ -44,6 +60,14 @@ class EngineSpec(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def check_with(self, experiment: Experiment) -> None:
+        """Raise BadInput if this engine cannot sample for `experiment`. Called while it is built; imports no torch."""
+        ...
+
+    def check(self) -> None:
+        """Raise BadInput if what this engine needs is not installed."""
+        ...
 
     def build(self, policy: Policy) -> RolloutEngine: ...
 

@@ -8,7 +8,7 @@ than through rounding.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from qerl_bench.seeding import derive
 if TYPE_CHECKING:
     import torch
 
+    from qerl_bench.config import Experiment
     from qerl_bench.policy import Policy
 
 
@@ -34,6 +35,12 @@ class Hf:
     def __post_init__(self) -> None:
         require_count("engine.max_batch", self.max_batch)
 
+    def check_with(self, experiment: Experiment) -> None:
+        """Samples for every experiment."""
+
+    def check(self) -> None:
+        """Needs nothing."""
+
     def build(self, policy: Policy) -> RolloutEngine:
         return HfEngine(policy, self.max_batch)
 
@@ -44,6 +51,17 @@ class HfEngine:
     def __init__(self, policy: Policy, max_batch: int) -> None:
         self.policy = policy
         self.max_batch = max_batch
+
+    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
+        """Nothing to bring over: the policy itself samples."""
+        return {}
+
+    def sleep(self) -> dict[str, float]:
+        """Nothing to give up."""
+        return {}
+
+    def record(self) -> dict[str, Any]:
+        return {"engine": "hf", "copies_of_weights": 1}
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         require_room(self.policy, prompts, sampling)

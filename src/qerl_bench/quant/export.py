@@ -36,18 +36,27 @@ def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     tokenizer.save_pretrained(beside)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(beside)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(beside)
-    config = json.loads((beside / "config.json").read_text())
     left = [name for name, m in model.named_modules() if type(m) is torch.nn.Linear]
-    config["quantization_config"] = config_entry(weight_format, left, str(model.dtype).removeprefix("torch."))
-    (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_shards(dict(checkpoint_tensors(model)), beside)
+    entry = config_entry(weight_format, left, str(model.dtype).removeprefix("torch."))
+    write_model(model, dict(checkpoint_tensors(model)), entry, beside)
     if out.is_dir():
         out.rmdir()
     os.replace(beside, out)
+
+
+def write_model(
+    model: Any, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None, folder: Path
+) -> None:
+    """Write config and weights: `tensors` under their checkpoint names, `quantization` as config.json tells of them."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if quantization is not None:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = quantization
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_shards(tensors, folder)
 
 
 def check_place(out: Path) -> None:

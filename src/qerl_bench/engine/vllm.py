@@ -1,0 +1,289 @@
+"""engine=vllm: sampling with an unmodified vLLM that holds a copy of the policy.
+
+Before it samples, the copy is made equal to the policy (adapter and norm scales, noise included) and compared with it.
+vLLM returns no entropies, so the trainer's forward pass finds them, with the same noise, on the tokens that were drawn.
+Left out: training without an adapter, which would mean writing every weight again each step; and sleep level 2, which
+would mean reading them again.
+"""
+
+# vLLM has an environment of its own, without a type checker.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl_bench.config import is_number, require_count
+from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
+from qerl_bench.engine.vllm_install import require_device, require_supported
+from qerl_bench.errors import require
+from qerl_bench.records import Prompt, Rollout
+from qerl_bench.seeding import derive
+
+if TYPE_CHECKING:
+    from qerl_bench.config import Experiment
+    from qerl_bench.engine.vllm_base import Base
+    from qerl_bench.policy import Policy
+
+log = logging.getLogger(__name__)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM takes for max_lora_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vllm:
+    """Sample with vLLM; what each field means is said in conf/engine/vllm.yaml."""
+
+    name: str
+    isolation: str
+    dequantize: bool
+    max_sequences: int
+    max_model_len: int | None
+    kv_cache_gib: float
+    eager: bool
+    sleep_level: int
+    tensor_parallel: int
+    score_batch: int
+
+    def __post_init__(self) -> None:
+        require(self.isolation in ("child", "same"), f"engine.isolation must be child or same, got {self.isolation!r}")
+        for key in ("dequantize", "eager"):
+            value = getattr(self, key)
+            require(isinstance(value, bool), f"engine.{key} must be true or false, got {value!r}")
+        for key in ("max_sequences", "tensor_parallel", "score_batch"):
+            require_count(f"engine.{key}", getattr(self, key))
+        if self.max_model_len is not None:
+            require_count("engine.max_model_len", self.max_model_len)
+        require(
+            is_number(self.kv_cache_gib) and self.kv_cache_gib > 0,
+            f"engine.kv_cache_gib must be a positive number of GiB, got {self.kv_cache_gib!r}",
+        )
+        require(
+            self.sleep_level in (0, 1) and not isinstance(self.sleep_level, bool),
+            f"engine.sleep_level must be 0 or 1, got {self.sleep_level!r}; level 2 would drop the weights and read "
+            "them again from disk in each step",
+        )
+        require(
+            self.isolation == "child" or self.tensor_parallel == 1,
+            f"engine.isolation=same is one process, and engine.tensor_parallel={self.tensor_parallel} needs several; "
+            "use engine.isolation=child",
+        )
+
+    def check_with(self, experiment: Experiment) -> None:
+        rank = experiment.lora.rank
+        require(
+            1 <= rank <= RANKS[-1],
+            f"engine=vllm takes over adapters of rank 1 to {RANKS[-1]} each step, and lora={experiment.lora.name} has "
+            f"lora.rank={rank}. Use a rank in that range, or engine=hf",
+        )
+        limit = experiment.task.max_completion_tokens
+        require(
+            self.max_model_len is None or limit < self.max_model_len,
+            f"engine.max_model_len={self.max_model_len} leaves no room for a prompt: completions may have "
+            f"{limit} tokens. Make it larger, or task.max_completion_tokens smaller",
+        )
+
+    def check(self) -> None:
+        require_supported()
+
+    def build(self, policy: Policy) -> RolloutEngine:
+        from qerl_bench.engine.vllm_base import Base
+
+        program = require_device(policy.device.type)
+        return VllmEngine(self, policy, Base.of(policy.model, self.dequantize, policy.device.type), program)
+
+
+def require_cache(spec: Vllm, policy: Policy, max_model_len: int) -> None:
+    """Raise BadInput unless the KV cache of each device holds at least one sequence of full length."""
+    config = policy.model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = max(1, config.num_key_value_heads // spec.tensor_parallel)
+    per_token = 2 * config.num_hidden_layers * heads * head * policy.model.dtype.itemsize  # bytes of keys and values
+    room = int(spec.kv_cache_gib * 2**30 / per_token)
+    require(
+        room >= max_model_len,
+        f"engine.kv_cache_gib={spec.kv_cache_gib} holds {room} tokens, less than one sequence of {max_model_len}; make "
+        "it larger, or engine.max_model_len smaller",
+    )
+
+
+class VllmEngine:
+    """A running vLLM and its mirror of `policy`. `program` is the distribution and version, for the record."""
+
+    def __init__(self, spec: Vllm, policy: Policy, base: Base, program: str) -> None:
+        from qerl_bench.engine import vllm_process
+        from qerl_bench.engine.vllm_sync import Mirror
+
+        self.spec, self.policy, self.program = spec, policy, program
+        self.on_gpu = policy.device.type == "cuda"
+        self.max_model_len = min(filter(None, (spec.max_model_len, policy.model.config.max_position_embeddings)))
+        self.base = base
+        require_cache(spec, policy, self.max_model_len)
+        self.asleep = False
+        self.before_gib = vllm_process.device_memory_gib() if self.on_gpu else None
+        with ExitStack() as failed, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
+            base.write(Path(folder))
+            self.llm = vllm_process.start(Path(folder), spec.isolation, **self._options())
+            self.workers = self.llm.collective_rpc("qerl_started")
+            failed.callback(self._stop)
+            state = policy.adapter_state().values()
+            self.folder = vllm_process.exchange_folder(4 * sum(tensor.nbytes for tensor in state))
+            self.mirror = Mirror(self.llm, policy, self.folder)
+            failed.pop_all()
+        used = ", ".join(sorted(set(self._kernels().values())))
+        log.info("%s samples with %s; kernels: %s", program, base.label, used)
+        if not self.on_gpu and spec.sleep_level > 0:
+            log.info("on a CPU vLLM cannot sleep, so that engine.sleep_level=%d changes nothing", spec.sleep_level)
+
+    def _options(self) -> dict[str, Any]:
+        rank = next(rank for rank in RANKS if rank >= self.policy.adapter.peft_config["default"].r)  # type: ignore[union-attr]
+        options = {
+            "dtype": str(self.policy.model.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.spec.max_sequences,
+            "kv_cache_memory_bytes": int(self.spec.kv_cache_gib * 2**30),
+            "tensor_parallel_size": self.spec.tensor_parallel,
+            "enforce_eager": self.spec.eager or not self.on_gpu,
+            "enable_sleep_mode": self.on_gpu and self.spec.sleep_level > 0,
+            "enable_lora": True,
+            "max_lora_rank": rank,
+            "max_loras": 1,
+        }
+        return options if self.on_gpu else options | {"block_size": 32}  # tokens; the least on a CPU
+
+    def _kernels(self) -> dict[str, str]:
+        return self.workers[0]["kernels"]
+
+    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
+        self._wake()
+        self.mirror.push()
+        return self.mirror.probe([self.policy.prompt_ids(prompt.messages) for prompt in prompts])
+
+    def _wake(self) -> None:
+        import torch
+
+        if self.asleep:
+            torch.cuda.empty_cache()  # what training no longer uses
+            self.llm.wake_up()
+            self.asleep = False
+
+    def sleep(self) -> dict[str, float]:
+        from qerl_bench.engine.vllm_process import device_memory_gib
+
+        if not self.on_gpu:
+            return {}
+        awake = device_memory_gib()
+        if self.spec.sleep_level > 0 and not self.asleep:
+            self.llm.sleep(level=self.spec.sleep_level)
+            self.asleep = True
+        return {"memory/device_rollout_gib": awake, "memory/device_train_gib": device_memory_gib()}
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        require_room(self.policy, prompts, sampling)
+        if self.asleep or not self.mirror.current:
+            self.sync(prompts)
+        prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
+        longest = max(len(ids) for ids in prompt_ids)
+        require(
+            longest + sampling.max_tokens <= self.max_model_len,
+            f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed engine.max_model_len="
+            f"{self.max_model_len}; make it larger",
+        )
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompt_ids],
+            [self._params(prompt, sampling) for prompt in prompts],
+            lora_request=self.mirror.request,
+            use_tqdm=False,
+        )
+        drawn = [sorted(output.outputs, key=lambda completion: completion.index) for output in outputs]
+        token_ids = [list(completion.token_ids) for group in drawn for completion in group]
+        owners = [i for i, group in enumerate(drawn) for _ in group]
+        entropies = self._entropies([prompt_ids[i] for i in owners], token_ids, sampling.temperature or 1.0)
+        logprobs = [completion.logprobs for group in drawn for completion in group]
+        return [
+            self._rollout(prompts[owner], row % sampling.samples, prompt_ids[owner], ids, entries, entropy)
+            for row, (owner, ids, entries, entropy) in enumerate(
+                zip(owners, token_ids, logprobs, entropies, strict=True)
+            )
+        ]
+
+    def _params(self, prompt: Prompt, sampling: Sampling) -> Any:
+        """Sample i of the prompt is drawn with this seed + i, which is how vLLM numbers the samples of a request."""
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=sampling.samples,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            seed=derive(sampling.seed, prompt.id) >> 1,  # room to count up
+            stop_token_ids=sorted(self.policy.stop_ids),
+            ignore_eos=True,  # these stop tokens and no others
+            logprobs=0,  # of the token drawn
+            detokenize=False,
+        )
+
+    def _entropies(
+        self, prompts: list[list[int]], completions: list[list[int]], temperature: float
+    ) -> list[list[float]]:
+        """Of the trainer with the noise that is in it now, in nats, for each token of the completions."""
+        import torch
+
+        from qerl_bench.batch import make_batch
+
+        batch = make_batch(prompts, completions, self.policy.pad_id, self.policy.device)
+        entropies: list[list[float]] = [[] for _ in prompts]
+        for rows in batch.micro_batches(self.spec.score_batch, torch.ones_like(batch.lengths, dtype=torch.bool)):
+            part = batch.rows(rows)
+            with torch.no_grad():
+                found = self.policy.token_stats(part.input_ids, part.mask, temperature).entropy
+            for row, values, mask in zip(rows.tolist(), found, part.mask, strict=True):
+                entropies[row] = values[mask].tolist()
+        return entropies
+
+    def _rollout(
+        self, prompt: Prompt, sample: int, prompt_ids: list[int], ids: list[int], entries: Any, entropies: list[float]
+    ) -> Rollout:
+        finished = ids[-1] in self.policy.stop_ids
+        return Rollout(
+            prompt=prompt,
+            sample=sample,
+            prompt_ids=prompt_ids,
+            token_ids=ids,
+            logprobs=[entry[token].logprob for entry, token in zip(entries, ids, strict=True)],
+            entropies=entropies,
+            text=str(self.policy.tokenizer.decode(ids[:-1] if finished else ids)),
+            finished=finished,
+        )
+
+    def record(self) -> dict[str, Any]:
+        first = self.workers[0]
+        return {
+            "engine": "vllm",
+            "program": self.program,
+            "isolation": self.spec.isolation,
+            "weights": self.base.label,
+            "kernels": self._kernels(),
+            "lora": first["lora"],
+            "norm_dtype": first["norm_dtype"],
+            "copies_of_weights": 2,  # the policy's, and vLLM's
+            "policy_linear_bytes": self.base.resident_bytes(),
+            # Of each worker, embeddings and room for the adapter included. On a CPU vLLM hides them from PyTorch.
+            "engine_weight_bytes": [worker["weight_bytes"] for worker in self.workers] if self.on_gpu else None,
+            "kv_cache_gib": self.spec.kv_cache_gib,
+            "device_gib_before_start": self.before_gib,
+        }
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._stop()
+
+    def _stop(self) -> None:
+        from qerl_bench.engine.vllm_process import stop
+
+        pids = {pid for worker in self.workers for pid in (worker["pid"], worker["parent"])}
+        stop(self.llm, self.spec.isolation, sorted(pids - {os.getpid(), os.getppid()}))

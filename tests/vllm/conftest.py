@@ -1,0 +1,69 @@
+"""Tests against a real vLLM. They exist only where it is installed: `make test-vllm` makes such an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from qerl_bench.records import Prompt
+
+if TYPE_CHECKING:
+    from qerl_bench.engine.vllm import VllmEngine
+
+collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
+
+SMALL = ("engine=vllm", "engine.kv_cache_gib=0.03125", "engine.max_model_len=512", "engine.max_sequences=32")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "/tests/vllm/" in str(item.path):
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM and what it imports are not ours to mend
+
+
+@pytest.fixture(scope="session")
+def overrides() -> tuple[str, ...]:
+    """An engine of its own process's size for the tiny model."""
+    return SMALL
+
+
+@pytest.fixture(scope="session")
+def make_prompts() -> Callable[..., list[Prompt]]:
+    def make(count: int = 3, words: str = "a question that fills more than one block of the cache: ") -> list[Prompt]:
+        return [
+            Prompt(id=f"test/{i}", messages=({"role": "user", "content": f"{words * 2}{i}"},), answer="0")
+            for i in range(count)
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def serving(make_experiment: Callable[..., Any]) -> Callable[..., AbstractContextManager[VllmEngine]]:
+    """serving(policy, "engine.dequantize=true", packed=True): a running engine in this process, closed at the end.
+
+    `packed` hands the codes over although vLLM has no kernel for them on a CPU: the test must have registered one.
+    """
+
+    @contextmanager
+    def serve(policy: Any, *words: str, packed: bool = False) -> Iterator[VllmEngine]:
+        from qerl_bench.engine.vllm import VllmEngine
+        from qerl_bench.engine.vllm_base import Base
+
+        spec = make_experiment(*SMALL, "engine.isolation=same", *words).engine
+        if packed:
+            weight_format = Base.of(policy.model, True, "cpu").weight_format
+            engine = VllmEngine(spec, policy, Base(policy.model, weight_format, packed=True), "test")
+        else:
+            engine = spec.build(policy)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    return serve

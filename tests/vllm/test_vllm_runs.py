@@ -1,0 +1,110 @@
+"""Whole runs, and what is left of vLLM after each way in which a run can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_bench.engine.vllm_process import PREFIX, SHARED_MEMORY, is_running
+
+ROOT = Path(__file__).parents[2]
+RUN = (sys.executable, str(ROOT / "src/run.py"), "experiment=smoke", "device=cpu", "rollout.temperature=0.9")
+
+
+def _started(root: Path, *words: str) -> subprocess.Popen[str]:
+    """A run in a session of its own, as from a terminal."""
+    output = open(root / "output.txt", "w")  # noqa: SIM115 - for the life of the process
+    return subprocess.Popen(
+        [*RUN, f"root={root}", *words], stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def _descendants(pid: int) -> set[int]:
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*") for child in (task / "children").read_text().split()
+    ]
+    return set(children).union(*(_descendants(child) for child in children))
+
+
+def _sampling_run(root: Path, overrides: tuple[str, ...]) -> tuple[subprocess.Popen[str], set[int]]:
+    """A run that has taken its first step, and the processes under it."""
+    run = _started(root, *overrides, "steps=100000")
+    end = time.monotonic() + 240
+    while time.monotonic() < end and run.poll() is None:
+        if '"train"' in "".join(path.read_text() for path in root.glob("runs/*/metrics.jsonl")):
+            return run, _descendants(run.pid)
+        time.sleep(0.2)
+    raise AssertionError((root / "output.txt").read_text())
+
+
+def _gone(pids: set[int], within: float = 30.0) -> bool:
+    end = time.monotonic() + within
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not any(is_running(pid) for pid in pids)
+
+
+def test_a_run_of_4_bit_weights_with_noise_records_what_sampled(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    words = ("engine.isolation=same", "quant=nvfp4", "engine.dequantize=true", "aqn=constant", "optim.entropy_coef=0.1")
+    assert _started(tmp_path, *overrides, *words).wait(240) == 0, (tmp_path / "output.txt").read_text()
+    [run] = (tmp_path / "runs").iterdir()
+    record = json.loads((run / "engine.json").read_text())
+    assert record["weights"] == "nvfp4 values on float32 kernels (no claim about speed)"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert len(trained) == 6 and (run / "done.json").exists()
+    for line in trained:
+        assert line["sync/norms_changed"] == line["aqn/norms_perturbed"] == 8
+        assert max(line["sync/gap"], line["sync/gap_base"]) < 1e-4
+        assert line["mismatch/kernel_logp_abs_max"] < 1e-3  # same noise in both: only kernels differ
+        assert line["time/sync_s"] > 0
+    assert trained[0]["sync/adapter_effect"] == 0 < trained[-1]["sync/adapter_effect_engine"]
+
+
+@pytest.mark.parametrize("end", ["killed", "interrupted"])
+def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
+    tmp_path: Path, overrides: tuple[str, ...], end: str
+) -> None:
+    run, below = _sampling_run(tmp_path, overrides)
+    try:
+        assert len(below) >= 1
+        if end == "killed":  # nothing in the run gets a word in
+            os.kill(run.pid, signal.SIGKILL)
+            run.wait(30)
+        else:  # Ctrl-C reaches every process of the terminal
+            os.killpg(run.pid, signal.SIGINT)
+            assert run.wait(60) == 130
+            assert "continues from the last checkpoint" in (tmp_path / "output.txt").read_text()
+            assert not list(SHARED_MEMORY.glob(f"{PREFIX}{run.pid}-*"))
+        assert _gone(below), f"left of {below}: {[pid for pid in below if is_running(pid)]}"
+    finally:
+        for pid in {run.pid, *below}:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_process_serves_and_ends_with_the_engine(
+    make_policy: Any, make_experiment: Any, make_prompts: Any, overrides: tuple[str, ...]
+) -> None:
+    from qerl_bench.engine.base import Sampling
+
+    policy = make_policy(quant="bf16", width=64, sharp=True, adapted=True)
+    engine = make_experiment(*overrides).engine.build(policy)
+    pids = {worker["pid"] for worker in engine.workers}
+    try:
+        assert os.getpid() not in pids and all(is_running(pid) for pid in pids)
+        with policy.noise(0.1, 1):
+            assert engine.sync(make_prompts())["sync/norms_changed"] == 4
+            rollouts = engine.generate(make_prompts(), Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1))
+        assert len(rollouts) == 6
+    finally:
+        engine.close()
+    assert not any(is_running(pid) for pid in pids) and not engine.folder.exists()
