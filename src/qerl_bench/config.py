@@ -113,6 +113,7 @@ class Experiment:
     steps: int
     seed: int
     device: str
+    kernel: str
     save_every: int
     rollout: RolloutSpec
     optim: OptimSpec
@@ -139,6 +140,7 @@ class Experiment:
             f"name must be a folder name below root/runs and root a path, got name={self.name!r}, root={self.root!r}",
         )
         require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda, got {self.device!r}")
+        require(self.kernel in ("auto", "torch"), f"kernel must be auto or torch, got {self.kernel!r}")
         require(
             self.lora.rank > 0 or self.quant.bits_per_weight is None,
             f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no "

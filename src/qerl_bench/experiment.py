@@ -60,7 +60,9 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         run.write_environment(device)
         torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
         policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.task, experiment.root), device)
-        write_layers(run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name)
+        write_layers(
+            run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name, policy.kernels
+        )
         optimizer = make_optimizer(policy, experiment.optim)
         first = run.resume_step()
         with ExitStack() as stack:

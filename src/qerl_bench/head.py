@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from qerl_kernels.loss_head import Scores, linear_scores, plain_scores
+
 LOGITS_AT_ONCE = 2**27  # elements: 512 MiB in FP32, of which a backward pass holds a few copies
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def token_scores(
@@ -26,19 +27,23 @@ def token_scores(
     vocabulary: int,
     entropy_gradient: bool = False,
     at_once: int = LOGITS_AT_ONCE,
+    fused: bool = False,
 ) -> Scores:
     """Of M tokens, each (M,) FP32: log-probability and entropy at `temperature`, entropy at temperature 1, all in
     nats, and 1 where greedy decoding would have chosen the token.
 
     `hidden` (M, H) goes through `head` to logits (M, V) in pieces of at most `at_once` elements; `targets` (M,) are the
     tokens asked for. Only the log-probability carries a gradient, with `entropy_gradient` the first entropy too.
+    `fused` takes the kernels of `qerl_kernels.loss_head` where the head is a frozen matrix.
     """
     rows = max(1, at_once // vocabulary)
 
     def scores(hidden: torch.Tensor, targets: torch.Tensor) -> Scores:
         return plain_scores(head(hidden), targets, temperature, entropy_gradient)
 
-    if len(hidden) <= rows:
+    if fused and isinstance(head, torch.nn.Linear) and _frozen_matrix(head, hidden.dtype):
+        found = linear_scores(hidden, head.weight, head.bias, targets, temperature, entropy_gradient, at_once)
+    elif len(hidden) <= rows:
         found = scores(hidden, targets)
     else:
         pieces = zip(hidden.split(rows), targets.split(rows), strict=True)
@@ -52,19 +57,7 @@ def token_scores(
     return logprobs, entropy, entropy_t1, likeliest
 
 
-def plain_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_gradient: bool) -> Scores:
-    """`token_scores` of logits (M, V) that are there already."""
-    logits = logits.float()
-    scaled = torch.log_softmax(logits / temperature, dim=-1)
-    logprobs = scaled.gather(-1, targets[:, None])[:, 0]
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = entropy_of(scaled)
-    with torch.no_grad():
-        entropy_t1 = entropy.detach() if temperature == 1.0 else entropy_of(torch.log_softmax(logits, dim=-1))
-        likeliest = (logits.argmax(-1) == targets).float()
-    return logprobs, entropy, entropy_t1, likeliest
-
-
-def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V); tokens at -inf count 0."""
-    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+def _frozen_matrix(head: torch.nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether `head` is nothing but a matrix in `dtype` that gets no gradient."""
+    plain = type(head) is torch.nn.Linear and head.weight.dtype == dtype
+    return plain and not any(parameter.requires_grad for parameter in head.parameters())

@@ -38,9 +38,12 @@ class Lora:
         )
 
     def peft_config(self) -> LoraConfig:
+        import torch
         from peft import LoraConfig
 
-        return LoraConfig(
+        from qerl_bench.kernel_choice import AdaptedLinear
+
+        config = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]  # PEFT divides by the rank; fractions are fine
             lora_dropout=self.dropout,
@@ -48,6 +51,8 @@ class Lora:
             bias="none",
             task_type="CAUSAL_LM",
         )
+        config._register_custom_module({torch.nn.Linear: AdaptedLinear})  # type: ignore[dict-item]
+        return config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ all of the update away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,15 @@ from qerl_bench.aqn.inject import Noise, NoiseReport, block_norms, keep_input_dt
 from qerl_bench.config import Experiment
 from qerl_bench.errors import require
 from qerl_bench.head import token_scores
+from qerl_bench.kernel_choice import choose_kernels, fused_reason
 from qerl_bench.packing import Packing, enable, packed_hidden
 from qerl_bench.quant.anatomy import LayerReport
 from qerl_bench.quantizer.load import load_packed
 from qerl_bench.records import Message
 from qerl_bench.seeding import derive
 from qerl_bench.task.prompts import rendered
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,6 +49,8 @@ class Policy:
     """
 
     aqn: Noise
+    kernels: Mapping[str, str]  # by layer, as chosen when the policy was built
+    fused = False  # whether the loss head and the draw of tokens use fused kernels
 
     def __init__(
         self,
@@ -88,6 +94,10 @@ class Policy:
         if experiment.lora.train_norms:
             policy.train_norms()
         policy.aqn = policy.noise_of(experiment)
+        policy.kernels = choose_kernels(model, layers, experiment.kernel)
+        reason = fused_reason(experiment.kernel, policy.device)
+        policy.fused = reason is None
+        log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
         return policy
 
     def train_norms(self) -> None:
@@ -159,7 +169,10 @@ class Policy:
             trunk: torch.nn.Module = self.model.get_submodule("model")
             hidden = trunk(input_ids=input_ids, use_cache=False).last_hidden_state[predicts]  # (M, H)
         vocabulary = self.model.config.vocab_size
-        scores = token_scores(self.model.lm_head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient)
+        head = self.model.lm_head
+        scores = token_scores(
+            head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient, fused=self.fused
+        )
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values)
@@ -200,9 +213,7 @@ class Policy:
 
 def check_targets(model: torch.nn.Module, targets: list[str]) -> None:
     """Raise BadInput if a name in lora.targets is not that of a linear layer of the model."""
-    layers = {
-        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-    }
+    layers = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     unknown = [target for target in targets if target not in layers]
     require(
         not unknown,

@@ -14,9 +14,10 @@ from transformers import DynamicCache
 
 from qerl_bench.batch import make_batch
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import Hf, HfEngine, decode, draw, uniform_numbers
+from qerl_bench.engine.hf import Hf, HfEngine, decode, request_key
 from qerl_bench.errors import BadInput
 from qerl_bench.records import Prompt, Rollout
+from qerl_kernels.sampling import draw, uniforms
 
 QUESTIONS = (
     "7+5=?",
@@ -98,9 +99,9 @@ def test_each_prompt_alone_gives_the_same_completions(policy: Any, rollouts: lis
 def test_each_sample_alone_gives_the_same_completion(policy: Any, rollouts: list[Rollout]) -> None:
     sampling = _sampling()
     for rollout in rollouts:
-        uniforms = torch.from_numpy(uniform_numbers(sampling, rollout.prompt.id, rollout.sample))[None]
+        key = request_key(sampling, rollout.prompt.id, rollout.sample)
         with torch.inference_mode():
-            [(ids, logprobs, entropies)] = decode(policy, [rollout.prompt_ids], sampling, uniforms)
+            [(ids, logprobs, entropies)] = decode(policy, [rollout.prompt_ids], sampling, [key])
         assert ids == rollout.token_ids
         assert logprobs == pytest.approx(rollout.logprobs, abs=1e-5)
         assert entropies == pytest.approx(rollout.entropies, abs=1e-5)
@@ -352,16 +353,15 @@ def test_impossible_tokens_have_no_part_in_the_entropy() -> None:
 
 
 def test_uniform_numbers_belong_to_their_request() -> None:
-    sampling = _sampling(max_tokens=1000)
-    numbers = uniform_numbers(sampling, "p", 0)
+    def numbers_of(prompt_id: str, sample: int, count: int = 1000, seed: int = 11) -> np.ndarray:
+        return uniforms([request_key(_sampling(seed=seed), prompt_id, sample)], count)[0]
+
+    numbers = numbers_of("p", 0)
     assert numbers.shape == (1000,) and numbers.dtype == np.float64
     assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 5 * 12**-0.5 / 1000**0.5
-    assert (numbers == uniform_numbers(sampling, "p", 0)).all()
-    assert (numbers[:10] == uniform_numbers(_sampling(max_tokens=10), "p", 0)).all()
-    others = [
-        uniform_numbers(*request)
-        for request in ((sampling, "p", 1), (sampling, "q", 0), (_sampling(seed=12, max_tokens=1000), "p", 0))
-    ]
+    assert (numbers == numbers_of("p", 0)).all()
+    assert (numbers[:10] == numbers_of("p", 0, count=10)).all()
+    others = [numbers_of("p", 1), numbers_of("q", 0), numbers_of("p", 0, seed=12)]
     assert all((numbers != other).mean() > 0.99 for other in others)
 
 

@@ -2,15 +2,13 @@
 
 Slower than a serving engine, but there is nothing to synchronise: same packed weights, same adapter, same noise. Tokens
 are drawn by inverse CDF from one uniform number per (request, position), so batching cannot change a completion other
-than through rounding.
+than through rounding. On a GPU the same numbers are made by the kernel that draws (`qerl_kernels.sampling`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from qerl_bench.config import require_count
 from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
@@ -19,8 +17,6 @@ from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
-    import torch
-
     from qerl_bench.config import Experiment
     from qerl_bench.policy import Policy
 
@@ -82,9 +78,9 @@ class HfEngine:
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
-        uniforms = np.stack([uniform_numbers(sampling, prompt.id, sample) for prompt, sample in requests])
+        keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
         with torch.inference_mode():
-            drawn = decode(self.policy, prompt_ids, sampling, torch.from_numpy(uniforms).to(self.policy.device))
+            drawn = decode(self.policy, prompt_ids, sampling, keys)
         return [
             self._rollout(prompt, sample, prompt_ids[i // len(samples)], *drawn[i])
             for i, (prompt, sample) in enumerate(requests)
@@ -113,24 +109,24 @@ class HfEngine:
         )
 
 
-def uniform_numbers(sampling: Sampling, prompt_id: str, sample: int) -> np.ndarray:
-    """One number in [0, 1) for each position of one request, (max_tokens,) float64."""
-    return np.random.Generator(np.random.Philox(key=derive(sampling.seed, prompt_id, sample))).random(
-        sampling.max_tokens
-    )
+def request_key(sampling: Sampling, prompt_id: str, sample: int) -> int:
+    """The key of a request's random numbers, which go by position."""
+    return derive(sampling.seed, prompt_id, sample)
 
 
 def decode(
-    policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, uniforms: torch.Tensor
+    policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]
 ) -> list[tuple[list[int], list[float], list[float]]]:
-    """Token ids, log-probabilities and entropies of each request; `uniforms` is (requests, max_tokens), the same number
-    of requests for each prompt, those of one prompt side by side.
+    """Token ids, log-probabilities and entropies of each request, named by its key: the same number of requests for
+    each prompt, those of one prompt side by side.
 
     Prompts are padded on the left and read once; the cache is then repeated for the samples of a group. Rows that are
     done leave the batch as soon as they are half of it.
     """
     import torch
     from transformers import DynamicCache
+
+    from qerl_kernels.sampling import draw, draw_seeded, uniforms
 
     device, stop = policy.device, torch.tensor(sorted(policy.stop_ids), device=policy.device)
     width = max(len(ids) for ids in prompt_ids)
@@ -146,7 +142,7 @@ def decode(
         use_cache=True,
         logits_to_keep=1,
     )
-    count = uniforms.shape[0]
+    count = len(keys)
     samples = count // len(prompt_ids)
     cache.batch_repeat_interleave(samples)
     mask, position, logits = (x.repeat_interleave(samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1]))
@@ -154,8 +150,13 @@ def decode(
     ids = torch.full((count, sampling.max_tokens), -1, dtype=torch.long, device=device)
     logprobs, entropies = (torch.zeros(count, sampling.max_tokens, device=device) for _ in range(2))
     alive = torch.ones(count, dtype=torch.bool, device=device)
+    seeds = torch.tensor(keys, device=device)
+    numbers = None if policy.fused else torch.from_numpy(uniforms(keys, sampling.max_tokens)).to(device)
     for t in range(sampling.max_tokens):
-        token, logprob, entropy = draw(logits, sampling.temperature, uniforms[rows, t], sampling.top_p)
+        if numbers is None:
+            token, logprob, entropy = draw_seeded(logits, sampling.temperature, seeds[rows], t, top_p=sampling.top_p)
+        else:
+            token, logprob, entropy = draw(logits, sampling.temperature, numbers[rows, t], top_p=sampling.top_p)
         writing = rows[alive]
         ids[writing, t], logprobs[writing, t], entropies[writing, t] = token[alive], logprob[alive], entropy[alive]
         alive = alive & ~torch.isin(token, stop)
@@ -175,37 +176,3 @@ def decode(
     lengths = (ids >= 0).sum(1).tolist()
     columns = ids.tolist(), logprobs.tolist(), entropies.tolist()
     return [tuple(column[i][:n] for column in columns) for i, n in enumerate(lengths)]  # type: ignore[misc]
-
-
-def draw(
-    logits: torch.Tensor, temperature: float, uniform: torch.Tensor, top_p: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token for each row of `logits` (B, V), with its log-probability and the row's entropy in nats, all (B,).
-
-    The token is the first whose cumulative probability exceeds `uniform` (B,), among those that `top_p` keeps.
-    Temperature 0 takes the likeliest token and reports log-probability and entropy at temperature 1.
-    """
-    import torch
-
-    from qerl_bench.head import entropy_of
-
-    scaled = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-    if temperature == 0:
-        token = scaled.argmax(-1)
-    else:
-        probability = scaled.double().exp()
-        cumulative = (probability if top_p == 1 else nucleus(probability, top_p)).cumsum(-1)
-        token = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)[:, 0]
-        token = token.clamp(max=logits.shape[-1] - 1)
-    return token, scaled.gather(-1, token[:, None])[:, 0], entropy_of(scaled)
-
-
-def nucleus(probability: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`probability` (B, V) with 0 for every token outside the smallest set of likeliest ones that holds `top_p` of it.
-
-    The token that crosses `top_p` belongs to the set, and so does every token exactly as likely.
-    """
-    ordered = probability.sort(dim=-1, descending=True).values
-    before = ordered.cumsum(-1) - ordered  # (B, V) what the likelier tokens hold
-    least = ordered.where(before < top_p, 1).amin(-1, keepdim=True)  # (B, 1)
-    return probability.where(probability >= least, 0)

@@ -92,13 +92,16 @@ def with_output_error(report: LayerReport, error: float | None) -> LayerReport:
     return replace(report, output_error=error)
 
 
-def write_layers(path: Path, layers: Mapping[str, LayerReport], quant: str, quantizer: str) -> None:
-    """Write one row per layer to the Parquet file `path`, in the order of the model."""
+def write_layers(
+    path: Path, layers: Mapping[str, LayerReport], quant: str, quantizer: str, kernels: Mapping[str, str] | None = None
+) -> None:
+    """Write one row per layer to the Parquet file `path`, in the order of the model; `kernels` names what runs it."""
     import pandas as pd
 
     rows = [
-        {"layer": name, "quant": quant, "quantizer": quantizer, **asdict(report)} for name, report in layers.items()
+        {"layer": name, "quant": quant, "quantizer": quantizer, "kernel": (kernels or {}).get(name), **asdict(report)}
+        for name, report in layers.items()
     ]
     beside = path.with_name(f".{path.name}.writing")
-    pd.DataFrame(rows).astype({"output_error": "float64"}).to_parquet(beside, index=False)
+    pd.DataFrame(rows).astype({"output_error": "float64", "kernel": "string"}).to_parquet(beside, index=False)
     beside.replace(path)

@@ -39,6 +39,11 @@ class WeightFormat(Protocol):
         """How many neighbouring inputs share a scale; 0 for a format that leaves the layers as they are."""
         ...
 
+    @property
+    def kernel_layout(self) -> str | None:
+        """The name under which `qerl_kernels.layout` knows this format, None if the fused kernels cannot read it."""
+        ...
+
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

@@ -34,6 +34,10 @@ class BF16:
     def block(self) -> int:
         return 0
 
+    @property
+    def kernel_layout(self) -> str | None:
+        return None
+
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

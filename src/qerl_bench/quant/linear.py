@@ -1,8 +1,9 @@
 """Linear layers over packed weights: one resident copy that serves rollout and training, and never changes.
 
 The weight is rebuilt for each matmul and dropped again, in the forward and in the backward pass, so training keeps no
-16-bit copy of it. Merging an adapter into the packed weight is refused: rounding back to 4 bits would keep only a few
-per cent of the update. Left out: fused kernels, and gradients for weight and bias, which are frozen.
+16-bit copy of it; with kernels, sampling does not even rebuild it. Merging an adapter into the packed weight is
+refused: rounding back to 4 bits would keep only a few per cent of the update. Left out: gradients for weight and bias,
+which are frozen.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 
 from qerl_bench.errors import BadInput
 from qerl_bench.quant.base import WeightFormat
+from qerl_kernels import decode, layout
+from qerl_kernels.dequantize import dequantize
+from qerl_kernels.training_linear import Adapter, packed_linear
 
 # Checkpoint names of a scale for the whole tensor: (1,), or one for each row of a layer that was joined from several.
 TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
@@ -21,36 +25,7 @@ TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
 # in common. Names are those of sibling modules; where a model has none of them, nothing is shared.
 FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
-
-class _PackedMatmul(torch.autograd.Function):
-    """y = output_scale * (x @ operand^T) + bias, the scale applied in the FP32 epilogue of one matmul."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.shape = x.shape
-        rows = x.reshape(-1, layer.in_features)
-        operand = layer.operand(x.dtype)  # (N, K)
-        parts = []
-        for these, scale in layer.row_scales:
-            if layer.bias is None:
-                y = torch.addmm(rows.new_zeros(1), rows, operand[these].t(), beta=0, alpha=scale)
-            else:
-                y = torch.addmm(layer.bias[these].to(x.dtype), rows, operand[these].t(), alpha=scale)
-            parts.append(y)
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return y.view(*x.shape[:-1], layer.out_features)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        layer: PackedLinear = ctx.layer
-        (grad_y,) = grads
-        rows = grad_y.reshape(-1, layer.out_features)
-        operand = layer.operand(grad_y.dtype)  # (N, K)
-        grad_x = rows.new_zeros(1)
-        for i, (these, scale) in enumerate(layer.row_scales):
-            grad_x = torch.addmm(grad_x, rows[:, these], operand[these], beta=int(i > 0), alpha=scale)
-        return grad_x.view(ctx.shape), None
+KERNEL_BUFFERS = ("kernel_words", "kernel_scales")
 
 
 class PackedWeight:
@@ -82,6 +57,7 @@ class PackedLinear(torch.nn.Linear):
     """
 
     row_scales: list[tuple[slice, float]]
+    _scale_offset: int | None = None  # of the kernels' layout, once that is the resident one
 
     def __init__(
         self,
@@ -110,12 +86,46 @@ class PackedLinear(torch.nn.Linear):
         return PackedWeight(self)
 
     def packed(self) -> dict[str, torch.Tensor]:
-        """The resident tensors, by their checkpoint names."""
-        return {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        """The packed tensors, by their checkpoint names: the resident ones, or made from the kernels' layout."""
+        resident = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        laid = self.kernel_weight
+        if laid is None:
+            return resident
+        return layout.unpack(laid) | {name: resident[name] for name in resident if name not in KERNEL_BUFFERS}
+
+    @property
+    def kernel_weight(self) -> layout.KernelWeight | None:
+        """The weight as the fused kernels read it, after `use_kernels`."""
+        if self._scale_offset is None:
+            return None
+        words, scales = (self._buffers[name] for name in KERNEL_BUFFERS)
+        assert words is not None and scales is not None and self.weight_format.kernel_layout is not None
+        shape = (self.out_features, self.in_features)
+        return layout.KernelWeight(self.weight_format.kernel_layout, shape, words, scales, self._scale_offset)
+
+    def use_kernels(self) -> None:
+        """Lay the packed tensors out for the fused kernels; from then on these are the one resident copy.
+
+        Nothing is lost: `packed` gives the same bits as before. Raises ValueError if the layout cannot hold them.
+        """
+        if self._scale_offset is not None:
+            return
+        if self.weight_format.kernel_layout is None:
+            raise ValueError(f"the fused kernels have no layout for {self.weight_format}")
+        laid = layout.repack(self.weight_format.kernel_layout, self.packed(), (self.out_features, self.in_features))
+        for name in layout.unpack(laid):
+            del self._buffers[name]
+        self._buffers.update(zip(KERNEL_BUFFERS, (laid.words, laid.scales), strict=True))
+        self._scale_offset = laid.offset
 
     def operand(self, dtype: torch.dtype) -> torch.Tensor:
         """The matmul operand (N, K), rebuilt on every call."""
         return self.weight_format.operand(self.packed(), (self.out_features, self.in_features), dtype)
+
+    def matmul_operand(self, dtype: torch.dtype) -> torch.Tensor:
+        """`operand` for a matmul that follows at once: with kernels, in a buffer that the next call overwrites."""
+        laid = self.kernel_weight
+        return dequantize(laid) if laid is not None and dtype == torch.bfloat16 else self.operand(dtype)
 
     def dequantized(self) -> torch.Tensor:
         """The weight (N, K) that this layer multiplies by, in FP32."""
@@ -124,21 +134,40 @@ class PackedLinear(torch.nn.Linear):
             weight[these].mul_(scale)
         return weight
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
+        """x (..., K) to (..., N), with what `adapter` adds."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        return _PackedMatmul.apply(input, self)
+        laid = self.kernel_weight
+        if laid is not None and not torch.is_grad_enabled():
+            rows = input.reshape(-1, self.in_features)
+            if decode.supported(laid, len(rows), input.dtype):
+                return self._decoded(laid, rows, adapter).view(*input.shape[:-1], self.out_features)
+        return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter)
+
+    def _decoded(self, laid: layout.KernelWeight, rows: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+        """y (M, N) of a few rows, from the packed weight as it is."""
+        lora = None
+        if adapter is not None:
+            lora = (rows @ adapter.a.to(rows.dtype).t(), adapter.b.to(rows.dtype), adapter.scaling)
+        if len(self.row_scales) == 1:
+            return decode.decode_gemm(rows, laid, self.output_scale, self.bias, lora)
+        scale = torch.empty(self.out_features, device=rows.device)
+        for these, value in self.row_scales:
+            scale[these] = value
+        return decode.decode_gemm(rows, laid, scale, self.bias, lora)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.weight_format.name}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
         """Let `model.to(...)`, `.half()` and the like move the packed tensors but never convert their bits."""
-        before = self.packed()
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, tensor in self.packed().items():
-            if tensor.dtype != before[name].dtype:
-                self._buffers[name] = before[name].to(tensor.device)
+        for name, tensor in self._buffers.items():
+            was = before[name]
+            if tensor is not None and was is not None and tensor.dtype != was.dtype:
+                self._buffers[name] = was.to(tensor.device)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -213,5 +242,5 @@ def pack_linear(
 def resident_bytes(layer: torch.nn.Linear) -> int:
     """Bytes that the layer's weight occupies, scales included, bias not."""
     if isinstance(layer, PackedLinear):
-        return sum(tensor.nbytes for tensor in layer.packed().values())
+        return sum(tensor.nbytes for tensor in layer.buffers())
     return layer.weight.nbytes

@@ -44,6 +44,10 @@ class MXFP4:
     def block(self) -> int:
         return BLOCK
 
+    @property
+    def kernel_layout(self) -> str | None:
+        return "mxfp4"
+
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

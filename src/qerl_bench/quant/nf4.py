@@ -56,6 +56,10 @@ class NF4:
     def block(self) -> int:
         return BLOCK
 
+    @property
+    def kernel_layout(self) -> str | None:
+        return None if self.double_quant else "nf4"
+
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

@@ -61,6 +61,10 @@ class NVFP4:
     def block(self) -> int:
         return BLOCK
 
+    @property
+    def kernel_layout(self) -> str | None:
+        return "nvfp4"
+
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:

@@ -1,0 +1,93 @@
+"""Triton kernel of `dequantize`: 16 rows x 256 inputs, four tiles of the kernel layout, by each program.
+
+Everything is done in FP32 and integers, so Triton's interpreter computes the same bits as a GPU. A word's pairs A..D
+(see `layout`) become words of two bfloat16 numbers; the exchange between threads that makes the stores whole lines is
+the compiler's.
+"""
+
+import triton
+import triton.language as tl
+
+NVFP4 = tl.constexpr(0)
+MXFP4 = tl.constexpr(1)
+NF4 = tl.constexpr(2)
+PAIR = tl.constexpr(-2118090304)  # 0x81C081C0: sign, the two lowest exponent bits, the highest mantissa bit
+
+
+@triton.jit
+def pair_of(low, high, ROUND: tl.constexpr):
+    """Two FP32 as one word of two bfloat16: exact where they are, else rounded to nearest, ties to even."""
+    low = low.to(tl.int32, bitcast=True)
+    high = high.to(tl.int32, bitcast=True)
+    if ROUND:
+        low += 0x7FFF + ((low >> 16) & 1)
+        high += 0x7FFF + ((high >> 16) & 1)
+    return ((low >> 16) & 0xFFFF) | (high & -65536)
+
+
+@triton.jit
+def float_pair(bits, scale):
+    """Two E2M1 codes as bfloat16 x 2^-126 in a word, times `scale`."""
+    low = (bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    high = (bits & -65536).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return pair_of(low * scale, high * scale, False)
+
+
+@triton.jit
+def table_pair(codes, scale, table):
+    """Two indices, one in each half of a word, as entries of `table` times `scale`."""
+    low = tl.load(table + (codes & 0xF))
+    high = tl.load(table + ((codes >> 16) & 0xF))
+    return pair_of(low * scale, high * scale, True)
+
+
+@triton.jit
+def load_scale(scales, at, inside, offset, FORMAT: tl.constexpr):
+    if FORMAT == NF4:
+        return tl.load(scales + at, mask=inside, other=0.0)
+    byte = tl.load(scales + at, mask=inside, other=0).to(tl.int32)
+    if FORMAT == NVFP4:
+        return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    exponent = byte - offset
+    return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequantize(
+    words,  # int32 (T, C, 32, 4)
+    scales,  # (T, C, 8, 2, S)
+    table,  # FP32 (16,), NF4 alone
+    out,  # (N, K) bfloat16, as int32 (N, K / 2)
+    rows,
+    half_width,  # K / 2
+    columns,  # C
+    offset,
+    FORMAT: tl.constexpr,
+    S: tl.constexpr,  # scales of a row in a tile, for its 64 inputs
+):
+    tile = tl.program_id(1)
+    c = tl.program_id(0) * 4 + tl.arange(0, 4)[:, None, None, None]
+    g = tl.arange(0, 8)[None, :, None, None]
+    t = tl.arange(0, 4)[None, None, :, None]
+    j = tl.arange(0, 4)[None, None, None, :]
+    inside = c < columns
+    here = tile.to(tl.int64) * columns + c
+    w = tl.load(words + here * 128 + g * 16 + t * 4 + j, mask=inside, other=0)
+    at = here * (16 * S) + g * (2 * S) + j * S // 4 + t * 0
+    upper = load_scale(scales, at, inside, offset, FORMAT)  # of rows 0..7
+    lower = load_scale(scales, at + S, inside, offset, FORMAT)
+    if FORMAT == NF4:
+        a = table_pair(w, upper, table)
+        b = table_pair(w >> 4, lower, table)
+        a2 = table_pair(w >> 8, upper, table)
+        b2 = table_pair(w >> 12, lower, table)
+    else:
+        a = float_pair(w & PAIR, upper)
+        b = float_pair((w << 3) & PAIR, lower)
+        a2 = float_pair((w << 6) & PAIR, upper)
+        b2 = float_pair((((w >> 3) ^ (w >> 7)) & 0x01C001C0) | ((w << 1) & -2147450880), lower)  # 0x80008000
+    pairs = tl.join(tl.join(a, b), tl.join(a2, b2))  # (tile, g, t, j, row half, input half)
+    pairs = pairs.permute(4, 1, 0, 3, 5, 2).reshape(16, 128)
+    row = tile * 16 + tl.arange(0, 16)[:, None]
+    column = tl.program_id(0) * 128 + tl.arange(0, 128)[None, :]
+    tl.store(out + row.to(tl.int64) * half_width + column, pairs, mask=(row < rows) & (column < half_width))

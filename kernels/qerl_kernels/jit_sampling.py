@@ -1,0 +1,154 @@
+"""Triton kernel of `sampling`: one program draws the token of one row, so no row depends on another."""
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)  # stands for the difference to a logit of -inf, so that 0 times it is 0
+NOWHERE = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def uniform_of(key, position):
+    """The number at `position` of NumPy's Generator(Philox(key=key)).random: 53 bits of Philox-4x64-10, FP64."""
+    c0 = (position // 4 + 1).to(tl.uint64)
+    c1 = c0 * 0
+    c2 = c1
+    c3 = c1
+    k0 = key.to(tl.uint64)
+    k1 = c1
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, 0xD2E7470EE14C6C93), c0 * 0xD2E7470EE14C6C93
+        high1, low1 = tl.umulhi(c2, 0xCA5A826395121157), c2 * 0xCA5A826395121157
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += 0x9E3779B97F4A7C15
+        k1 += 0xBB67AE8584CAA73B
+    lane = position % 4
+    word = tl.where(lane == 0, c0, tl.where(lane == 1, c1, tl.where(lane == 2, c2, c3)))
+    return (word >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit
+def order_of(x):
+    """int32 that order as the FP32 `x` do; both zeros are one number."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def load_block(base, start, vocabulary, BLOCK: tl.constexpr):
+    column = start + tl.arange(0, BLOCK)
+    return column, tl.load(base + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def least_of_top_k(base, vocabulary, top_k, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The order of the `top_k`-th largest logit, by bisection over its bits."""
+    low = tl.full((), -(2**31) >> SHIFT, tl.int32)  # at least top_k logits are as large
+    high = tl.full((), (2**31 - 1) >> SHIFT, tl.int32)
+    for _step in range(32 - SHIFT):
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
+        count = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, vocabulary, BLOCK):
+            column, x = load_block(base, start, vocabulary, BLOCK)
+            count += (((order_of(x) >> SHIFT) >= middle) & (column < vocabulary)).to(tl.int32)
+        enough = tl.sum(count, 0) >= top_k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def least_of_top_p(
+    base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The order of the smallest logit in the nucleus: the largest bound with `top_p` of the mass above `least`."""
+    kept = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, vocabulary, BLOCK):
+        _column, x = load_block(base, start, vocabulary, BLOCK)
+        e = tl.exp((x - highest) * inverse_temperature)
+        kept += tl.where((order_of(x) >> SHIFT) >= least, e, 0.0).to(tl.float64)
+    wanted = tl.sum(kept, 0) * top_p
+    low, high = least, order_of(highest) >> SHIFT
+    for _step in range(32 - SHIFT):
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        mass = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, vocabulary, BLOCK):
+            _column, x = load_block(base, start, vocabulary, BLOCK)
+            e = tl.exp((x - highest) * inverse_temperature)
+            mass += tl.where((order_of(x) >> SHIFT) >= middle, e, 0.0).to(tl.float64)
+        enough = tl.sum(mass, 0) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough | (low == high), high, tl.maximum(middle - 1, low))
+    return low
+
+
+@triton.jit(do_not_specialize=["position", "top_k"])
+def draw(
+    logits,  # (B, V)
+    keys,  # (B,) int64
+    tokens,  # (B,) int64
+    logprobs,
+    entropies,  # both (B,) FP32
+    position,
+    vocabulary,
+    stride,
+    inverse_temperature,
+    top_k,
+    top_p,
+    GREEDY: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    SHIFT: tl.constexpr,  # low bits that no logit has: 16 for bfloat16
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a power of two, at least V / BLOCK
+):
+    row = tl.program_id(0)
+    base = logits + row.to(tl.int64) * stride
+    most = tl.full((BLOCK,), -float("inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        _column, x = load_block(base, start, vocabulary, BLOCK)
+        most = tl.maximum(most, x)
+    highest = tl.max(most, 0)
+    least = tl.full((), -(2**31) >> SHIFT, tl.int32)
+    if TOP_K:
+        least = least_of_top_k(base, vocabulary, top_k, SHIFT, BLOCK)
+    if TOP_P:
+        least = least_of_top_p(base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT, BLOCK)
+
+    block = tl.arange(0, BLOCKS)
+    masses = tl.zeros((BLOCKS,), tl.float64)  # of what may be drawn, by block
+    total = tl.zeros((BLOCK,), tl.float32)  # of all, as is the next
+    moment = tl.zeros((BLOCK,), tl.float32)
+    first = tl.full((BLOCK,), NOWHERE, tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        column, x = load_block(base, start, vocabulary, BLOCK)
+        z = tl.maximum((x - highest) * inverse_temperature, LOWEST)
+        e = tl.exp(z)
+        total += e
+        moment += z * e
+        if GREEDY:
+            first = tl.minimum(first, tl.where(x == highest, column, NOWHERE))
+        else:
+            allowed = tl.where((order_of(x) >> SHIFT) >= least, e, 0.0)
+            masses = tl.where(block == start // BLOCK, tl.sum(allowed.to(tl.float64), 0), masses)
+    s, t = tl.sum(total, 0), tl.sum(moment, 0)
+    log_s = tl.log(s)
+
+    if GREEDY:
+        token = tl.min(first, 0)
+    else:
+        sums = tl.cumsum(masses, 0)
+        wanted = uniform_of(tl.load(keys + row), position) * tl.max(sums, 0)
+        chosen = tl.min(tl.where(sums > wanted, block, BLOCKS - 1), 0)
+        before = tl.sum(tl.where(block == chosen, sums - masses, 0.0), 0)
+        column, x = load_block(base, chosen * BLOCK, vocabulary, BLOCK)
+        e = tl.exp(tl.maximum((x - highest) * inverse_temperature, LOWEST))
+        e = tl.where((order_of(x) >> SHIFT) >= least, e, 0.0).to(tl.float64)
+        beyond = tl.cumsum(e, 0) + before > wanted
+        token = tl.min(tl.where(beyond & (e > 0), column, NOWHERE), 0)
+        last = tl.max(tl.where(e > 0, column, -1), 0)  # where the two sums of a block round apart
+        token = tl.where(token == NOWHERE, last, token)
+    tl.store(tokens + row, token.to(tl.int64))
+    picked = tl.load(base + token).to(tl.float32)
+    tl.store(logprobs + row, (picked - highest) * inverse_temperature - log_s)
+    tl.store(entropies + row, tl.maximum(log_s - t / s, 0.0))

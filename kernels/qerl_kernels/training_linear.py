@@ -1,0 +1,108 @@
+"""A frozen packed linear layer with a trained adapter beside it: forward, input gradient, and the adapter's gradients.
+
+The weight is rebuilt for each of the two large matmuls and dropped again, so training keeps no 16-bit copy of it. Where
+`operand` writes to a shared buffer this is memory traffic of 2.6 bytes a weight; the matmuls are the library's. The
+tensor scale is a factor of the matmul, applied in FP32 before its one rounding, as in sampling. Left out: gradients for
+weight and bias, which are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+RowScales = Sequence[tuple[slice, float]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What LoRA adds: `scaling` * (x A^T) B^T, computed in the dtype of x; the gradients are those of A and B."""
+
+    a: torch.Tensor  # (r, K)
+    b: torch.Tensor  # (N, r)
+    scaling: float
+
+
+def packed_linear(
+    x: torch.Tensor,
+    operand: Callable[[torch.dtype], torch.Tensor],
+    row_scales: RowScales,
+    bias: torch.Tensor | None,
+    adapter: Adapter | None = None,
+) -> torch.Tensor:
+    """y (..., N) = scale * (x @ operand^T) + bias, plus the adapter's share; x is (..., K).
+
+    `operand(dtype)` gives the matrix (N, K) without its tensor scale; it is called in the forward and again in the
+    backward pass, and the result is not used after another call. `row_scales` has the scale of each range of rows.
+    Raises ValueError if the adapter does not fit.
+    """
+    if adapter is None:
+        return _PackedLinear.apply(x, None, None, operand, row_scales, bias, 0.0)
+    rank, width = adapter.a.shape
+    if width != x.shape[-1] or adapter.b.shape[1] != rank:
+        raise ValueError(
+            f"the adapter must be (r, {x.shape[-1]}) and (N, r), got {tuple(adapter.a.shape)} and "
+            f"{tuple(adapter.b.shape)}; was it made for another layer?"
+        )
+    return _PackedLinear.apply(x, adapter.a, adapter.b, operand, row_scales, bias, adapter.scaling)
+
+
+class _PackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        operand: Callable[[torch.dtype], torch.Tensor],
+        row_scales: RowScales,
+        bias: torch.Tensor | None,
+        scaling: float,
+    ) -> torch.Tensor:
+        ctx.operand, ctx.row_scales, ctx.shape, ctx.scaling = operand, row_scales, x.shape, scaling
+        rows = x.reshape(-1, x.shape[-1])  # (M, K)
+        weight = operand(x.dtype)  # (N, K)
+        parts = []
+        for these, scale in row_scales:
+            if bias is None:
+                y = torch.addmm(rows.new_zeros(1), rows, weight[these].t(), beta=0, alpha=scale)
+            else:
+                y = torch.addmm(bias[these].to(x.dtype), rows, weight[these].t(), alpha=scale)
+            parts.append(y)
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if a is None or b is None:
+            ctx.save_for_backward()
+        else:
+            down = rows @ a.to(x.dtype).t()  # (M, r)
+            y.addmm_(down, b.to(x.dtype).t(), alpha=scaling)
+            ctx.save_for_backward(rows, down, a, b)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad_y,) = grads
+        rows_y = grad_y.reshape(-1, grad_y.shape[-1])  # (M, N)
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            weight = ctx.operand(grad_y.dtype)  # (N, K)
+            grad_x = rows_y.new_zeros(1)
+            for i, (these, scale) in enumerate(ctx.row_scales):
+                grad_x = torch.addmm(grad_x, rows_y[:, these], weight[these], beta=int(i > 0), alpha=scale)
+        if ctx.saved_tensors:
+            rows, down, a, b = ctx.saved_tensors
+            grad_down = (rows_y @ b.to(grad_y.dtype)).mul_(ctx.scaling)  # (M, r)
+            if grad_x is not None:
+                grad_x.addmm_(grad_down, a.to(grad_y.dtype))
+            grad_a = _product(grad_down.t(), rows, a.dtype)
+            grad_b = _product(rows_y.t(), down, b.dtype).mul_(ctx.scaling)
+        return None if grad_x is None else grad_x.view(ctx.shape), grad_a, grad_b, *(None,) * 4
+
+
+def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`left` @ `right` in `dtype`, on a GPU without rounding to 16 bits on the way."""
+    if left.device.type == "cuda" and dtype == torch.float32 and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)

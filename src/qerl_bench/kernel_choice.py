@@ -1,0 +1,99 @@
+"""Which kernels a model runs: the fused ones where they can, the plain PyTorch reference everywhere else.
+
+`kernel=auto` takes the fused kernels on a GPU, for layers that compute in bfloat16; `kernel=torch` never does. On a CPU
+there is only the reference. Whatever was chosen is said, layer by layer: nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from peft.tuners import lora
+
+from qerl_bench.quant.linear import PackedLinear
+from qerl_kernels.training_linear import Adapter, packed_linear
+
+log = logging.getLogger(__name__)
+
+REFERENCE = "torch"
+FUSED = "fused 4-bit; above its rows, and to train, dequantize + cublas"
+CUBLAS = "cublas"
+
+
+class AdaptedLinear(lora.Linear):
+    """PEFT's layer with an adapter. With `fused`, base and adapter are one operation in the dtype of the input.
+
+    PEFT casts the input to the adapter's FP32 for two small matmuls without tensor cores, which cost about a quarter of
+    the layer's time. Here the FP32 weights of the adapter are rounded for the product and get FP32 gradients.
+    """
+
+    fused = False
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        adapter = self._adapter() if self.fused and not args and not kwargs else None
+        if adapter is None:
+            return super().forward(x, *args, **kwargs)
+        base = self.get_base_layer()
+        if isinstance(base, PackedLinear):
+            return base(x, adapter)
+        assert isinstance(base, torch.nn.Linear)
+        return packed_linear(x, lambda _: base.weight, [(slice(None), 1.0)], base.bias, adapter)
+
+    def _adapter(self) -> Adapter | None:
+        """The one plain adapter that is switched on, None where PEFT's own way is needed: none, several, or dropout."""
+        if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+            return None
+        (name,) = self.active_adapters
+        dropout = self.lora_dropout[name]
+        if name in self.lora_variant or (self.training and not isinstance(dropout, torch.nn.Identity)):
+            return None
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return Adapter(a, b, self.scaling[name])
+
+
+def fused_reason(kernel: str, device: torch.device) -> str | None:
+    """Why fused kernels cannot be used at all, or None if they can."""
+    if kernel == REFERENCE:
+        return "kernel=torch"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None
+
+
+def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -> dict[str, str]:
+    """Switch the linear layers `layers` of `model` to the kernels that they can use; the choice by layer name."""
+    chosen = {}
+    for name in layers:
+        module = model.get_submodule(name)
+        base = module.get_base_layer() if isinstance(module, lora.Linear) else module
+        assert isinstance(base, torch.nn.Linear), name
+        chosen[name] = _chosen(base, kernel, next(model.parameters()).dtype)
+        if isinstance(module, AdaptedLinear):
+            module.fused = chosen[name] != REFERENCE
+    for choice in dict.fromkeys(chosen.values()):
+        names = [name for name, its in chosen.items() if its == choice]
+        log.info("kernel of %d layers (%s ... %s): %s", len(names), names[0], names[-1], choice)
+    return chosen
+
+
+def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
+    device = next(base.buffers()).device if isinstance(base, PackedLinear) else base.weight.device
+    if fused_reason(kernel, device) is not None or compute != torch.bfloat16:
+        return REFERENCE
+    if not isinstance(base, PackedLinear):
+        return CUBLAS if not base.weight.requires_grad else REFERENCE
+    if base.weight_format.kernel_layout is None:
+        return REFERENCE
+    try:
+        base.use_kernels()
+    except ValueError as error:  # scales that the layout leaves out, in a checkpoint made elsewhere
+        log.warning("a layer keeps the reference: %s", error)
+        return REFERENCE
+    return FUSED

@@ -1,0 +1,57 @@
+"""Where the kernels run: on the GPU if there is one, and always as Python under Triton's interpreter, in FP32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import qerl_kernels
+
+
+def _forget_kernels() -> None:
+    """Triton decides when a kernel is defined whether to interpret it."""
+    for name in [name for name in sys.modules if name.startswith("qerl_kernels.jit_")]:
+        del sys.modules[name]
+        delattr(qerl_kernels, name.rpartition(".")[2])
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton kernels run as Python on CPU tensors. Its bfloat16 arithmetic is wrong (Triton 3.6 to 3.9).
+
+    Triton's own functions, such as its sum, are kernels too, and were defined when it was imported. The interpreter
+    puts its own in place of the language's and leaves some there, with which nothing compiles any more.
+    """
+    triton = pytest.importorskip("triton")
+    from triton.runtime.interpreter import InterpretedFunction
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
+    classes = [value for value in vars(triton.language.core).values() if isinstance(value, type)]
+    own = [value for value in classes if value.__module__.startswith("triton.")]
+    before = [(owner, dict(vars(owner))) for owner in (*modules, *own)]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, triton.JITFunction):
+                setattr(module, name, InterpretedFunction(value.fn))
+    _forget_kernels()
+    yield
+    _forget_kernels()
+    for owner, attributes in before:
+        for name, value in list(vars(owner).items()):
+            if name in attributes and value is not attributes[name]:
+                setattr(owner, name, attributes[name])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """ "cpu" under the interpreter, and "cuda"."""
+    import torch
+
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    elif not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return request.param

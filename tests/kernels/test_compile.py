@@ -1,0 +1,94 @@
+"""What the compiler makes of every kernel, for Hopper and Blackwell, on a machine without a GPU.
+
+Bounds on instructions are those of the version that was measured, plus a tenth for other releases of the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from qerl_kernels.compile import ARCHITECTURES, Compiled, compiled
+
+SHARED_LIMIT = 227 * 1024  # bytes a program may have on sm_90 and sm_100
+HEAD = dict.fromkeys(("vocabulary", "stride"), "i32") | {"inverse_temperature": "fp32"}
+
+
+def _sound(built: Compiled) -> None:
+    assert not built.spills, (built.stack, built.local)
+    assert built.shared <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format_number", "scales", "bound"), [(0, 4, 11.8), (1, 2, 12.1), (2, 1, 15.9)])
+def test_dequantize(arch: int, format_number: int, scales: int, bound: float) -> None:
+    """17 instructions a weight would cost as much time as the memory traffic; stores are whole lines."""
+    from qerl_kernels import jit_dequantize
+
+    signature = {"words": "*i32", "scales": "*fp32" if format_number == 2 else "*u8", "table": "*fp32", "out": "*i32"}
+    signature |= dict.fromkeys(("rows", "half_width", "columns", "offset"), "i32")
+    built = compiled(jit_dequantize.dequantize, signature, {"FORMAT": format_number, "S": scales}, arch, num_warps=4)
+    _sound(built)
+    assert len(built.instructions) * 128 / 4096 <= bound
+    assert built.count(r"LDG\.\S*128") == 1  # four words of each thread at once
+    assert built.count(r"STG\.\S*128") == built.count("STG") == 4
+    assert built.count("FTZ") == 0  # FP32 subnormals are codes here
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("scaled", "bound"), [(False, 24.0), (True, 31.0)])
+def test_row_scores(arch: int, scaled: bool, bound: float) -> None:
+    """The loop over the vocabulary: instructions a logit, the branches of rare blocks included."""
+    from qerl_kernels import jit_head
+    from qerl_kernels.loss_head import SCORES
+
+    names = ("logprob", "entropy", "entropy_t1", "likeliest", "logsumexp")
+    signature = {"logits": "*bf16", "targets": "*i64"} | dict.fromkeys(names, "*fp32") | HEAD
+    block, warps = SCORES
+    built = compiled(jit_head.row_scores, signature, {"SCALED": scaled, "BLOCK": block}, arch, num_warps=warps)
+    _sound(built)
+    assert 0 < len(built.loop()) * 32 * warps / block <= bound
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("with_entropy", "bound"), [(False, 21.0), (True, 26.0)])
+def test_head_gradients(arch: int, with_entropy: bool, bound: float) -> None:
+    from qerl_kernels import jit_head
+    from qerl_kernels.loss_head import GRADIENTS
+
+    signature = {"logits": "*bf16", "entropy_gradient": "*bf16", "targets": "*i64"}
+    signature |= {"logsumexp": "*fp32", "entropy": "*fp32"} | HEAD
+    block, warps = GRADIENTS
+    constants = {"WITH_ENTROPY": with_entropy, "BLOCK": block}
+    built = compiled(jit_head.gradients, signature, constants, arch, num_warps=warps)
+    _sound(built)
+    assert len(built.instructions) * 32 * warps / block <= bound
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("choice", ["GREEDY", "", "TOP_K TOP_P"])
+def test_sampling(arch: int, choice: str) -> None:
+    from qerl_kernels import jit_sampling
+    from qerl_kernels.sampling import BLOCK, WARPS
+
+    signature = {"logits": "*bf16", "keys": "*i64", "tokens": "*i64", "logprobs": "*fp32", "entropies": "*fp32"}
+    signature |= dict.fromkeys(("position", "top_k"), "i32") | HEAD | {"top_p": "fp32"}
+    constants: dict[str, Any] = {name: name in choice.split() for name in ("GREEDY", "TOP_K", "TOP_P")}
+    constants |= {"SHIFT": 16, "BLOCK": BLOCK, "BLOCKS": 64}
+    aligned = ("logits", "vocabulary", "stride")
+    _sound(compiled(jit_sampling.draw, signature, constants, arch, num_warps=WARPS, aligned=aligned))
+
+
+def test_a_kernel_that_spills_is_found() -> None:
+    """The gate itself: the same kernel with a block far too large for its registers."""
+    from qerl_kernels import jit_head
+
+    signature = {"logits": "*bf16", "entropy_gradient": "*bf16", "targets": "*i64"}
+    signature |= {"logsumexp": "*fp32", "entropy": "*fp32"} | HEAD
+    constants = {"WITH_ENTROPY": True, "BLOCK": 16384}
+    assert compiled(jit_head.gradients, signature, constants, 90, num_warps=1).spills
+    with pytest.raises(ValueError, match="BLOCK"):
+        compiled(jit_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
