@@ -20,7 +20,7 @@ from qerl_kernels.training_linear import Adapter, packed_linear
 log = logging.getLogger(__name__)
 
 REFERENCE = "torch"
-FUSED = "fused 4-bit; above its rows, and to train, dequantize + cublas"
+DEQUANTIZE = "dequantize + cublas"
 CUBLAS = "cublas"
 
 
@@ -96,4 +96,4 @@ def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
     except ValueError as error:  # scales that the layout leaves out, in a checkpoint made elsewhere
         log.warning("a layer keeps the reference: %s", error)
         return REFERENCE
-    return FUSED
+    return DEQUANTIZE

@@ -1,0 +1,148 @@
+"""Which kernels a policy runs, and that the fused path computes what the reference does, from one packed copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_bench import kernel_choice
+from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.hf import HfEngine
+from qerl_bench.errors import BadInput
+from qerl_bench.kernel_choice import AdaptedLinear, choose_kernels
+from qerl_bench.quant.linear import PackedLinear, resident_bytes
+from qerl_bench.records import Prompt
+
+MakePolicy = Callable[..., Any]
+
+
+def _fused(policy: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Let the policy use the fused kernels on a CPU, under the interpreter."""
+    monkeypatch.setattr(kernel_choice, "fused_reason", lambda *_: None)
+    return choose_kernels(policy.model, policy.layers, "auto")
+
+
+def _gradients(policy: Any, scores: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(scores.sum(), policy.trainable))
+
+
+def test_on_a_cpu_everything_is_the_reference(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "qerl_bench"):
+        policy = make_policy()
+    assert set(policy.kernels) == set(policy.layers) and set(policy.kernels.values()) == {"torch"}
+    assert not policy.fused
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("14 layers" in message and message.endswith(": torch") for message in messages)
+    assert any("sampling: torch (the device is cpu)" in message for message in messages)
+    layers = [module for module in policy.model.modules() if isinstance(module, AdaptedLinear)]
+    assert len(layers) == 14 and not any(layer.fused for layer in layers)
+
+
+def test_the_option_is_checked(make_config: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
+    assert make_experiment().kernel == "auto" and make_experiment("kernel=torch").kernel == "torch"
+    with pytest.raises(BadInput, match="kernel must be auto or torch, got 'cuda'"):
+        make_experiment("kernel=cuda")
+
+
+def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert kernel_choice.fused_reason("torch", cuda) == "kernel=torch"
+    assert kernel_choice.fused_reason("auto", torch.device("cpu")) == "the device is cpu"
+    monkeypatch.setattr(kernel_choice, "find_spec", lambda _: None)
+    assert kernel_choice.fused_reason("auto", cuda) == "the package triton is not installed"
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])
+def test_a_packed_policy_trains_as_before(
+    make_policy: MakePolicy, quant: str, interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16: the adapter's products are rounded elsewhere, so scores agree to what that format resolves.
+
+    The same layers then export the very bytes that were packed, and hold nothing twice.
+    """
+    policy = make_policy("model.dtype=bfloat16", quant=quant, width=64, adapted=True)
+    packed = {name: module for name, module in policy.model.named_modules() if isinstance(module, PackedLinear)}
+    before = {name: {key: x.clone() for key, x in layer.packed().items()} for name, layer in packed.items()}
+    ids, mask = torch.randint(3, 200, (3, 12)), torch.ones(3, 12, dtype=torch.bool)
+    mask[:, 0] = False
+    plain = policy.token_stats(ids, mask, 1.0)
+    wanted = _gradients(policy, plain.logprobs)
+
+    chosen = _fused(policy, monkeypatch)
+    assert set(chosen.values()) == {kernel_choice.DEQUANTIZE}
+    monkeypatch.setattr(PackedLinear, "operand", lambda *_: pytest.fail("the reference was used"))
+    found = policy.token_stats(ids, mask, 1.0)
+    assert torch.allclose(found.logprobs, plain.logprobs, rtol=0, atol=0.05)
+    for one, other in zip(_gradients(policy, found.logprobs), wanted, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.05 * other.norm()
+    for name, layer in packed.items():
+        after = layer.packed()
+        assert after.keys() == before[name].keys()
+        assert all(torch.equal(after[key].view(torch.uint8), x.view(torch.uint8)) for key, x in before[name].items())
+        assert set(dict(layer.named_buffers())) & set(before[name]) <= {"weight_global_scale"}
+        padded = -(-layer.in_features // 64) * 64 * -(-layer.out_features // 16) * 16
+        assert resident_bytes(layer) <= padded * 4.5 / 8 + 4
+        layer.half()  # moves and never converts
+        assert layer.kernel_weight is not None and layer.kernel_weight.words.dtype == torch.int32
+
+
+def test_an_unquantized_policy_keeps_its_weights(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy("model.dtype=bfloat16", quant="bf16", adapted=True)
+    ids, mask = torch.randint(3, 200, (2, 9)), torch.ones(2, 9, dtype=torch.bool)
+    mask[:, 0] = False
+    plain = policy.token_stats(ids, mask, 1.0)
+    wanted = _gradients(policy, plain.logprobs)
+    assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.CUBLAS}
+    found = policy.token_stats(ids, mask, 1.0)
+    assert torch.allclose(found.logprobs, plain.logprobs, rtol=0, atol=0.05)
+    for one, other in zip(_gradients(policy, found.logprobs), wanted, strict=True):
+        assert (one - other).norm() < 0.05 * other.norm()
+    with policy.without_adapter():
+        base = policy.token_stats(ids, mask, 1.0).logprobs
+    assert not torch.allclose(base, found.logprobs, rtol=0, atol=0.1)  # the adapter can still be switched off
+
+
+@pytest.mark.parametrize("overrides", [("model.dtype=float32",), ("model.dtype=bfloat16", "quant.double_quant=true")])
+def test_what_the_kernels_cannot_do_stays_with_the_reference(
+    make_policy: MakePolicy, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy(*overrides, quant="nf4", width=64)
+    assert set(_fused(policy, monkeypatch).values()) == {"torch"}
+
+
+def test_dropout_is_left_to_peft(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy("model.dtype=bfloat16", "lora.dropout=0.5")
+    _fused(policy, monkeypatch)
+    layer = next(module for module in policy.model.modules() if isinstance(module, AdaptedLinear))
+    assert layer.fused and layer._adapter() is not None
+    policy.train_mode(True)
+    assert layer._adapter() is None
+
+
+def test_head_and_sampling_give_the_same_rollouts(
+    make_policy: MakePolicy, interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In FP32, all that the interpreter can: same tokens from the same seeds, same scores, same gradient."""
+    policy = make_policy("quant=bf16", sharp=True, adapted=True)
+    prompts = [Prompt(id="a", messages=({"role": "user", "content": "1+2=?"},), answer="3")]
+    sampling = Sampling(samples=3, temperature=0.8, max_tokens=4, seed=5)
+    plain = HfEngine(policy, 8).generate(prompts, sampling)
+    ids, mask = torch.randint(3, 200, (2, 7)), torch.ones(2, 7, dtype=torch.bool)
+    mask[:, 0] = False
+    wanted = policy.token_stats(ids, mask, 0.8)
+    policy.fused = True
+    found = policy.token_stats(ids, mask, 0.8)
+    for name in ("logprobs", "entropy", "entropy_t1", "likeliest"):
+        assert torch.allclose(getattr(found, name), getattr(wanted, name), rtol=0, atol=1e-4)
+    for one, other in zip(_gradients(policy, found.logprobs), _gradients(policy, wanted.logprobs), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-4 * float(other.abs().max()) + 1e-7)
+    fused = HfEngine(policy, 8).generate(prompts, sampling)
+    for one, other in zip(fused, plain, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.entropies == pytest.approx(other.entropies, abs=1e-4)
