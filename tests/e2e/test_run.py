@@ -15,6 +15,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from qerl_bench.evals.__main__ import main as evaluate_again
+
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
 SMALL = [
@@ -133,6 +135,20 @@ def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
     assert done.returncode == 0, done.stderr
     assert (warm / "done.json").stat().st_mtime_ns == made
+
+
+@one_worker
+def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
+    """The warm-started model on 48 problems: eval=task and eval=lm_eval ask, answer and judge alike, step by step."""
+    rows = {}
+    for way in ("task", "lm_eval"):
+        out = learning_root / "evaluated" / way
+        evaluate_again([str(learning_root / "runs" / "straight"), f"eval={way}", "eval.questions=48", f"out={out}"])
+        found = pd.read_parquet(out / "samples.parquet")
+        rows[way] = found[found["mode"] == "greedy"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(rows["task"], rows["lm_eval"])
+    assert sorted(set(rows["task"]["step"])) == [0, 6]
+    assert 0 < rows["task"]["correct"].mean() < 1
 
 
 @one_worker

@@ -169,6 +169,7 @@ def test_the_limit_holds_in_every_thread() -> None:
     assert found == answers
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12: of any fork
 def test_a_forked_child_has_a_worker_of_its_own() -> None:
     compare("\\frac{1}{2}", "0.5")
     ours = latex._current.process

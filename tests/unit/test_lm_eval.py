@@ -137,6 +137,21 @@ def test_an_engine_that_forgets_the_adapter_is_caught(policy, engine, task, tmp_
         through_lm_eval(policy, base_only, task, tmp_path)
 
 
+def test_an_adapter_that_nobody_applies_is_caught(policy, engine, task, tmp_path, monkeypatch):
+    """Engine and trainer agree perfectly, on the base model."""
+    with policy.without_adapter():
+        monkeypatch.setattr(policy, "without_adapter", nullcontext)
+        with pytest.raises(AssertionError, match="changes no log-probability: it is not applied"):
+            through_lm_eval(policy, engine, task, tmp_path)
+
+
+def test_an_engine_with_other_weights_is_caught(policy, engine, task, tmp_path):
+    """Nearer to the adapted policy than to the base, but further away than any rounding."""
+    shifted = OtherEngine(engine, lambda rollout: replace(rollout, logprobs=[x - 0.01 for x in rollout.logprobs]))
+    with pytest.raises(AssertionError, match=r"engine and trainer are 0\.01 nats apart"):
+        through_lm_eval(policy, shifted, task, tmp_path)
+
+
 def test_no_network_no_cache_no_reseeding(policy, engine, task, tmp_path, monkeypatch):
     datasets_config = pytest.importorskip("datasets").config
     monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", tmp_path / "cache")

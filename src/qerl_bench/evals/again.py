@@ -95,6 +95,8 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     check_checkpoint(checkpoint)
     asked.task.eval_prompts(getattr(asked.eval, "questions", None))  # faulty data are found before anything is written
 
+    import torch
+
     from qerl_bench.device import resolve_device
     from qerl_bench.evals.record import record_evaluation
     from qerl_bench.policy import Policy
@@ -103,6 +105,8 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     device = resolve_device(asked.device)
     reason = trained.quant.unsupported_reason(device)
     require(reason is None, f"quant={trained.quant.name} cannot run here: {reason}")
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True)
     with RunDir(out, cfg) as record:
         if record.finished:
             log.info("evaluated before (delete the folder to do it again)")

@@ -18,6 +18,7 @@ import select
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -82,10 +83,12 @@ class Worker:
                 self._end()
                 self.process = _start()
             assert self.process.stdin is not None and self.process.stdout is not None
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-            readable, _, _ = select.select([self.process.stdout], [], [], WALL_LIMIT_S)
-            line = self.process.stdout.readline() if readable else b""
+            line = b""
+            with suppress(BrokenPipeError):  # it ended before it could read
+                self.process.stdin.write(json.dumps(request).encode() + b"\n")
+                self.process.stdin.flush()
+                readable, _, _ = select.select([self.process.stdout], [], [], WALL_LIMIT_S)
+                line = self.process.stdout.readline() if readable else b""
             if not line.endswith(b"\n"):
                 self._end()
                 return None
@@ -100,7 +103,9 @@ class Worker:
     def _end(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
+            with suppress(BrokenPipeError):  # of what was written and never read
+                self.process.communicate()
+            self.process.wait()
             self.process = None
 
 
