@@ -114,17 +114,24 @@ def bitsandbytes_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call
 
 
 def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
-    """vLLM's NVFP4 kernel for GPUs without FP4, on random bits in its own layout."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+    """vLLM's NVFP4 kernel for GPUs without FP4, on random bits that it laid out itself."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
     n, k = shape
-    workspace = marlin_utils.marlin_make_workspace_new(torch.device("cuda"))
-    one = torch.ones(1, dtype=torch.bfloat16, device="cuda")
+    layer = torch.nn.Module()
+    layer.params_dtype, layer.output_size_per_partition, layer.input_size_per_partition = torch.bfloat16, n, k
+    packed = {
+        "weight": torch.empty((n, k // 2), dtype=torch.uint8, device="cuda:0").random_(),
+        "weight_scale": torch.empty((n, k // 16), device="cuda:0").uniform_(1, 400).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.ones(1, device="cuda:0"),
+    }
+    for name, tensor in packed.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    marlin_utils_fp4.prepare_fp4_layer_for_marlin(layer)
     for _ in range(copies("nvfp4", shape)):
-        weight = torch.empty((k // 16, 2 * n), dtype=torch.int32, device="cuda").random_()
-        scale = torch.empty((k // 16, n), dtype=torch.uint8, device="cuda").random_(40, 100).view(torch.float8_e4m3fn)
+        weight, scale = layer.weight.clone(), layer.weight_scale.clone()
         yield lambda weight=weight, scale=scale: marlin_utils_fp4.apply_fp4_marlin_linear(
-            x, weight, scale, one, workspace, n, k
+            x, weight, scale, layer.weight_global_scale, layer.workspace, n, k
         )
 
 

@@ -361,7 +361,7 @@ def decode(
     for i in gl.static_range(RING):
         on = first * RING + i < COLUMNS
         w, z0, z1 = _load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
-        words, s0, s1 = (*words, w), (*s0, z0), (*s1, z1)
+        words, s0, s1 = words + (w,), s0 + (z0,), s1 + (z1,)  # noqa: RUF005
     if PDL:  # nothing above depends on the kernels before
         _grid_dependency("launch_dependents")
         _grid_dependency("wait")
@@ -380,7 +380,7 @@ def decode(
             a = _fragment(words[i], s0[i], s1[i], table, FORMAT, T, OPERAND)
             on = (r + 1 < last) & (EVEN | ((r + 1) * RING + i < COLUMNS))
             w, z0, z1 = _load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
-            next_words, next_s0, next_s1 = (*next_words, w), (*next_s0, z0), (*next_s1, z1)
+            next_words, next_s0, next_s1 = next_words + (w,), next_s0 + (z0,), next_s1 + (z1,)  # noqa: RUF005
             acc = warpgroup_mma(a, xs.index(buf).slice(i * 64, 64, dim=1).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
         words, s0, s1 = next_words, next_s0, next_s1
