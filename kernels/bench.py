@@ -1,0 +1,287 @@
+"""Microseconds of linear layers over 4-bit weights, beside the floor of the GPU and what else is installed.
+
+    python kernels/bench.py [--out FILE] [--formats nvfp4,mxfp4,nf4] [--tokens 1,16,..] [--layers 7B,32B] [--search]
+
+Prints a table and writes a tidy CSV. Every kernel is timed in the same process as replays of a CUDA graph that runs
+over so many copies of the weight that they overflow the L2 cache several times: no run finds its weight there. Peers
+are torch in bfloat16, and bitsandbytes, vLLM's Marlin and gemlite where they can be imported. `--search` measures
+configurations for these layers first and writes them to the user's cache, from where `decode_gemm` takes them, or to
+--table FILE.
+
+The floor is the larger of bytes (weight, scales, x, y) over COPY_RATE and floating-point operations over MATRIX_RATE,
+both measured on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_kernels import decode, decode_configs
+from qerl_kernels.decode_configs import Config
+from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
+
+LAYERS = {  # Qwen2.5, N x K; query, key and value are one matrix, and gate and up
+    "7B qkv": (4608, 3584),
+    "7B o": (3584, 3584),
+    "7B gate_up": (37888, 3584),
+    "7B down": (3584, 18944),
+    "32B qkv": (7168, 5120),
+    "32B o": (5120, 5120),
+    "32B gate_up": (55296, 5120),
+    "32B down": (5120, 27648),
+}
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
+COPY_RATE = 4.30e12  # bytes a second
+MATRIX_RATE = 790e12  # bfloat16 operations a second
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bfloat16": 16.0}
+_ROTATED = 256 << 20  # bytes of weights that one graph runs over
+_REPLAYS = 11
+_PROCESSES = 14
+
+Call = Callable[[], Any]
+Peer = Callable[[tuple[int, int], torch.Tensor], Iterator[Call]]
+
+
+def times(calls: list[Call]) -> list[float]:
+    """Microseconds of one call, sorted, over replays of a graph with all `calls`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    graph.replay()
+    spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPLAYS)]
+    for before, after in spans:
+        before.record()
+        graph.replay()
+        after.record()
+    torch.cuda.synchronize()
+    return sorted(before.elapsed_time(after) * 1e3 / len(calls) for before, after in spans)
+
+
+def random_weight(format_name: str, shape: tuple[int, int]) -> KernelWeight:
+    """Random codes under random scales, made in the kernel layout."""
+    grid = (-(-shape[0] // ROWS), -(-shape[1] // INPUTS))
+    words = torch.empty((*grid, 32, 4), dtype=torch.int32, device="cuda").random_()
+    scales = torch.empty((*grid, 8, 2, INPUTS // BLOCK[format_name]), dtype=torch.uint8, device="cuda")
+    scales.random_(40, 100)
+    scales = scales.float() if format_name == "nf4" else scales
+    return KernelWeight(format_name, shape, words, scales, 127 if format_name == "mxfp4" else 0)
+
+
+def copies(format_name: str, shape: tuple[int, int]) -> int:
+    return max(2, min(40, int(_ROTATED / (shape[0] * shape[1] * BITS[format_name] / 8))))
+
+
+def floor(format_name: str, shape: tuple[int, int], tokens: int) -> float:
+    """Microseconds below which no kernel gets."""
+    n, k = shape
+    bytes_moved = n * k * BITS[format_name] / 8 + 2 * tokens * (n + k)
+    return 1e6 * max(bytes_moved / COPY_RATE, 2 * tokens * n * k / MATRIX_RATE)
+
+
+def torch_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
+    for _ in range(copies("bfloat16", shape)):
+        weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        yield lambda weight=weight: torch.mm(x, weight.t())
+
+
+def bitsandbytes_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
+    import bitsandbytes
+
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda"), quant_type="nf4", compress_statistics=False
+    )
+    for _ in range(copies("nf4", shape)):
+        weight = packed.clone()
+        yield lambda weight=weight: bitsandbytes.matmul_4bit(x, weight.t(), state)
+
+
+def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
+    """vLLM's NVFP4 kernel for GPUs without FP4, on random bits that it laid out itself."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
+
+    n, k = shape
+    layer = torch.nn.Module()
+    layer.params_dtype, layer.output_size_per_partition, layer.input_size_per_partition = torch.bfloat16, n, k
+    packed = {
+        "weight": torch.empty((n, k // 2), dtype=torch.uint8, device="cuda:0").random_(),
+        "weight_scale": torch.empty((n, k // 16), device="cuda:0").uniform_(1, 400).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.ones(1, device="cuda:0"),
+    }
+    for name, tensor in packed.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    marlin_utils_fp4.prepare_fp4_layer_for_marlin(layer)
+    for _ in range(copies("nvfp4", shape)):
+        weight, scale = layer.weight.clone(), layer.weight_scale.clone()
+        yield lambda weight=weight, scale=scale: marlin_utils_fp4.apply_fp4_marlin_linear(
+            x, weight, scale, layer.weight_global_scale, layer.workspace, n, k
+        )
+
+
+def gemlite_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
+    from gemlite.helper import A16W4_MXFP
+
+    linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device="cuda")
+    first = A16W4_MXFP(device="cuda", dtype=torch.bfloat16).from_linear(linear)
+    layers = [first]
+    for _ in range(copies("mxfp4", shape) - 1):
+        layers.append(A16W4_MXFP(device="cuda", dtype=torch.bfloat16).from_linear(linear))
+    for layer in layers:
+        yield lambda layer=layer: layer(x)
+
+
+PEERS: dict[str, tuple[str, str, Peer]] = {  # name: package, format, calls
+    "torch": ("torch", "bfloat16", torch_calls),
+    "bitsandbytes": ("bitsandbytes", "nf4", bitsandbytes_calls),
+    "vllm marlin": ("vllm", "nvfp4", marlin_calls),
+    "gemlite": ("gemlite", "mxfp4", gemlite_calls),
+}
+
+
+Job = tuple[str, tuple[int, int], int, Config]  # format, shape, tokens
+
+
+def _compile_some(jobs: list[Job]) -> list[str]:
+    """Run each configuration once, so that the compiler's cache has it; what fails is reported."""
+    failed = []
+    for format_name, shape, tokens, config in jobs:
+        x = torch.randn((tokens, shape[1]), dtype=torch.bfloat16, device="cuda")
+        try:
+            decode.decode_gemm(x, random_weight(format_name, shape), config=config)
+            torch.cuda.synchronize()
+        except (RuntimeError, ValueError) as error:
+            failed.append(f"{config}: {error}")
+    return failed
+
+
+def compile_all(jobs: list[Job]) -> list[str]:
+    """`_compile_some` in several processes, each pair of format and configuration once."""
+    unique = list({(job[0], job[3]): job for job in jobs}.values())
+    with ProcessPoolExecutor(_PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(itertools.chain(*pool.map(_compile_some, [unique[i::_PROCESSES] for i in range(_PROCESSES)])))
+
+
+def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path) -> None:
+    """The fastest configuration for each layer and bucket, into the table `path`. About a minute for eight layers."""
+    plan = {(name, m): list(decode_configs.candidates(shape, m)) for name, shape in layers.items() for m in buckets}
+    failed = compile_all([("nvfp4", layers[name], m, c) for (name, m), configs in plan.items() for c in configs])
+    print("\n".join(["configurations that do not run:", *failed]) if failed else "all configurations run", flush=True)
+    best: dict[tuple[int, int], dict[int, Config]] = {}
+    for name, shape in layers.items():
+        weights = [random_weight("nvfp4", shape) for _ in range(copies("nvfp4", shape))]
+        for size in buckets:
+            x = torch.randn((size, shape[1]), dtype=torch.bfloat16, device="cuda")
+            measured = []
+            for config in plan[name, size]:
+                if config.shared > decode_configs.SHARED_LIMIT or any(str(config) in line for line in failed):
+                    continue
+                calls = [lambda x=x, w=w, c=config: decode.decode_gemm(x, w, config=c) for w in weights]
+                measured.append((times(calls)[_REPLAYS // 2], config))
+            measured.sort(key=lambda pair: pair[0])
+            best.setdefault(shape, {})[size] = measured[0][1]
+            print(name, size, "; ".join(f"{us:.1f} {c}" for us, c in measured[:3]), flush=True)
+        del weights
+    decode_configs.write_table(path, best)
+
+
+def rows(layers: dict[str, tuple[int, int]], formats: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
+    """One measurement after the other, peers before ours for each layer and number of tokens."""
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": _version("triton")}
+    peers = {name: peer for name, peer in PEERS.items() if find_spec(peer[0]) is not None}
+    for name, shape in layers.items():
+        ours = {f: [random_weight(f, shape) for _ in range(copies(f, shape))] for f in formats}
+        for m in tokens:
+            x = torch.randn((m, shape[1]), dtype=torch.bfloat16, device="cuda")
+            for kernel, (package, format_name, make) in list(peers.items()):
+                try:
+                    calls = list(make(shape, x))
+                    yield _row(kernel, _version(package), format_name, name, shape, m, times(calls)) | about
+                except (ImportError, RuntimeError, AttributeError, TypeError, OSError) as error:
+                    print(f"{kernel} left out: {error!r}", flush=True)
+                    del peers[kernel]
+                calls = []
+            for format_name, weights in ours.items():
+                calls = [lambda x=x, w=w: decode.decode_gemm(x, w) for w in weights]
+                yield _row("ours", "", format_name, name, shape, m, times(calls)) | about
+
+
+def _row(
+    kernel: str, release: str, format_name: str, layer: str, shape: tuple[int, int], tokens: int, spans: list[float]
+) -> dict[str, Any]:
+    p20, p50, p80 = (spans[round(share * (len(spans) - 1))] for share in (0.2, 0.5, 0.8))
+    least = floor(format_name, shape, tokens)
+    return {
+        "kernel": kernel, "version": release, "format": format_name, "layer": layer, "n": shape[0], "k": shape[1],
+        "tokens": tokens, "p20_us": round(p20, 2), "p50_us": round(p50, 2), "p80_us": round(p80, 2),
+        "floor_us": round(least, 2), "share_of_floor": round(least / p50, 3),
+    }  # fmt: skip
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def print_table(measured: list[dict[str, Any]]) -> None:
+    """Microseconds, and the speed relative to torch in bfloat16, of each layer and number of tokens."""
+    columns = list(dict.fromkeys((row["kernel"], row["format"]) for row in measured))
+    print("layer | M |", " | ".join(f"{kernel} {format_name}" for kernel, format_name in columns))
+    for (layer, tokens), group in itertools.groupby(measured, key=lambda row: (row["layer"], row["tokens"])):
+        found = {(row["kernel"], row["format"]): row["p50_us"] for row in group}
+        base = found.get(("torch", "bfloat16"))
+        cells = [f"{found[c]:.1f} ({base / found[c]:.2f}x)" if c in found and base else "" for c in columns]
+        print(layer, "|", tokens, "|", " | ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode.csv")
+    parser.add_argument("--formats", default="nvfp4,mxfp4,nf4")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--layers", default="", help="only layers whose name contains one of these")
+    parser.add_argument("--search", action="store_true", help="measure configurations first")
+    parser.add_argument("--table", type=Path, help="where --search writes; the user's cache by default")
+    options = parser.parse_args()
+    tokens = [int(m) for m in options.tokens.split(",")]
+    layers = {name: s for name, s in LAYERS.items() if any(part in name for part in options.layers.split(","))}
+    if options.search:
+        path = options.table or decode_configs.cache_file(torch.cuda.get_device_name())
+        search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path)
+    formats = options.formats.split(",")
+    gpu = torch.cuda.get_device_name()
+    compile_all([(f, s, m, decode_configs.choose(gpu, s, m)) for f in formats for s in layers.values() for m in tokens])
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    measured = []
+    with options.out.open("w", newline="") as file:
+        writer = None
+        for row in rows(layers, formats, tokens):
+            writer = writer or csv.DictWriter(file, row)
+            if not measured:
+                writer.writeheader()
+            writer.writerow(row)
+            file.flush()
+            measured.append(row)
+    print_table(measured)
+
+
+if __name__ == "__main__":
+    main()

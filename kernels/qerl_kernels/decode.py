@@ -1,0 +1,218 @@
+"""Linear layers over 4-bit weights for few tokens: the multiplication of sampling, one token of each sequence.
+
+`decode_gemm` runs on Hopper (wgmma); `supported` says whether it can, and elsewhere, or for more than 256 tokens,
+`dequantize` and a library GEMM are the way. The weight is decoded in registers and never stored in 16 bits. The operand
+is code x block scale as in training (exact for the FP4 formats), sums are FP32, and tensor scale, adapter and bias
+come in before the one rounding. Two runs give the same bits. The configuration, and with it the order of the sums,
+depends on the number of tokens, so a row's last bits may differ between batch sizes; among batches of one bucket
+(`decode_configs`) they do not. Left out: float16 activations, gradients.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from qerl_kernels import mxfp4, nf4, nvfp4
+from qerl_kernels.decode_configs import BUCKETS, Config, choose
+from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
+
+LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r), both bfloat16, and the factor of both
+
+MOST_TOKENS = BUCKETS[-1]
+MOST_RANK = 128
+_COUNTERS = 1 << 14
+_SMALLEST_RANK = 16  # of a tensor-core instruction
+_PART = 16  # tokens whose partial sums one program adds
+
+
+def supported(weight: KernelWeight, tokens: int, dtype: torch.dtype) -> bool:
+    """Whether `decode_gemm` takes this weight, where it lies, and an x (tokens, K) in `dtype`."""
+    return 0 < tokens <= MOST_TOKENS and dtype == torch.bfloat16 and _unsupported(weight.words.device) is None
+
+
+@cache
+def _unsupported(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the decode GEMM needs a GPU of compute capability 9, got {device}; use decode_reference"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "the decode GEMM needs compute capability 9 (H100, H200); use dequantize and torch.addmm"
+    return None
+
+
+def decode_gemm(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    scale: torch.Tensor | float = 1.0,
+    bias: torch.Tensor | None = None,
+    lora: LoRA | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
+
+    `scale` is the tensor scale, one number or FP32 (N,) for matrices that were joined; `bias` is (N,), bfloat16 or
+    FP32. `config` overrides the measured table. Raises ValueError for a device, shape, dtype or stride it cannot take.
+    Inside a CUDA graph, call it once before the capture.
+    """
+    _check(x, weight, scale, bias, lora)
+    y = x.new_empty((len(x), weight.shape[0]))
+    if config is None:
+        config = choose(_gpu(x.device), weight.shape, len(x))
+    _launch(x, weight, scale, bias, lora, y, config)
+    return y
+
+
+def decode_reference(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    scale: torch.Tensor | float = 1.0,
+    bias: torch.Tensor | None = None,
+    lora: LoRA | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`decode_gemm` in plain PyTorch on any device: computed in `dtype`, rounded once to that of x."""
+    y = (x.to(dtype) @ operand(weight).to(dtype).t()) * scale
+    if lora is not None:
+        y = y + lora[0].to(dtype) @ lora[1].to(dtype).t() * lora[2]
+    return (y if bias is None else y + bias.to(dtype)).to(x.dtype)
+
+
+def operand(weight: KernelWeight) -> torch.Tensor:
+    """Code x block scale (N, K) in FP32; for NF4 rounded to bfloat16, as every path multiplies by it."""
+    packed = unpack(weight)
+    if weight.format != "nf4":
+        decode = nvfp4.operand if weight.format == "nvfp4" else mxfp4.operand
+        return decode(packed["weight_packed"], packed["weight_scale"], torch.float32)
+    codes = torch.stack((packed["weight"] >> 4, packed["weight"] & 0xF), dim=-1).view(-1, BLOCK["nf4"])
+    values = torch.tensor(nf4.VALUES, device=codes.device)[codes.int()] * packed["absmax"].unsqueeze(1)
+    return values.to(torch.bfloat16).float().view(weight.shape)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    scale: torch.Tensor | float,
+    bias: torch.Tensor | None,
+    lora: LoRA | None,
+) -> None:
+    n, k = weight.shape
+    tiles = (-(-n // ROWS), -(-k // INPUTS))
+    if (reason := _unsupported(weight.words.device)) is not None:
+        raise ValueError(reason)
+    _require("x", x, weight, (len(x) if x.ndim == 2 else -1, k), (torch.bfloat16,))
+    if not 0 < len(x) <= MOST_TOKENS or x.data_ptr() % 16:
+        raise ValueError(f"x must have 1 to {MOST_TOKENS} rows and start at a multiple of 16 bytes, got {len(x)} rows")
+    _require("words", weight.words, weight, (*tiles, 32, 4), (torch.int32,))
+    scales = torch.float32 if weight.format == "nf4" else torch.uint8
+    _require("scales", weight.scales, weight, (*tiles, 8, 2, INPUTS // BLOCK[weight.format]), (scales,))
+    if isinstance(scale, torch.Tensor):
+        _require("scale", scale, weight, (n,), (torch.float32,))
+    if bias is not None:
+        _require("bias", bias, weight, (n,), (torch.bfloat16, torch.float32))
+    if lora is not None:
+        rank = lora[1].shape[-1]
+        if not 0 < rank <= MOST_RANK:
+            raise ValueError(f"the adapter's rank must be 1 to {MOST_RANK}, got {rank}; add it by a matmul of its own")
+        _require("XA", lora[0], weight, (len(x), rank), (torch.bfloat16,))
+        _require("B", lora[1], weight, (n, rank), (torch.bfloat16,))
+
+
+def _require(
+    name: str, tensor: torch.Tensor, weight: KernelWeight, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor.shape != shape or tensor.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        raise ValueError(f"{name} must be {wanted} {shape} for a weight {weight.shape}, got {got}; convert it")
+    if tensor.device != weight.words.device:
+        raise ValueError(f"{name} is on {tensor.device}, the weight on {weight.words.device}; move one to the other")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; pass {name}.contiguous()")
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    scale: torch.Tensor | float,
+    bias: torch.Tensor | None,
+    lora: LoRA | None,
+    y: torch.Tensor,
+    config: Config,
+) -> None:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from qerl_kernels import jit_decode
+
+    m, n = y.shape
+    tiles, columns = weight.words.shape[:2]
+    token_blocks = -(-m // config.tokens)
+    blocks = -(-n // config.rows) * token_blocks
+    partial, counters = _workspace(x.device, blocks * config.split * config.rows * config.tokens * (config.split > 1))
+    separate = config.separate or blocks > _COUNTERS
+    row_scale = scale if isinstance(scale, torch.Tensor) else None
+    factor = 2.0**weight.exponent * (1.0 if isinstance(scale, torch.Tensor) else scale)
+    xa, b, scaling = lora or (None, None, 0.0)
+    rank = 0 if b is None else b.shape[1]
+    shared = {
+        "SPLIT": config.split,
+        "RANK": 0 if b is None else max(_SMALLEST_RANK, 1 << (rank - 1).bit_length()),
+        "HAS_ROW_SCALE": row_scale is not None,
+        "HAS_BIAS": bias is not None,
+        "PDL": True,
+        "launch_pdl": True,
+    }
+    box = TensorDescriptor.from_tensor(
+        x, [config.tokens, 64 * config.ring], NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    )
+    words_of_scales = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}[weight.format]
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
+    jit_decode.decode[(blocks, config.split)](
+        box, weight.words, weight.scales.view(words_of_scales), _nf4_table(x.device), row_scale, bias, xa, b, y,
+        partial, counters, factor, scaling, m, n, columns, tiles, rank, y.stride(0),
+        FORMAT=weight.format, BM=config.rows, BN=config.tokens, RING=config.ring, XBUF=config.buffers,
+        SEPARATE=separate, EVEN=columns % config.ring == 0, W=config.warps,
+        num_warps=config.warps, **shared, **limit,
+    )  # fmt: skip
+    if separate and config.split > 1:
+        part = min(_PART, config.tokens)
+        jit_decode.add_partials[(blocks, config.rows // 64, config.tokens // part)](
+            row_scale, bias, xa, b, y, partial, factor, scaling, m, n, rank, y.stride(0),
+            BM=config.rows, BN=config.tokens, PART=part, num_warps=4, **shared,
+        )  # fmt: skip
+
+
+@cache
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@cache
+def _nf4_table(device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(nf4.VALUES).to(device).view(torch.int32)
+
+
+_workspaces: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+_GRAPHS = -1  # in place of a stream: all graphs of a device share one, so replay them one after the other
+
+
+def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP32 for `size` partial sums and counters that are zero between launches, of the current stream.
+
+    What was handed out once is kept, as a captured graph may hold its address.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        _grown((device, _GRAPHS), size)
+        return _grown((device, torch.cuda.current_stream(device).cuda_stream), size)
+    return _grown((device, _GRAPHS), size)
+
+
+def _grown(key: tuple[torch.device, int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = _workspaces.setdefault(key, [])
+    if not kept or kept[-1][0].numel() < size:
+        with torch.inference_mode(False):
+            counters = kept[-1][1] if kept else torch.zeros(_COUNTERS, dtype=torch.int32, device=key[0])
+            kept.append((torch.empty(max(size, 1 << 20), dtype=torch.float32, device=key[0]), counters))
+    return kept[-1]

@@ -1,0 +1,116 @@
+"""Which tiles the decode GEMM uses: a table measured per GPU, and a rule for shapes that are not in it.
+
+Nothing is tuned while a model runs. `decode_h200.json` is shipped; `bench.py --search` measures the shapes it is given
+on the GPU at hand and writes a table of the same form to the user's cache folder, which goes before the shipped one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+BUCKETS = (8, 16, 32, 64, 128, 256)  # tokens, rounded up
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+SHARED_LIMIT = 227 * 1024 - 256  # bytes of a program on Hopper, less the barriers
+_SHIPPED = {"NVIDIA H200": "decode_h200.json"}
+
+
+@dataclass(frozen=True)
+class Config:
+    rows: int  # of W that a program takes
+    tokens: int
+    warps: int  # 16 or 32 rows each
+    split: int  # programs that share rows, along K
+    ring: int  # columns of 64 inputs that are loaded ahead
+    buffers: int  # of activations, for `ring` columns each
+    separate: bool = False  # partial sums are added by a kernel of their own, not by the last program to arrive
+    registers: int | None = None  # a limit, where the compiler's own choice lets too few programs run side by side
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the activation buffers."""
+        return self.buffers * self.ring * self.tokens * 128
+
+
+def bucket(tokens: int) -> int:
+    return next(b for b in BUCKETS if b >= tokens)
+
+
+def choose(gpu: str, shape: tuple[int, int], tokens: int) -> Config:
+    """The measured configuration for W (N, K) and up to 256 tokens; `by_rule` where nothing was measured."""
+    found = table(gpu).get(f"{shape[0]}x{shape[1]}", {}).get(str(bucket(tokens)))
+    return by_rule(shape, tokens) if found is None else Config(**found)
+
+
+def by_rule(shape: tuple[int, int], tokens: int) -> Config:
+    """What was best or close to it for most shapes on H200: small tiles, and K split until about 400 programs run."""
+    size = bucket(tokens)
+    ring, take = {8: 8, 16: 8, 32: 8, 64: 4, 128: 2, 256: 2}[size], min(size, 128)
+    blocks = -(-shape[0] // 64) * (size // take)
+    split = _nearest(400 / blocks, -(-shape[1] // (64 * ring)))
+    return Config(64, take, 4, split, ring, 2, separate=size > 32 and split > 1)
+
+
+def candidates(shape: tuple[int, int], tokens: int) -> Iterator[Config]:
+    """What a search tries: the tiles that were best for some shape on H200, K split for 1 to 4 programs a processor."""
+    size = bucket(tokens)
+    take = min(size, 128)
+    tiles: tuple[tuple[int, int, int, int, int | None], ...] = {  # rows, warps, ring, buffers, registers
+        8: ((64, 4, 8, 2, None), (128, 8, 8, 2, None), (128, 8, 4, 2, None)),
+        16: ((64, 4, 8, 2, None), (64, 4, 8, 3, None), (128, 8, 8, 2, None), (128, 8, 4, 2, None)),
+        32: ((64, 4, 8, 2, None), (64, 4, 4, 3, None), (64, 4, 4, 2, None), (128, 8, 4, 2, None)),
+        64: ((64, 4, 4, 2, None), (64, 4, 2, 3, None), (128, 8, 4, 2, None), (128, 8, 4, 2, 80), (128, 8, 2, 3, 80)),
+        128: ((64, 4, 2, 2, None), (64, 4, 2, 3, None), (128, 8, 2, 3, None), (128, 8, 2, 2, 128), (128, 8, 2, 3, 128)),
+        256: (
+            (64, 4, 2, 2, None),
+            (64, 4, 2, 3, None),
+            (128, 8, 2, 2, None),
+            (128, 8, 2, 3, 128),
+            (256, 16, 2, 2, 128),
+        ),
+    }[size]
+    for rows, warps, ring, buffers, registers in tiles:
+        blocks, rounds = -(-shape[0] // rows) * (size // take), -(-shape[1] // (64 * ring))
+        for split in sorted({_nearest(target / blocks, rounds) for target in (132, 264, 396, 528)}):
+            yield Config(rows, take, warps, split, ring, buffers, False, registers)
+            if split > 1 and size > 8:
+                yield Config(rows, take, warps, split, ring, buffers, True, registers)
+
+
+def _nearest(split: float, rounds: int) -> int:
+    return min((s for s in SPLITS if s == 1 or s <= rounds), key=lambda s: abs(s - split))
+
+
+def cache_file(gpu: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "qerl_kernels" / f"decode {gpu}.json"
+
+
+@cache
+def table(gpu: str) -> dict[str, dict[str, dict[str, int | bool | None]]]:
+    """Configurations by shape ("NxK") and bucket, the user's own before those that are shipped."""
+    found = {}
+    for path in (Path(__file__).with_name(_SHIPPED[gpu]) if gpu in _SHIPPED else None, cache_file(gpu)):
+        if path is not None and path.is_file():
+            for shape, entries in json.loads(path.read_text()).items():
+                found.setdefault(shape, {}).update(entries)
+    return found
+
+
+def write_table(path: Path, best: dict[tuple[int, int], dict[int, Config]]) -> None:
+    """Add measured configurations, by shape and bucket, to the table in `path`."""
+    entries = json.loads(path.read_text()) if path.is_file() else {}
+    for (n, k), configs in best.items():
+        entries.setdefault(f"{n}x{k}", {}).update({str(size): asdict(config) for size, config in configs.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f'  "{shape}": {{\n' + _rows(configs) + "\n  }" for shape, configs in entries.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    table.cache_clear()
+
+
+def _rows(configs: dict[str, dict[str, int | bool | None]]) -> str:
+    return ",\n".join(f'    "{size}": {json.dumps(config)}' for size, config in configs.items())

@@ -1,0 +1,219 @@
+"""The decode GEMM against float64, and what can be known of it without a GPU.
+
+Gluon has no interpreter. On a machine without a Hopper GPU the kernel is covered by the layout's tests, which decode by
+the same masks, and by the compile gate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_kernels import decode, decode_configs, layout, nf4
+from qerl_kernels.decode_configs import BUCKETS, SHARED_LIMIT, Config, bucket, by_rule, candidates, choose
+
+TOKENS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 256)
+QWEN_SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (5120, 27648))
+
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU of compute capability 9 (wgmma)",
+)
+
+
+def random_weight(format_name: str, n: int, k: int, device: str, largest_scale: int = 0x7F) -> layout.KernelWeight:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
+    packed: dict[str, torch.Tensor]
+    if format_name == "nf4":
+        packed = {"weight": codes.view(-1, 1), "absmax": torch.rand(n * k // 64, generator=generator)}
+    elif format_name == "mxfp4":
+        scales = torch.randint(110, 125, (n, k // 32), generator=generator, dtype=torch.uint8)
+        packed = {"weight_packed": codes, "weight_scale": scales}
+    else:
+        scales = torch.randint(0, largest_scale, (n, k // 16), generator=generator, dtype=torch.uint8)
+        packed = {"weight_packed": codes, "weight_scale": scales.view(torch.float8_e4m3fn)}
+    return layout.repack(format_name, packed, (n, k)).to(device)
+
+
+def activations(m: int, k: int, device: str) -> torch.Tensor:
+    return torch.randn((m, k), generator=torch.Generator().manual_seed(m)).to(device, torch.bfloat16)
+
+
+def extras(m: int, n: int, rank: int, device: str) -> dict[str, Any]:
+    """A scale for each row, bias and adapter."""
+    generator = torch.Generator().manual_seed(n)
+    xa, b = (torch.randn((size, rank), generator=generator).to(device, torch.bfloat16) for size in (m, n))
+    scale, bias = (torch.randn(n, generator=generator).to(device) for _ in range(2))
+    return {"scale": scale, "bias": bias, "lora": (xa, b, 0.5)}
+
+
+def expected(x: torch.Tensor, weight: layout.KernelWeight, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """y in float64 and the error that rounding it to bfloat16 and sums of FP32 may make."""
+    y = decode.decode_reference(x.double(), weight, dtype=torch.float64, **more)
+    sums = x.double().abs() @ decode.operand(weight).double().abs().t()
+    if "lora" in more:
+        sums = sums * more["scale"].abs() + more["lora"][0].double().abs() @ more["lora"][1].double().abs().t()
+    return y, y.abs() * 2.0**-8 + sums * 2.0**-20 * x.shape[1] ** 0.5
+
+
+def run(x: torch.Tensor, weight: layout.KernelWeight, config: Config, **more: Any) -> torch.Tensor:
+    """The kernel's output, in a buffer that held NaN."""
+    y = torch.full((len(x), weight.shape[0]), torch.nan, dtype=torch.bfloat16, device=x.device)
+    scale, bias, lora = more.get("scale", 1.0), more.get("bias"), more.get("lora")
+    decode._check(x, weight, scale, bias, lora)
+    decode._launch(x, weight, scale, bias, lora, y, config)
+    return y
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("format_name", layout.BLOCK)
+def test_gemm_is_that_of_float64(format_name: str, m: int) -> None:
+    tail = {"nvfp4": 80, "mxfp4": 96, "nf4": 192}[format_name]  # not whole columns, nor whole rounds
+    for n, k, split, separate in (
+        (1, 64, 1, False),
+        (129, tail + 512, 1, False),
+        (200, 1600, 2, False),
+        (200, tail + 1024, 2, True),
+    ):
+        weight, x = random_weight(format_name, n, k, "cuda"), activations(m, k, "cuda")
+        config = replace(by_rule((n, k), m), split=split, separate=separate)
+        for more in ({}, extras(m, n, 8, "cuda") if n == 129 else {"scale": 0.25}):
+            y = run(x, weight, config, **more)
+            want, allowed = expected(x, weight, **more)
+            assert bool(((y.double() - want).abs() <= allowed).all()), (n, k, config, more.keys())
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [3, 32, 64, 128])
+@pytest.mark.parametrize("m", [5, 40, 150])
+def test_adapter_bias_and_row_scale(m: int, rank: int) -> None:
+    n, k = 200, 1024
+    weight, x, more = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda"), extras(m, n, rank, "cuda")
+    for split, separate in ((1, False), (2, False), (2, True)):
+        y = run(x, weight, replace(by_rule((n, k), m), split=split, separate=separate), **more)
+        want, allowed = expected(x, weight, **more)
+        assert bool(((y.double() - want).abs() <= allowed).all()), (split, separate)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 16, 48, 200])
+def test_measured_configurations(m: int) -> None:
+    """Every entry of the table, on a shape with remainders: the same bits twice, powers of two pass through."""
+    entries = {
+        Config(**c)
+        for sizes in decode_configs.table("NVIDIA H200").values()
+        for s, c in sizes.items()
+        if int(s) == bucket(m)
+    }
+    for config in entries:
+        n, k = 300, 64 * config.ring * config.split + 16
+        weight, x = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda")
+        y = run(x, weight, config)
+        want, allowed = expected(x, weight)
+        assert bool(((y.double() - want).abs() <= allowed).all()), config
+        assert torch.equal(y, run(x, weight, config)), config
+        assert torch.equal(2 * y, run(2 * x, weight, config)), config
+        order = torch.randperm(m, generator=torch.Generator().manual_seed(0)).cuda()
+        assert torch.equal(y[order], run(x[order].contiguous(), weight, config)), config
+
+
+@hopper
+@pytest.mark.gpu
+def test_subnormal_scales_and_zero_blocks() -> None:
+    n, k, m = 64, 512, 4
+    weight, x = random_weight("nvfp4", n, k, "cuda", largest_scale=8), activations(m, k, "cuda")
+    want, allowed = expected(x, weight)
+    assert bool(((decode.decode_gemm(x, weight).double() - want).abs() <= allowed).all())
+    weight.words.zero_()
+    assert torch.count_nonzero(decode.decode_gemm(x, weight)) == 0
+
+
+@hopper
+@pytest.mark.gpu
+def test_runs_in_a_graph() -> None:
+    weight, x = random_weight("nvfp4", 256, 1024, "cuda"), activations(16, 1024, "cuda")
+    config = replace(by_rule((256, 1024), 16), split=2)
+    y = decode.decode_gemm(x, weight, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode.decode_gemm(x, weight, config=config)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, y)
+
+
+@pytest.mark.parametrize("format_name", layout.BLOCK)
+def test_reference_is_that_of_the_dequantized_weight(format_name: str) -> None:
+    m, n, k = 3, 20, 192
+    weight, x, more = random_weight(format_name, n, k, "cpu"), activations(m, k, "cpu"), extras(m, n, 4, "cpu")
+    packed = layout.unpack(weight)
+    if format_name == "nf4":
+        codes = packed["weight"].flatten()
+        dense = torch.tensor([nf4.VALUES[c] for byte in codes.tolist() for c in (byte >> 4, byte & 15)])
+        dense = (dense.view(-1, 64) * packed["absmax"].view(-1, 1)).bfloat16().view(n, k)
+    else:
+        from qerl_kernels import mxfp4, nvfp4
+
+        dense = {"nvfp4": nvfp4, "mxfp4": mxfp4}[format_name].operand(*packed.values(), torch.float32)
+    xa, b, factor = more["lora"]
+    want = x.double() @ dense.double().t() * more["scale"] + xa.double() @ b.double().t() * factor + more["bias"]
+    assert torch.equal(decode.decode_reference(x, weight, **more, dtype=torch.float64), want.bfloat16())
+
+
+def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = random_weight("nvfp4", 32, 64, "cpu"), activations(4, 64, "cpu")
+    assert not decode.supported(weight, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="needs a GPU of compute capability 9"):
+        decode.decode_gemm(x, weight)
+    monkeypatch.setattr(decode, "_unsupported", lambda device: None)
+    assert decode.supported(weight, 256, torch.bfloat16)
+    assert not decode.supported(weight, 257, torch.bfloat16) and not decode.supported(weight, 4, torch.float16)
+    long = torch.zeros(32, 129, dtype=torch.bfloat16)
+    cases: list[tuple[str, tuple[Any, ...]]] = [
+        (r"x must be bfloat16 \(4, 64\)", (x.float(), weight)),
+        (r"x must be bfloat16 \(4, 64\)", (x[:, :32], weight)),
+        ("x must be contiguous", (torch.empty(64, 4, dtype=torch.bfloat16).t(), weight)),
+        ("1 to 256 rows", (x[:0], weight)),
+        ("scale must be float32", (x, weight, torch.ones(31))),
+        ("bias must be bfloat16 or float32", (x, weight, 1.0, torch.ones(32).half())),
+        ("rank must be 1 to 128", (x, weight, 1.0, None, (long[:4], long, 1.0))),
+        (r"XA must be bfloat16 \(4, 16\)", (x, weight, 1.0, None, (long[:3, :16], long[:, :16], 1.0))),
+        ("on meta", (x, weight, 1.0, torch.ones(32, device="meta"))),
+    ]
+    for match, arguments in cases:
+        with pytest.raises(ValueError, match=match):
+            decode.decode_gemm(*arguments)
+
+
+def test_every_configuration_fits_the_processor() -> None:
+    shipped = [Config(**c) for sizes in decode_configs.table("NVIDIA H200").values() for c in sizes.values()]
+    assert len(shipped) == 8 * len(BUCKETS)
+    shapes = (*QWEN_SHAPES, (1, 16), (64, 64), (17, 4096))
+    ruled = [by_rule(shape, m) for shape in shapes for m in BUCKETS]
+    tried = [c for shape in QWEN_SHAPES for m in BUCKETS for c in candidates(shape, m)]
+    for config in (*shipped, *ruled, *tried):
+        assert config.rows in (16 * config.warps, 32 * config.warps) and config.warps % 4 == 0
+        assert config.tokens in BUCKETS and config.shared <= SHARED_LIMIT
+    assert all(
+        c.split <= -(-shape[1] // (64 * c.ring)) for shape in shapes for m in BUCKETS for c in [by_rule(shape, m)]
+    )
+
+
+def test_own_measurements_go_before_the_shipped_table(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = Config(128, 16, 8, 3, 4, 3)
+    decode_configs.table.cache_clear()
+    before = choose("NVIDIA H200", (3584, 3584), 16)
+    decode_configs.write_table(decode_configs.cache_file("NVIDIA H200"), {(3584, 3584): {16: own}})
+    assert choose("NVIDIA H200", (3584, 3584), 9) == own != before
+    assert choose("another GPU", (3584, 3584), 9) == by_rule((3584, 3584), 16)
+    decode_configs.table.cache_clear()
