@@ -11,7 +11,7 @@ from qerl_bench.results.select import arms, with_one_noise
 COLUMNS = [
     Column("held-out, greedy", final("greedy"), True),
     Column("held-out, sampled", final("sampled"), True),
-    Column("reward, mean of the run", area("reward/mean")),
+    Column("mean reward", area("reward/mean")),
 ]
 
 

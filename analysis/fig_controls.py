@@ -12,15 +12,13 @@ FACTORS = ["quant", "aqn", "inject", "rollout.temperature", "optim.entropy_coef"
 KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", *FACTORS[-2:]]
 COLUMNS = [
     Column("entropy, step 1", first("entropy")),
-    Column("reward, mean of the run", area("reward/mean")),
+    Column("mean reward", area("reward/mean")),
     Column("held-out, sampled", final("sampled"), True),
 ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "controls", FACTORS, lambda runs: dots(control_rows(arms(runs, KEYS)), COLUMNS)
-    )
+    draw_figure(arguments, __doc__, "controls", FACTORS, lambda runs: dots(control_rows(arms(runs, KEYS)), COLUMNS))
 
 
 if __name__ == "__main__":

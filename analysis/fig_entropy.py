@@ -3,16 +3,20 @@
 python analysis/fig_entropy.py runs/ --out figures/
 """
 
+from matplotlib.figure import Figure
+
 from qerl_bench.results.figures import comparison
-from qerl_bench.results.load import tidy
+from qerl_bench.results.load import Run, tidy
 from qerl_bench.results.script import draw_figure, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "entropy", ["quant"],
-        lambda runs: comparison(tidy(runs), ["entropy", "entropy_clean"], share_y=True), unfinished=True,
-    )  # fmt: skip
+    draw_figure(arguments, __doc__, "entropy", ["quant"], draw, unfinished=True)
+
+
+def draw(runs: list[Run]) -> Figure:
+    noisy = any(run.option("aqn.name") != "none" for run in runs)  # without noise the two are the same
+    return comparison(tidy(runs), ["entropy", "entropy_clean"][: 1 + noisy], share_y=True)
 
 
 if __name__ == "__main__":

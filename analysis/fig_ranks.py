@@ -9,7 +9,7 @@ from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
 
 KEY = "lora.rank"
-COLUMNS = [Column("reward, mean of the run", area("reward/mean")), Column("held-out, sampled", final("sampled"), True)]
+COLUMNS = [Column("mean reward", area("reward/mean")), Column("held-out, sampled", final("sampled"), True)]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -175,7 +175,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any], tmp_path: Any) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHED, ROOT / "src" / "run.py", "experiment=tiny/ranks", "-m", "seed=0", f"root={tmp_path}"],
+        [
+            sys.executable,
+            "-c",
+            LAUNCHED,
+            ROOT / "src" / "run.py",
+            "experiment=tiny/ranks",
+            "-m",
+            "seed=0",
+            f"root={tmp_path}",
+        ],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
