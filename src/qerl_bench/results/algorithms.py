@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from qerl_bench.errors import require
-from qerl_bench.results.figures import mean_and_band
+from qerl_bench.results.figures import mean_and_band, moving_average
 from qerl_bench.results.load import Run
 from qerl_bench.results.stats import Mean, crossed
 from qerl_bench.results.style import SPARE_COLOURS, label_axes, legend_above, panels, paper_style
@@ -55,7 +55,7 @@ def figure(runs: Sequence[Run], smooth: int) -> Figure:
             for (name, group), colour in zip(groups.items(), COLOURS * len(groups), strict=False):
                 curves = {run.option("seed"): run.series("train", metric) for run in group}
                 seeds = pd.DataFrame(curves).dropna()
-                mean_and_band(ax, seeds.rolling(smooth, min_periods=1, center=True).mean(), colour, name)
+                mean_and_band(ax, moving_average(seeds, smooth), colour, name)
             label_axes(ax, metric)
         counts = sorted({len(group) for group in groups.values()})
         seeds_shown = f"mean and 95% interval of {' or '.join(map(str, counts))} seeds" if counts[-1] > 1 else ""

@@ -60,7 +60,7 @@ def curve(ax: Axes, table: pd.DataFrame, metric: str, smooth: int = 1) -> list[L
     others = list(dict.fromkeys(setting[2:] for setting, _ in settings))
     lines = []
     for setting, group in settings:
-        seeds = _moving_average(_by_seed(group), smooth)
+        seeds = moving_average(_by_seed(group), smooth)
         line = mean_and_band(ax, seeds, colour(setting[0]), _setting_label(setting, others), line_style(setting[1]))
         steps = len(seeds)
         if len(others) > 1 or steps <= 3:
@@ -244,7 +244,7 @@ def _trace(ax: Axes, run: Run, metric: str, window: int, **line: Any) -> None:
     shade = colour(run.option("quant.name"))
     if window > 1:
         ax.plot(values.index, values, color=shade, linewidth=0.5, alpha=0.35, label="_each step")
-    mean = _moving_average(values, window)
+    mean = moving_average(values, window)
     width = 1.4 if window > 1 else 1.0
     ax.plot(mean.index, mean, color=shade, linewidth=width, marker="o" if len(mean) <= 3 else "", **line)
 
@@ -290,7 +290,7 @@ def _step_range(ax: Axes, run: Run) -> None:
     ax.set_xlim(-0.04 * last, 1.04 * last)
 
 
-def _moving_average(values: Any, window: int) -> Any:
+def moving_average(values: Any, window: int) -> Any:
     """The mean of the `window` rows around each row, fewer at the ends; NaN stays NaN."""
     return values.rolling(window, min_periods=1, center=True).mean().where(values.notna())
 
