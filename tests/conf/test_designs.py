@@ -1,19 +1,25 @@
-"""Every point of every design in conf/experiment, expanded by Hydra's own sweeper and composed without torch."""
+"""Every point of every design in conf/experiment, expanded by Hydra's own sweeper and composed without torch; and the
+same points from the files in sweeps, put on the command line by W&B's own code."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from qerl_bench import metrics
 from qerl_bench.config import CONF_DIR, build, compose
 
 ROOT = CONF_DIR.parent
-FOLDERS = ("tiny",)
+FOLDERS = ("paper", "tiny")
 DESIGNS = sorted(
     f"{folder}/{path.stem}"
     for folder in FOLDERS
@@ -40,7 +46,7 @@ for design in json.load(sys.stdin):
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)
     first = [point for point in points if not {f"seed={n}" for n in range(1, 10)} & set(point)]
     names = [build(compose(list(point))).name for point in first]
-    found["designs"][design] = {"swept": dict(swept), "size": len(points), "names": names}
+    found["designs"][design] = {"swept": dict(swept), "points": points, "names": names}
 found["modules"] = sorted(sys.modules)
 json.dump(found, sys.stdout)
 """
@@ -72,7 +78,46 @@ def test_composing_them_loads_nothing_heavy(found: dict[str, Any]) -> None:
 def test_the_points_of_a_design_are_different_runs(found: dict[str, Any], design: str) -> None:
     points = found["designs"][design]
     assert len(set(points["names"])) == len(points["names"])
-    assert points["size"] == len(points["names"]) * len(str(points["swept"].get("seed", 0)).split(","))
+    assert len(points["points"]) == len(points["names"]) * len(str(points["swept"].get("seed", 0)).split(","))
+
+
+# --- the paper -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "quant", "aqn", "lr", "rank"),
+    [
+        ("full", "bf16", "none", 1e-6, 0),
+        ("lora", "bf16", "none", 5e-6, 32),
+        ("qlora", "nf4", "none", 1e-5, 32),
+        ("mxfp4", "mxfp4", "none", 1e-5, 32),
+        ("nvfp4", "nvfp4", "none", 1e-5, 32),
+        ("qerl", "nvfp4", "exp_paper", 1e-5, 32),
+    ],
+)
+def test_the_methods_of_the_paper(method: str, quant: str, aqn: str, lr: float, rank: int) -> None:
+    run = build(compose(["experiment=paper/table1", f"recipe=method/{method}"]))
+    assert (run.quant.name, run.aqn.name, run.optim.lr, run.lora.rank) == (quant, aqn, lr, rank)
+    assert run.quantizer.name == ("awq" if quant.endswith("fp4") else "rtn")
+    assert run.inject.site == ("old" if method == "qerl" else "sampler")
+
+
+def test_the_two_settings_of_the_paper() -> None:
+    gsm8k, bigmath = (build(compose([f"experiment=paper/{name}"])) for name in ("gsm8k", "bigmath"))
+    for run in (gsm8k, bigmath):
+        assert run.rollout.prompts * run.rollout.group_size == 128
+        assert (run.algo.epsilon_low, run.algo.epsilon_high, run.kl.coef, run.optim.entropy_coef) == (0.2, 0.28, 0, 0)
+        assert run.optim.optimizer == "adamw_8bit"
+    assert (gsm8k.algo.name, gsm8k.rollout.group_size, gsm8k.optim.updates) == ("grpo", 8, 4)
+    assert (bigmath.algo.name, bigmath.rollout.group_size, bigmath.optim.updates) == ("dapo", 16, 1)
+    assert (gsm8k.task.max_completion_tokens, bigmath.task.max_completion_tokens) == (4096, 8192)
+    assert (gsm8k.task.name, bigmath.task.name) == ("gsm8k", "bigmath")
+
+
+@pytest.mark.parametrize("design", [design for design in DESIGNS if design.startswith("paper/")])
+def test_warm_up_is_a_tenth_of_each_run_of_the_paper(design: str) -> None:
+    run = compose([f"experiment={design}"])
+    assert run.optim.warmup_steps == run.steps / 10
 
 
 # --- the tiny study --------------------------------------------------------------------------------------------------
@@ -83,7 +128,7 @@ TINY = [design for design in DESIGNS if design.startswith("tiny/")]
 def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> None:
     assert {found["designs"][design]["swept"]["seed"] for design in TINY} == {"0,1,2,3,4"}
     assert len(names(found, TINY)) == 37
-    assert found["designs"]["tiny/main"]["size"] == 80
+    assert len(found["designs"]["tiny/main"]["points"]) == 80
 
 
 @pytest.mark.parametrize(
@@ -130,7 +175,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any], tmp_path: Any) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHED, ROOT / "src" / "run.py", "experiment=tiny/ranks", "-m", f"root={tmp_path}"],
+        [
+            sys.executable,
+            "-c",
+            LAUNCHED,
+            ROOT / "src" / "run.py",
+            "experiment=tiny/ranks",
+            "-m",
+            "seed=0",
+            f"root={tmp_path}",
+        ],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": "", "CUDA_VISIBLE_DEVICES": ""},
@@ -138,6 +192,53 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
     )
     assert done.returncode == 0, done.stderr
     started = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("started")]
-    assert len(started) == 30
-    first = {build(compose(words)).name for words in started if "seed=0" in words}
-    assert first == set(found["designs"]["tiny/ranks"]["names"])
+    assert {build(compose(words)).name for words in started} == set(found["designs"]["tiny/ranks"]["names"])
+    assert len(started) == 6
+
+
+# --- sweeps ----------------------------------------------------------------------------------------------------------
+
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+
+
+def agent_words(sweep: dict[str, Any]) -> Iterator[list[str]]:
+    """What W&B's agent writes behind the program, point by point, built by the functions that it calls itself."""
+    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    parts = utils.create_sweep_command(sweep["command"])
+    start = parts.index("${program}") + 1
+    grid = {key: entry["values"] for key, entry in sweep["parameters"].items()}
+    for point in itertools.product(*grid.values()):
+        arguments = {key: {"value": value} for key, value in zip(grid, point, strict=True)}
+        built = utils.create_sweep_command_args({"args": arguments})
+        yield [word for part in parts[start:] for word in (built[part[2:-1]] if part.startswith("${") else [part])]
+
+
+def meaning(words: Iterable[str]) -> frozenset[tuple[str, Any]]:
+    """Overrides as Hydra reads them: 1e-4 and 0.0001 are one number."""
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    return frozenset((word.get_key_element(), word.value()) for word in parsed)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], path: Path) -> None:
+    sweep = yaml.safe_load(path.read_text())
+    words = [meaning(point) for point in agent_words(sweep)]
+    mirror = ("logger", "wandb")  # without it the agent waits for numbers that never come
+    assert all(mirror in point for point in words)
+    designs = {str(dict(point)["experiment"]) for point in words}
+    expected = {meaning(point) for design in designs for point in found["designs"][design]["points"]}
+    assert {point - {mirror} for point in words} == expected
+    assert len(words) == len(expected)
+    assert (ROOT / sweep["program"]).is_file()
+    assert sweep["metric"]["name"] in {**metrics.SAMPLED, **metrics.TRAINED, **metrics.EVALUATED}
+
+
+def test_every_design_with_a_grid_has_a_sweep() -> None:
+    texts = "".join(path.read_text() for path in SWEEPS)
+    assert [design for design in DESIGNS if design not in texts] == ["paper/bigmath", "paper/gsm8k"]
+
+
+def test_a_word_of_the_agent_composes(found: dict[str, Any]) -> None:
+    sweep = yaml.safe_load((ROOT / "sweeps" / "tiny_learning_rates.yaml").read_text())
+    names = {build(compose(words)).name for words in agent_words(sweep) if "seed=0" in words}
+    assert names == set(found["designs"]["tiny/learning_rates"]["names"])

@@ -1,5 +1,5 @@
-"""Every combination of options, every experiment and every point of every sweep: composed and checked in one process
-that must not have loaded torch or any of its friends; and the name that a run gets from its config."""
+"""Every combination of options and every single experiment: composed and checked in one process that must not have
+loaded torch or any of its friends; and the name that a run gets from its config."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from qerl_bench import metrics
 from qerl_bench.config import CONF_DIR, build, compose, fingerprint
 from qerl_bench.errors import BadInput
 from qerl_bench.rundir import RunDir
@@ -25,9 +24,10 @@ AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() an
 RECIPES = sorted(path.stem for path in (CONF_DIR / "recipe").glob("*.yaml"))
 OPTIONS = {axis: sorted(path.stem for path in (CONF_DIR / axis).glob("*.yaml")) for axis in AXES}
 EXPERIMENTS = sorted(
-    str(path.relative_to(CONF_DIR / "experiment").with_suffix("")) for path in (CONF_DIR / "experiment").rglob("*.yaml")
+    str(path.relative_to(CONF_DIR / "experiment").with_suffix(""))
+    for path in (CONF_DIR / "experiment").rglob("*.yaml")
+    if path.parent.name not in ("paper", "tiny")  # test_designs.py has those
 )
-SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 # Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
 GRIDS = (
     ("quant", "quantizer", "aqn", "algo", "lora", "model"),
@@ -65,19 +65,6 @@ def composed_rows() -> list[dict[str, str]]:
     turns = {axis: names for axis, names in OPTIONS.items() if len(names) > 8}
     rows = pairwise({axis: names for axis, names in OPTIONS.items() if axis not in turns})
     return [row | {axis: names[i % len(names)] for axis, names in turns.items()} for i, row in enumerate(rows)]
-
-
-def sweep_points(sweep: dict[str, Any]) -> list[list[str]]:
-    """The command-line words of every point; of seeds, which are plain numbers, all with the first point only."""
-    values = {key: entry["values"] for key, entry in sweep["parameters"].items()}
-    fixed = [word for word in sweep["command"] if "=" in word]
-    seeds = values.pop("seed", [0])
-    points = list(itertools.product(*values.values()))
-    return [
-        [*(f"{key}={value}" for key, value in zip(values, point, strict=True)), f"seed={seed}", *fixed]
-        for i, point in enumerate(points)
-        for seed in (seeds if i == 0 else seeds[:1])
-    ]
 
 
 PROGRAM = """
@@ -127,8 +114,6 @@ def found() -> dict[str, Any]:
     points += [(f"experiment={name}", [f"experiment={name}"]) for name in EXPERIMENTS]
     for recipe, experiment in itertools.product(RECIPES, ("smoke", "demo")):
         points.append((f"{recipe} {experiment}", [f"recipe={recipe}", f"experiment={experiment}"]))
-    for path in SWEEPS:
-        points += [(" ".join(words), words) for words in sweep_points(yaml.safe_load(path.read_text()))]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps({"points": points, "options": OPTIONS, "grids": GRIDS}),
@@ -152,7 +137,7 @@ def test_rows_meet_every_two_options_of_most_axes_and_every_option_of_all() -> N
 
 def test_there_is_something_to_compose() -> None:
     assert {"quant", "aqn", "algo", "lora", "model", "engine", "task", "eval", "logger"} <= set(AXES)
-    assert all(OPTIONS.values()) and len(EXPERIMENTS) >= 2 and len(SWEEPS) >= 2
+    assert all(OPTIONS.values()) and len(EXPERIMENTS) >= 2
 
 
 def test_nothing_heavy_is_loaded(found: dict[str, Any]) -> None:
@@ -237,18 +222,6 @@ def test_a_recipe_decides_the_noise_of_any_experiment(found: dict[str, Any], rec
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes(found: dict[str, Any], name: str) -> None:
     assert f"experiment={name}" in found["composed"], found["refused"].get(f"experiment={name}")
-
-
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_every_sweep_composes_and_its_points_are_different_runs(found: dict[str, Any], path: Path) -> None:
-    sweep = yaml.safe_load(path.read_text())
-    points = [" ".join(words) for words in sweep_points(sweep)]
-    names = [found["composed"].get(point, found["refused"].get(point)) for point in points]
-    assert all(point in found["composed"] for point in points), names
-    assert len(set(names)) == len(points)
-    assert (ROOT / sweep["program"]).is_file()
-    assert sweep["metric"]["name"] in {**metrics.SAMPLED, **metrics.TRAINED, **metrics.EVALUATED}
-    assert "logger=wandb" in sweep["command"]  # or the agent waits for numbers that never come
 
 
 # --- names and fingerprints ------------------------------------------------------------------------------------------

@@ -131,8 +131,12 @@ def test_seeds_are_averaged_and_banded_over_the_steps_that_all_have(tmp_path: Pa
     np.testing.assert_allclose(line.get_xydata(), [(1, 0.2), (2, 0.4)])
     (band,) = ax.collections
     corners = {(round(float(x), 9), round(float(y), 9)) for x, y in band.get_paths()[0].vertices}
-    assert corners == {(1, 0.1), (1, 0.3), (2, 0.2), (2, 0.6)}
-    assert band.get_label() == "_range of 3 seeds"
+    # Student's t with two degrees of freedom, 4.302653: half = t s / sqrt(3), s = 0.1 and 0.2.
+    halves = 4.302653 * 0.1 / math.sqrt(3), 4.302653 * 0.2 / math.sqrt(3)
+    expected = [(1, 0.2 - halves[0]), (1, 0.2 + halves[0]), (2, 0.4 - halves[1]), (2, 0.4 + halves[1])]
+    np.testing.assert_allclose(sorted(corners), expected, atol=1e-6)
+    assert band.get_label() == "_95% interval of 3 seeds"
+    assert ax.get_ylim() == pytest.approx((0.1 - 0.025, 0.6 + 0.025))  # of the seeds, not of the band
 
 
 def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -> None:
@@ -203,7 +207,7 @@ def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> Non
         np.asarray(left.get_lines()[0].get_ydata()), 2 * np.asarray(right.get_lines()[0].get_ydata())
     )
     (legend,) = figure.legends
-    assert legend.get_title().get_text() == "mean and range of 2 seeds, smoothed over 3 steps"
+    assert legend.get_title().get_text() == "mean and 95% interval of 2 seeds, smoothed over 3 steps"
     assert len(legend.get_texts()) == 4
     single = figures.comparison(table_of(runs[0]), ["accuracy"])
     assert single.legends[0].get_title().get_text() == ""

@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from qerl_bench.errors import require
+from qerl_bench.results.figures import mean_and_band, moving_average
 from qerl_bench.results.load import Run
 from qerl_bench.results.stats import Mean, crossed
 from qerl_bench.results.style import SPARE_COLOURS, label_axes, legend_above, panels, paper_style
@@ -46,20 +47,18 @@ def gains(runs: Sequence[Run]) -> pd.DataFrame:
 
 
 def figure(runs: Sequence[Run], smooth: int) -> Figure:
-    """Reward and entropy by step: mean over seeds, and their range, of each algorithm."""
+    """Reward and entropy by step: mean over seeds, and its 95 % interval, of each algorithm."""
     groups = by_algorithm(runs)
     with paper_style():
         drawn, axes = panels(1, len(PANELS), 2.1)
         for ax, metric in zip(axes[0], PANELS, strict=True):
             for (name, group), colour in zip(groups.items(), COLOURS * len(groups), strict=False):
-                seeds = pd.concat([run.series("train", metric) for run in group], axis=1, join="inner")
-                steps, values = seeds.index, np.asarray(seeds.rolling(smooth, min_periods=1, center=True).mean())
-                ax.plot(steps, values.mean(1), label=name, color=colour, linewidth=1.0)
-                if len(group) > 1:
-                    ax.fill_between(steps, values.min(1), values.max(1), color=colour, alpha=0.1, linewidth=0)
+                curves = {run.option("seed"): run.series("train", metric) for run in group}
+                seeds = pd.DataFrame(curves).dropna()
+                mean_and_band(ax, moving_average(seeds, smooth), colour, name)
             label_axes(ax, metric)
         counts = sorted({len(group) for group in groups.values()})
-        seeds_shown = f"mean and range of {' or '.join(map(str, counts))} seeds" if counts[-1] > 1 else ""
+        seeds_shown = f"mean and 95% interval of {' or '.join(map(str, counts))} seeds" if counts[-1] > 1 else ""
         legend_above(drawn, axes[0], [seeds_shown, f"smoothed over {smooth} steps" if smooth > 1 else ""])
     return drawn
 

@@ -1,6 +1,6 @@
 """What is drawn from runs: one metric by step for several runs, and the figures of a single run.
 
-The functions that return a figure leave saving to the caller. Left out: intervals beyond the range over seeds.
+The functions that return a figure leave saving to the caller. One number per run is drawn in effects.py.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run, load_run
+from qerl_bench.results.stats import interval
 from qerl_bench.results.style import (
     FORMAT_COLOURS,
     TITLES,
@@ -46,9 +49,9 @@ def curve(ax: Axes, table: pd.DataFrame, metric: str, smooth: int = 1) -> list[L
     """Draw `metric` of a tidy table by step: one line per setting, the mean over its seeds; return the lines.
 
     Runs belong to one setting if their configs differ in nothing but the seed. `smooth` is the number of steps, an odd
-    one, in the mean around each step; fewer at the ends. With several seeds a band spans their minimum and maximum,
-    over the steps that all of them have; one seed is a thin line. A non-finite value leaves a gap. Raises BadInput if
-    no run has the metric, or if a setting holds the same seed twice.
+    one, in the mean around each step; fewer at the ends. With several seeds a band is the 95 % interval of their mean
+    at each step, over the steps that all of them have; one seed is a thin line. A non-finite value leaves a gap.
+    Raises BadInput if no run has the metric, or if a setting holds the same seed twice.
     """
     require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, not {smooth}")
     rows = table.loc[table["metric"] == metric]
@@ -57,26 +60,38 @@ def curve(ax: Axes, table: pd.DataFrame, metric: str, smooth: int = 1) -> list[L
     others = list(dict.fromkeys(setting[2:] for setting, _ in settings))
     lines = []
     for setting, group in settings:
-        seeds = _moving_average(_by_seed(group), smooth)
-        mean = seeds.mean(axis=1, skipna=False)
-        several = seeds.shape[1] > 1
-        (line,) = ax.plot(
-            mean.index, mean, label=_setting_label(setting, others), color=colour(setting[0]),
-            linestyle=line_style(setting[1]), linewidth=1.2 if several else 0.8,
-        )  # fmt: skip
-        if len(others) > 1 or len(mean) <= 3:
+        seeds = moving_average(_by_seed(group), smooth)
+        line = mean_and_band(ax, seeds, colour(setting[0]), _setting_label(setting, others), line_style(setting[1]))
+        steps = len(seeds)
+        if len(others) > 1 or steps <= 3:
             line.set_marker(MARKERS[others.index(setting[2:]) % len(MARKERS)])
             line.set_markersize(3)
-            every = max(1, len(mean) // 8)
+            every = max(1, steps // 8)
             line.set_markevery((len(lines) * every // len(settings), every))  # side by side, not on top of each other
-        if several:
-            ax.fill_between(
-                mean.index, seeds.min(axis=1, skipna=False), seeds.max(axis=1, skipna=False), color=colour(setting[0]),
-                alpha=0.15, linewidth=0, label=f"_range of {seeds.shape[1]} seeds",
-            )  # fmt: skip
         lines.append(line)
     label_axes(ax, metric)
     return lines
+
+
+def mean_and_band(ax: Axes, seeds: pd.DataFrame, shade: str, label: str, dashes: str = "solid") -> Line2D:
+    """Draw the mean of `seeds` (steps, seeds) by step and, for several, the 95 % interval of it; return the line.
+
+    The vertical axis is fitted to the seeds: an interval of two, which is wide, does not flatten the curves.
+    """
+    mean = seeds.mean(axis=1, skipna=False)
+    several = seeds.shape[1] > 1
+    width = 1.2 if several else 0.8
+    (line,) = ax.plot(mean.index, mean, label=label, color=shade, linestyle=dashes, linewidth=width)
+    if several:
+        halves = np.array([interval(values).half for values in seeds.to_numpy()])
+        band = FillBetweenPolyCollection(
+            "x", mean.index.to_numpy(), (mean - halves).to_numpy(), (mean + halves).to_numpy(), color=shade, alpha=0.15,
+            linewidth=0, label=f"_95% interval of {seeds.shape[1]} seeds",
+        )  # fmt: skip
+        ax.add_collection(band, autolim=False)
+        ax.update_datalim([(mean.index[0], value) for value in (seeds.min().min(), seeds.max().max())])
+        ax.autoscale_view()
+    return line
 
 
 def comparison(table: pd.DataFrame, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
@@ -85,15 +100,34 @@ def comparison(table: pd.DataFrame, metrics: Sequence[str], smooth: int = 1, sha
         figure, axes = panels(1, len(metrics), 2.1, sharey=share_y)
         for ax, metric in zip(axes[0], metrics, strict=True):
             curve(ax, table, metric, smooth)
-            ax.set_title(TITLES.get(metric, ""))
+            ax.set_title(TITLES.get(metric, "") if len(metrics) > 1 else "")
             if share_y:
                 ax.label_outer()
-        drawn = table.loc[table["metric"].isin(metrics)]
-        counts = drawn.groupby(list(SETTING), observed=True)["seed"].nunique().tolist()
-        fewest, most = min(counts), max(counts)
-        seeds = f"mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds" if most > 1 else ""
-        legend_above(figure, axes[0], [seeds, _smoothing(smooth)])
+        legend_above(figure, axes[0], [_seeds(table, metrics), _smoothing(smooth)])
     return figure
+
+
+def by_format(table: pd.DataFrame, metrics: Sequence[str], smooth: int) -> Figure:
+    """A row of panels per metric and a column per format; entropy is never smoothed (see `entropy_figure`)."""
+    formats = [name for name in FORMAT_COLOURS if name in set(table["quant"])]
+    with paper_style():
+        figure, axes = panels(len(metrics), len(formats), 1.6 * len(metrics), sharex=True, sharey="row")
+        for (row, metric), (column, quant) in product(enumerate(metrics), enumerate(formats)):
+            ax = axes[row, column]
+            curve(ax, table.loc[table["quant"] == quant], metric, 1 if metric == "entropy" else smooth)
+            ax.set_title(quant.upper() if row == 0 else "")
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+            ax.label_outer()
+        legend_above(figure, axes[0], [_seeds(table, metrics), f"reward {_smoothing(smooth)}"])
+    return figure
+
+
+def _seeds(table: pd.DataFrame, metrics: Sequence[str]) -> str:
+    """What the bands are; empty if each setting has one seed."""
+    drawn = table.loc[table["metric"].isin(metrics)]
+    counts = drawn.groupby(list(SETTING), observed=True)["seed"].nunique().tolist()
+    fewest, most = min(counts), max(counts)
+    return f"mean and 95% interval of {most if fewest == most else f'{fewest} to {most}'} seeds" if most > 1 else ""
 
 
 def _settings(rows: pd.DataFrame) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
@@ -210,7 +244,7 @@ def _trace(ax: Axes, run: Run, metric: str, window: int, **line: Any) -> None:
     shade = colour(run.option("quant.name"))
     if window > 1:
         ax.plot(values.index, values, color=shade, linewidth=0.5, alpha=0.35, label="_each step")
-    mean = _moving_average(values, window)
+    mean = moving_average(values, window)
     width = 1.4 if window > 1 else 1.0
     ax.plot(mean.index, mean, color=shade, linewidth=width, marker="o" if len(mean) <= 3 else "", **line)
 
@@ -256,7 +290,7 @@ def _step_range(ax: Axes, run: Run) -> None:
     ax.set_xlim(-0.04 * last, 1.04 * last)
 
 
-def _moving_average(values: Any, window: int) -> Any:
+def moving_average(values: Any, window: int) -> Any:
     """The mean of the `window` rows around each row, fewer at the ends; NaN stays NaN."""
     return values.rolling(window, min_periods=1, center=True).mean().where(values.notna())
 

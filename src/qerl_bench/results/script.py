@@ -1,14 +1,19 @@
-"""What the scripts in analysis/ share: their command line, and how they say what is wrong."""
+"""What the scripts in analysis/ share: their command line, the choice of runs, and how they say what is wrong."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from qerl_bench.errors import BadInput
+from qerl_bench.results.load import Run, load_runs
+from qerl_bench.results.select import varying
+from qerl_bench.results.style import save
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
@@ -18,6 +23,32 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
     return parser
+
+
+def draw_figure(
+    arguments: list[str] | None,
+    description: str | None,
+    name: str,
+    factors: Sequence[str],
+    draw: Callable[[list[Run]], Figure],
+    unfinished: bool = False,
+) -> None:
+    """Read the runs, choose those that differ in `factors` alone, draw them and write NAME.pdf and NAME.png.
+
+    Runs that are not finished are left out, unless `unfinished`. Says on stderr which runs it did not draw, and why.
+    """
+    options = parser_for(description).parse_args(arguments)
+    runs = load_runs(options.runs, options.mixed_code)
+    for run in runs:
+        if not run.finished:
+            ends = "its setting ends at the step that it has reached" if unfinished else "it is left out"
+            print(f"{run.name} is not finished: {ends}", file=sys.stderr)
+    whole = [run for run in runs if run.finished or unfinished]
+    chosen = varying(whole, *factors)
+    if len(chosen) < len(whole):
+        what = f"{len(chosen)} of {len(whole)} runs, the largest set that differs in {', '.join(factors)} alone"
+        print(f"drawn: {what}", file=sys.stderr)
+    print(*save(draw(chosen), options.out / name), sep="\n")
 
 
 def guarded(main: Callable[[], None]) -> None:

@@ -35,7 +35,11 @@ class Wandb:
 
 
 class WandbSink:
-    """A mirror that is switched off, with a warning, at its first failure."""
+    """A mirror that is switched off, with a warning, at its first failure.
+
+    Our step is W&B's own. After a kill W&B may hold steps that are repeated now, or lack steps that are not: what the
+    local record holds is sent again, and of that the steps that W&B has are left out.
+    """
 
     def __init__(self, spec: Wandb, run: RunDir, config: dict[str, Any]) -> None:
         import wandb
@@ -56,13 +60,18 @@ class WandbSink:
             raise BadInput(
                 f"logger=wandb cannot start: {error}. Log in with `wandb login`, or use logger.mode=offline"
             ) from error
-        self.mirror.define_metric("*", step_metric="step")
+        for record in run.metrics():
+            metrics = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
+            self.log(record["kind"], record["step"], metrics)
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self.mirror is None:
             return
         try:
-            self.mirror.log({"step": step, **metrics})
+            if step >= self.mirror.starting_step:
+                self.mirror.log(metrics, step=step)
+            if kind == "eval":  # the last step may have been closed by a kill during its evaluation
+                self.mirror.summary.update(metrics)
         except Exception as error:  # a mirror may break in any way; the run and its local record go on
             log.warning("logger=wandb failed at step %d and is off from here on: %s", step, error)
             self.mirror = None

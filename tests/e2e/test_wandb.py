@@ -1,0 +1,154 @@
+"""logger=wandb with the real package, offline: what its file holds, before and after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from qerl_bench.rundir import as_dict
+from qerl_bench.sink.wandb import Wandb, WandbSink
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = 32 * 1024  # a .wandb file is a LevelDB log: blocks of records with a header of 7 bytes each
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The messages of a .wandb file, whose last one may be cut off."""
+    wandb_internal_pb2 = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    data, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left = BLOCK - position % BLOCK
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if kind == 0:  # never written: the file was laid out ahead
+            return
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+
+
+def values(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def mirrored(path: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """History by step, config and summary of a .wandb file. Fails if a step is there twice."""
+    history: dict[int, dict[str, Any]] = {}
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            row = values(record.history.item)
+            step = row["_step"]
+            assert step not in history, f"step {step} is there twice"
+            history[step] = {key: value for key, value in row.items() if not key.startswith("_")}
+        elif record.WhichOneof("record_type") == "run":
+            config |= values(record.run.config.update)
+        elif record.WhichOneof("record_type") == "summary":
+            summary |= values(record.summary.update)
+    return history, config, summary
+
+
+def local(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """metrics.jsonl by step, training and evaluation of a step together."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        step = record.pop("step")
+        found.setdefault(step, {}).update({k: v for k, v in record.items() if k not in ("kind", "time")})
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) -> None:
+    words = ["experiment=smoke", "steps=14", "save_every=4", "name=x", f"root={tmp_path}"]
+    command = [sys.executable, str(ROOT / "src" / "run.py"), *words, "logger=wandb", "logger.mode=offline"]
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("WANDB_")},
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        "WANDB_SILENT": "true",
+    }
+    run_dir = tmp_path / "runs" / "x"
+    metrics = run_dir / "metrics.jsonl"
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 100
+    while time.time() < deadline and not (metrics.exists() and '"step": 6' in metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(1.1)  # W&B names its folders by the second
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "continuing after step" in done.stdout + done.stderr
+
+    first, second = sorted((run_dir / "wandb").glob("offline-run-*-x/run-x.wandb"))
+    killed, _, _ = mirrored(first)
+    history, config, summary = mirrored(second)
+    expected = local(run_dir)
+    assert history == expected and list(history) == list(range(15))
+    assert len(killed) < 15  # W&B writes late: it may have lost steps that the local record has
+    written = as_dict(OmegaConf.load(run_dir / "config.yaml"))
+    assert {key: value for key, value in config.items() if key != "_wandb"} == written
+    final = {key: value for step in sorted(expected) for key, value in expected[step].items()}
+    assert {key: summary[key] for key in final} == final
+
+
+class Online:
+    """A run that W&B holds up to some step."""
+
+    def __init__(self, starting_step: int) -> None:
+        self.starting_step = starting_step
+        self.steps: list[int] = []
+        self.summary: dict[str, float] = {}
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.steps.append(step)
+
+
+def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: int) -> tuple[WandbSink, Online]:
+    online = Online(starting_step)
+    errors = SimpleNamespace(Error=ConnectionError)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: online, errors=errors))
+    monkeypatch.setitem(sys.modules, "wandb.errors", errors)
+    lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
+    lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
+    run = SimpleNamespace(path=Path("x"), metrics=lambda: lines)
+    spec = Wandb(name="wandb", project="p", entity=None, mode="online")
+    return WandbSink(spec, run, {}), online  # type: ignore[arg-type]
+
+
+def test_steps_that_the_server_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, online = resumed(monkeypatch, starting_step=7, local_steps=4)  # it saw 0 to 6, the checkpoint is of step 4
+    for step in (5, 6, 7, 8):
+        sink.log("train", step, {"loss": 1.0})
+    assert online.steps == [7, 8]
+
+
+def test_steps_that_the_server_lacks_are_sent_from_the_local_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, online = resumed(monkeypatch, starting_step=2, local_steps=4)  # it saw 0 and 1 only
+    sink.log("train", 5, {"loss": 1.0})
+    assert online.steps == [2, 3, 4, 5]
+
+
+def test_an_evaluation_reaches_the_summary_of_a_step_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, online = resumed(monkeypatch, starting_step=5, local_steps=4)
+    sink.log("eval", 4, {"eval/a": 0.75})
+    assert online.steps == [] and online.summary == {"eval/a": 0.75}
