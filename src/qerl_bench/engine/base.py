@@ -19,8 +19,8 @@ class Sampling:
     nothing else that happens to be in the batch. Temperature 0 means greedy decoding.
 
     `top_p` keeps the fewest likeliest tokens whose probabilities add up to at least that much, and those exactly as
-    likely as the last of them; 1 keeps all. It changes what is drawn, not what is reported: log-probabilities and
-    entropies are those of all tokens, so that they can be compared with the trainer's."""
+    likely as the last of them; 1 keeps all. It changes what is drawn, not what engine=hf reports: log-probabilities
+    and entropies are those of all tokens, so that they can be compared with the trainer's."""
 
     samples: int
     temperature: float

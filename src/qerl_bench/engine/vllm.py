@@ -219,6 +219,7 @@ class VllmEngine:
         return SamplingParams(
             n=sampling.samples,
             temperature=sampling.temperature,
+            top_p=sampling.top_p,  # below 1, the log-probabilities too are of the tokens that it keeps
             max_tokens=sampling.max_tokens,
             seed=derive(sampling.seed, prompt.id) >> 1,  # room to count up
             stop_token_ids=sorted(self.policy.stop_ids),

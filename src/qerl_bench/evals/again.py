@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -87,6 +88,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     """
     trained, asked = build(stored), build(cfg)
     asked.eval.check(asked.task)
+    asked.engine.check()
     require(asked.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself, whose record is not to be touched")
     checkpoint = last_checkpoint(run_dir)
@@ -107,20 +109,21 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     require(reason is None, f"quant={trained.quant.name} cannot run here: {reason}")
     if device == "cpu":
         torch.use_deterministic_algorithms(True)
-    with RunDir(out, cfg) as record:
+    with ExitStack() as stack:
+        record = stack.enter_context(RunDir(out, cfg))
         if record.finished:
             log.info("evaluated before (delete the folder to do it again)")
             return
         record.write_environment(device)
         policy = Policy.build(trained, base_checkpoint(trained.model, trained.task, trained.root), device)
         engine = asked.engine.build(policy)
+        stack.callback(engine.close)
         for step in (0, step_of(checkpoint)):
             if step > 0:
                 policy.load(checkpoint)
             found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
             scores = record_evaluation(record, asked.task.name, step, found)
             log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
-        engine.close()
         write_atomically(out / "done.json", json.dumps({"run": str(run_dir.resolve())}, indent=1))
 
 

@@ -77,8 +77,10 @@ class TaskEvaluation:
             judged = judge(task, rollouts, mode)
             scores += scored(judged, mode, samples, k)
             rows += judged
-            if mode == "sampled":  # greedy tokens are near certain with and without the adapter
-                probe = adapter_probe(policy, rollouts, temperature)
+            # Greedy tokens are near certain with and without the adapter, so sampled ones show it better; but with
+            # top-p an engine may report log-probabilities of the tokens kept.
+            if top_p == 1:
+                probe = adapter_probe(policy, rollouts, temperature or 1.0)
         settings = {
             "samples": self.samples,
             "k": k,
