@@ -174,7 +174,7 @@ def _launch(
         box, weight.words, weight.scales.view(words_of_scales), _nf4_table(x.device), row_scale, bias, xa, b, y,
         partial, counters, factor, scaling, m, n, columns, tiles, rank, y.stride(0),
         FORMAT=weight.format, BM=config.rows, BN=config.tokens, RING=config.ring, XBUF=config.buffers,
-        SEPARATE=separate, EVEN=columns % config.ring == 0, W=config.warps,
+        OVERLAP=config.overlap, SEPARATE=separate, EVEN=columns % config.ring == 0, W=config.warps,
         num_warps=config.warps, **shared, **limit,
     )  # fmt: skip
     if separate and config.split > 1:

@@ -30,6 +30,7 @@ class Config:
     buffers: int  # of activations, for `ring` columns each
     separate: bool = False  # partial sums are added by a kernel of their own, not by the last program to arrive
     registers: int | None = None  # a limit, where the compiler's own choice lets too few programs run side by side
+    overlap: bool = False  # the tensor core may run on into the next round: faster, but more registers
 
     @property
     def shared(self) -> int:
