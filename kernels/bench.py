@@ -20,6 +20,7 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,8 +104,7 @@ def torch_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
 
 
 def bitsandbytes_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
-    import bitsandbytes
-
+    bitsandbytes: Any = import_module("bitsandbytes")
     packed, state = bitsandbytes.functional.quantize_4bit(
         torch.randn(shape, dtype=torch.bfloat16, device="cuda"), quant_type="nf4", compress_statistics=False
     )
@@ -115,10 +115,9 @@ def bitsandbytes_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call
 
 def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
     """vLLM's NVFP4 kernel for GPUs without FP4, on random bits that it laid out itself."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
-
+    marlin_utils_fp4 = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
     n, k = shape
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.params_dtype, layer.output_size_per_partition, layer.input_size_per_partition = torch.bfloat16, n, k
     packed = {
         "weight": torch.empty((n, k // 2), dtype=torch.uint8, device="cuda:0").random_(),
@@ -136,13 +135,12 @@ def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
 
 
 def gemlite_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
-    from gemlite.helper import A16W4_MXFP
-
+    packer = import_module("gemlite.helper").A16W4_MXFP
     linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device="cuda")
-    first = A16W4_MXFP(device="cuda", dtype=torch.bfloat16).from_linear(linear)
+    first = packer(device="cuda", dtype=torch.bfloat16).from_linear(linear)
     layers = [first]
     for _ in range(copies("mxfp4", shape) - 1):
-        layers.append(A16W4_MXFP(device="cuda", dtype=torch.bfloat16).from_linear(linear))
+        layers.append(packer(device="cuda", dtype=torch.bfloat16).from_linear(linear))
     for layer in layers:
         yield lambda layer=layer: layer(x)
 

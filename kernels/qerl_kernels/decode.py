@@ -11,6 +11,7 @@ depends on the number of tokens, so a row's last bits may differ between batch s
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -168,16 +169,18 @@ def _launch(
     )
     words_of_scales = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}[weight.format]
     limit = {} if config.registers is None else {"maxnreg": config.registers}
-    jit_decode.decode[(blocks, config.split)](
+    multiply: Any = jit_decode.decode[(blocks, config.split)]
+    multiply(
         box, weight.words, weight.scales.view(words_of_scales), _nf4_table(x.device), row_scale, bias, xa, b, y,
         partial, counters, factor, scaling, m, n, columns, tiles, rank, y.stride(0),
         FORMAT=weight.format, BM=config.rows, BN=config.tokens, RING=config.ring, XBUF=config.buffers,
-        SEPARATE=separate, EVEN=columns % config.ring == 0, W=config.warps,
+        OVERLAP=config.overlap, SEPARATE=separate, EVEN=columns % config.ring == 0, W=config.warps,
         num_warps=config.warps, **shared, **limit,
     )  # fmt: skip
     if separate and config.split > 1:
         part = min(_PART, config.tokens)
-        jit_decode.add_partials[(blocks, config.rows // 64, config.tokens // part)](
+        add: Any = jit_decode.add_partials[(blocks, config.rows // 64, config.tokens // part)]
+        add(
             row_scale, bias, xa, b, y, partial, factor, scaling, m, n, rank, y.stride(0),
             BM=config.rows, BN=config.tokens, PART=part, num_warps=4, **shared,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 BUCKETS = (8, 16, 32, 64, 128, 256)  # tokens, rounded up
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
@@ -29,6 +30,7 @@ class Config:
     buffers: int  # of activations, for `ring` columns each
     separate: bool = False  # partial sums are added by a kernel of their own, not by the last program to arrive
     registers: int | None = None  # a limit, where the compiler's own choice lets too few programs run side by side
+    overlap: bool = False  # the tensor core may run on into the next round: faster, but more registers
 
     @property
     def shared(self) -> int:
@@ -43,7 +45,7 @@ def bucket(tokens: int) -> int:
 def choose(gpu: str, shape: tuple[int, int], tokens: int) -> Config:
     """The measured configuration for W (N, K) and up to 256 tokens; `by_rule` where nothing was measured."""
     found = table(gpu).get(f"{shape[0]}x{shape[1]}", {}).get(str(bucket(tokens)))
-    return by_rule(shape, tokens) if found is None else Config(**found)
+    return by_rule(shape, tokens) if found is None else found
 
 
 def by_rule(shape: tuple[int, int], tokens: int) -> Config:
@@ -91,13 +93,13 @@ def cache_file(gpu: str) -> Path:
 
 
 @cache
-def table(gpu: str) -> dict[str, dict[str, dict[str, int | bool | None]]]:
+def table(gpu: str) -> dict[str, dict[str, Config]]:
     """Configurations by shape ("NxK") and bucket, the user's own before those that are shipped."""
-    found = {}
+    found: dict[str, dict[str, Config]] = {}
     for path in (Path(__file__).with_name(_SHIPPED[gpu]) if gpu in _SHIPPED else None, cache_file(gpu)):
         if path is not None and path.is_file():
             for shape, entries in json.loads(path.read_text()).items():
-                found.setdefault(shape, {}).update(entries)
+                found.setdefault(shape, {}).update({size: Config(**entry) for size, entry in entries.items()})
     return found
 
 
@@ -112,5 +114,5 @@ def write_table(path: Path, best: dict[tuple[int, int], dict[int, Config]]) -> N
     table.cache_clear()
 
 
-def _rows(configs: dict[str, dict[str, int | bool | None]]) -> str:
+def _rows(configs: dict[str, dict[str, Any]]) -> str:
     return ",\n".join(f'    "{size}": {json.dumps(config)}' for size, config in configs.items())

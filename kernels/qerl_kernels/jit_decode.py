@@ -8,6 +8,10 @@ or a kernel of its own, adds them in the order of K, so results do not depend on
 runs without a GPU is the layout's reference and the compile gate.
 """
 
+# Annotations name Triton's constexpr where calls pass plain numbers, as its compiler wants them.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -305,6 +309,7 @@ def decode(
     SPLIT: gl.constexpr,
     RING: gl.constexpr,
     XBUF: gl.constexpr,
+    OVERLAP: gl.constexpr,  # the tensor core may run on into the next round
     SEPARATE: gl.constexpr,  # `add_partials` follows
     RANK: gl.constexpr,  # of the adapter, rounded up to a power of two from 16 on; 0 without one
     HAS_ROW_SCALE: gl.constexpr,
@@ -370,6 +375,7 @@ def decode(
 
     acc = gl.zeros([BM, BN], gl.float32, layout=ACC)
     buf = 0
+    free = 0
     phase = 0
     for r in range(first, last):
         mbarrier.wait(bars.index(buf), phase)
@@ -383,14 +389,23 @@ def decode(
             next_words, next_s0, next_s1 = next_words + (w,), next_s0 + (z0,), next_s1 + (z1,)  # noqa: RUF005
             acc = warpgroup_mma(a, xs.index(buf).slice(i * 64, 64, dim=1).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
+            if OVERLAP and i == 0:  # all warps have done the round before: its buffer is free
+                _barrier()
+                on = (r > first) & (r - 1 + XBUF < last)
+                _load_activations(x_box, xs, bars, m0, r - 1 + XBUF, free, on, BN, RING)
         words, s0, s1 = next_words, next_s0, next_s1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()
-        _load_activations(x_box, xs, bars, m0, r + XBUF, buf, r + XBUF < last, BN, RING)
+        if not OVERLAP:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            _barrier()
+            _load_activations(x_box, xs, bars, m0, r + XBUF, buf, r + XBUF < last, BN, RING)
+        free = buf
         buf += 1
         if buf == XBUF:
             buf = 0
             phase ^= 1
+    if OVERLAP:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        _barrier()
 
     n0 = row_block * BM
     if SPLIT == 1:
