@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_bench.engine import vllm_install, vllm_process
+from qerl_bench.engine import vllm_base, vllm_install, vllm_process
 from qerl_bench.engine.vllm_base import SCALE, Base, packed_layers
 from qerl_bench.engine.vllm_install import require_device, require_supported
 from qerl_bench.errors import BadInput
@@ -128,6 +129,16 @@ def test_layers_that_vllm_joins_must_share_their_scale(make_policy: Callable[...
     packed_layers(policy.model)["model.layers.1.mlp.up_proj.base_layer"].packed()[SCALE].mul_(2)
     with pytest.raises(BadInput, match=r"layers\.1\.mlp.*different tensor scales"):
         base.write(tmp_path)
+
+
+def test_a_base_that_does_not_fit_is_refused(
+    make_policy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Base.of(make_policy(quant="bf16").model, dequantize=False, device="cpu")
+    monkeypatch.setattr(vllm_base.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(BadInput, match="TMPDIR"):
+        base.write(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

