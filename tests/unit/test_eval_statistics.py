@@ -46,16 +46,33 @@ def test_one_sample_cannot_tell_the_parts_apart_and_noise_alone_has_no_part_of_q
 
 
 def test_a_paired_difference() -> None:
-    """Gains 1, 0, 0, 1/2: mean 3/8, variance 11/48. Within: before 0, 0, 0, 1/2; after 0, 1/2, 0, 0; over 2 samples."""
-    before, after = [[0, 0], [1, 1], [0, 0], [1, 0]], [[1, 1], [1, 1], [0, 0], [1, 1]]
-    before[1], after[1] = [1, 0], [0, 1]
+    """Gains 1, 0, 0, 1/2. Differences of samples: 1 1, -1 1, 0 0, 0 1 with variances 0, 2, 0, 1/2, each over 2."""
+    before, after = [[0, 0], [1, 0], [0, 0], [1, 0]], [[1, 1], [0, 1], [0, 0], [1, 1]]
     found = paired_difference(before, after)
     assert found.value == pytest.approx(3 / 8)
     assert found.stderr**2 == pytest.approx(stdev([1, 0, 0, 0.5]) ** 2 / 4)
     assert found.stderr_sampling is not None
-    assert found.stderr_sampling**2 == pytest.approx((0 + (0.5 + 0.5) / 2 + 0 + 0.5 / 2) / 4 / 4)
+    assert found.stderr_sampling**2 == pytest.approx((0 + 2 + 0 + 0.5) / 2 / 4 / 4)
     same = [[1.0], [0.0], [1.0], [0.0]]
     assert paired_difference(same, same).stderr == 0  # however far apart the questions are
+
+
+def test_unequal_numbers_of_samples_are_taken_as_independent() -> None:
+    """Gains 1/2 and 1/4. Within: before 1/2 and 1/2 over 2 samples, after 0 and 1/4 over 4 (1 of 4 wrong)."""
+    found = paired_difference([[1, 0], [0, 1]], [[1, 1, 1, 1], [1, 1, 0, 1]])
+    assert found.value == pytest.approx(3 / 8)
+    assert found.stderr == pytest.approx(stdev([0.5, 0.25]) / 2**0.5)
+    assert found.stderr_sampling == pytest.approx(((0.5 / 2 + 0) + (0.5 / 2 + 0.25 / 4)) ** 0.5 / 2)
+
+
+def test_common_random_numbers_leave_less_to_chance() -> None:
+    """Both policies draw with the same numbers, one a little better: the answers differ only where it matters."""
+    generator = np.random.default_rng(3)
+    hard, numbers = beta(generator, (QUESTIONS, 1)), generator.random((REPEATS, QUESTIONS, SAMPLES))
+    first, second = (numbers < hard).astype(float), (numbers < np.clip(hard + 0.1, 0, 1)).astype(float)
+    found = [paired_difference(*pair).stderr_sampling or 0 for pair in zip(first[:300], second[:300], strict=True)]
+    spread = (second - first).mean((1, 2)).std()
+    assert math.sqrt(mean(error**2 for error in found)) == pytest.approx(spread, rel=0.05)
 
 
 @pytest.mark.parametrize("row", list(itertools.product([0, 1], repeat=5)))

@@ -54,16 +54,21 @@ def over_samples(samples: Samples, sampling_variances: Sequence[float] | None = 
 
 
 def paired_difference(first: Samples, second: Samples) -> Estimate:
-    """Mean of second - first over the same questions in the same order; the samples of the two are independent.
+    """Mean of second - first over the same questions in the same order.
 
-    What both find hard or easy cancels, so that the error is usually far below that of two separate accuracies.
+    What both find hard or easy cancels, so that the error is usually far below that of two separate accuracies. Sample
+    i of the one may have been drawn with the random numbers of sample i of the other, as the evaluations of one run
+    are: the sampling part is that of their differences. Only for unequal numbers of samples are both taken as
+    independent, and their variances add.
     """
     assert len(first) == len(second), (len(first), len(second))
-    gains = [[mean(list(after)) - mean(list(before))] for before, after in zip(first, second, strict=True)]
+    pairs = list(zip(first, second, strict=True))
+    if all(len(before) == len(after) for before, after in pairs):
+        return over_samples([[y - x for x, y in zip(before, after, strict=True)] for before, after in pairs])
+    gains = [[mean(list(after)) - mean(list(before))] for before, after in pairs]
     if min(len(row) for row in (*first, *second)) < 2:
         return over_samples(gains)
-    parts = [sum(sample_std(list(row)) ** 2 / len(row) for row in pair) for pair in zip(first, second, strict=True)]
-    return over_samples(gains, parts)
+    return over_samples(gains, [sum(sample_std(list(row)) ** 2 / len(row) for row in pair) for pair in pairs])
 
 
 def pass_at_k(samples: Samples, k: int) -> Estimate:
