@@ -21,11 +21,11 @@ from qerl_bench.engine.hf import HfEngine
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
 from qerl_bench.experiment import sampled_batch, train_step
-from qerl_bench.head import entropy_of
 from qerl_bench.policy import Policy
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
 from qerl_bench.update import make_optimizer
+from qerl_kernels.loss_head import entropy_of
 
 PARTS = {"reward/correct", "reward/format"}  # reward/<part>, as task=arithmetic names its parts
 
