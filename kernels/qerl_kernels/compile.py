@@ -44,8 +44,12 @@ class Compiled:
     def spills(self) -> bool:
         return self.stack > 0 or self.local > 0 or self.count(r"\b(LDL|STL)\b") > 0
 
-    def loop(self) -> list[str]:
-        """The instructions of the longest backward branch: the body of the main loop. Empty where there is none."""
+    def loop(self, around: str = "") -> list[str]:
+        """The instructions of the longest backward branch: the body of the main loop. Empty where there is none.
+
+        With `around`, a regular expression, the shortest body with an instruction that it matches: a compiler that
+        moves unlikely code to the end makes longer ones that are no loops.
+        """
         lines = [(int(at, 16), text) for at, text in _ADDRESSED.findall(self.sass)]
         places = {at: i for i, (at, _) in enumerate(lines)}
         bodies = [
@@ -53,6 +57,9 @@ class Compiled:
             for i, (at, text) in enumerate(lines)
             if (target := _BRANCH.search(text)) is not None and int(target[1], 16) < at and int(target[1], 16) in places
         ]
+        if around:
+            inner = [body for body in bodies if any(re.search(around, text) for _, text in body)]
+            return [text.strip() for _, text in min(inner, key=len, default=[])]
         return [text.strip() for _, text in max(bodies, key=len, default=[])]
 
 

@@ -53,8 +53,9 @@ def decode_gemm(
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
     `scale` is the tensor scale, one number or FP32 (N,) for matrices that were joined; `bias` is (N,), bfloat16 or
-    FP32. `config` overrides the measured table. Raises ValueError for a device, shape, dtype or stride it cannot take.
-    Inside a CUDA graph, call it once before the capture.
+    FP32. `config` overrides the measured table. Rows of x need not follow one another, the other tensors are
+    contiguous. Raises ValueError for a device, shape, dtype or stride it cannot take. Inside a CUDA graph, call it once
+    before the capture.
     """
     _check(x, weight, scale, bias, lora)
     y = x.new_empty((len(x), weight.shape[0]))
@@ -101,9 +102,11 @@ def _check(
     tiles = (-(-n // ROWS), -(-k // INPUTS))
     if (reason := _unsupported(weight.words.device)) is not None:
         raise ValueError(reason)
-    _require("x", x, weight, (len(x) if x.ndim == 2 else -1, k), (torch.bfloat16,))
-    if not 0 < len(x) <= MOST_TOKENS or x.data_ptr() % 16:
-        raise ValueError(f"x must have 1 to {MOST_TOKENS} rows and start at a multiple of 16 bytes, got {len(x)} rows")
+    if x.ndim != 2 or not 0 < len(x) <= MOST_TOKENS:
+        raise ValueError(f"x must have the shape (1 to {MOST_TOKENS}, {k}), got {tuple(x.shape)}")
+    _require("x", x[:1], weight, (1, k), (torch.bfloat16,))
+    if x.data_ptr() % 16 or x.stride(0) % 8:
+        raise ValueError(f"rows of x must start at multiples of 16 bytes, got strides {x.stride()}; copy it")
     _require("words", weight.words, weight, (*tiles, 32, 4), (torch.int32,))
     scales = torch.float32 if weight.format == "nf4" else torch.uint8
     _require("scales", weight.scales, weight, (*tiles, 8, 2, INPUTS // BLOCK[weight.format]), (scales,))

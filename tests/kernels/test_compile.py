@@ -92,3 +92,35 @@ def test_a_kernel_that_spills_is_found() -> None:
     assert compiled(jit_head.gradients, signature, constants, 90, num_warps=1).spills
     with pytest.raises(ValueError, match="BLOCK"):
         compiled(jit_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
+
+
+@pytest.mark.parametrize(
+    ("format_name", "tokens", "rank", "bound"),
+    [("nvfp4", 16, 0, 3.9), ("nvfp4", 16, 32, 3.9), ("nvfp4", 128, 0, 4.5), ("mxfp4", 16, 0, 3.6), ("nf4", 16, 0, 4.9)],
+)
+def test_decode(format_name: str, tokens: int, rank: int, bound: float) -> None:
+    """The loop over K: wgmma, 16-byte loads, and fewer instructions a weight than memory leaves time for (4.4)."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from qerl_kernels import jit_decode
+
+    ring = 4 if tokens == 16 else 2
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    signature = {"x_box": f"tensordesc<bf16[{tokens}, {64 * ring}],{layout!r}>"}
+    signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr"), "*i32")
+    signature |= {"scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
+    signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
+    signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
+    signature |= dict.fromkeys(("factor", "scaling"), "fp32")
+    signature |= dict.fromkeys(("M", "N", "COLUMNS", "TILES", "rank", "stride_ym"), "i32")
+    constants: dict[str, Any] = {"FORMAT": format_name, "BM": 64, "BN": tokens, "RING": ring, "XBUF": 2, "W": 4}
+    constants |= {"SPLIT": 2, "RANK": rank, "OVERLAP": tokens > 16, "SEPARATE": False, "EVEN": True, "PDL": True}
+    constants |= {"HAS_ROW_SCALE": rank > 0, "HAS_BIAS": rank > 0}
+    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "stride_ym"))
+    built = compiled(jit_decode.decode, signature, constants, 90, num_warps=4, aligned=aligned)
+    assert built.shared <= SHARED_LIMIT
+    loop = built.loop("HGMMA")
+    assert not any(text.startswith(("LDL", "STL")) for text in loop)
+    assert sum("HGMMA" in text for text in loop) == 4 * ring
+    assert sum("LDG" in text and ".128" in text for text in loop) == ring
+    assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound

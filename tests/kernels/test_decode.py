@@ -128,7 +128,10 @@ def test_subnormal_scales_and_zero_blocks() -> None:
     n, k, m = 64, 512, 4
     weight, x = random_weight("nvfp4", n, k, "cuda", largest_scale=8), activations(m, k, "cuda")
     want, allowed = expected(x, weight)
-    assert bool(((decode.decode_gemm(x, weight).double() - want).abs() <= allowed).all())
+    y = decode.decode_gemm(x, weight)
+    assert bool(((y.double() - want).abs() <= allowed).all())
+    apart = torch.stack((x, x.flip(0)), dim=1)[:, 0]  # as the last of several positions
+    assert not apart.is_contiguous() and torch.equal(decode.decode_gemm(apart, weight), y)
     weight.words.zero_()
     assert torch.count_nonzero(decode.decode_gemm(x, weight)) == 0
 
@@ -176,10 +179,11 @@ def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not decode.supported(weight, 257, torch.bfloat16) and not decode.supported(weight, 4, torch.float16)
     long = torch.zeros(32, 129, dtype=torch.bfloat16)
     cases: list[tuple[str, tuple[Any, ...]]] = [
-        (r"x must be bfloat16 \(4, 64\)", (x.float(), weight)),
-        (r"x must be bfloat16 \(4, 64\)", (x[:, :32], weight)),
+        (r"x must be bfloat16 \(1, 64\)", (x.float(), weight)),
+        (r"x must be bfloat16 \(1, 64\)", (x[:, :32], weight)),
+        ("multiples of 16 bytes", (torch.empty(4, 70, dtype=torch.bfloat16)[:, :64], weight)),
         ("x must be contiguous", (torch.empty(64, 4, dtype=torch.bfloat16).t(), weight)),
-        ("1 to 256 rows", (x[:0], weight)),
+        ("1 to 256, 64", (x[:0], weight)),
         ("scale must be float32", (x, weight, torch.ones(31))),
         ("bias must be bfloat16 or float32", (x, weight, 1.0, torch.ones(32).half())),
         ("rank must be 1 to 128", (x, weight, 1.0, None, (long[:4], long, 1.0))),
