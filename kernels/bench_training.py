@@ -98,10 +98,9 @@ def dequantize_cases(formats: Sequence[str]) -> Iterator[Case]:
             weights = [repack(format_name, packed(format_name, shape), shape) for _ in range(copies(shape, 2.5))]
             count = shape[0] * shape[1]
             total = weights[0].nbytes + 2 * count
-            source = torch.empty(int(total // 2), dtype=torch.uint8, device="cuda")
-            target = torch.empty_like(source)
+            buffers = torch.randint(0, 255, (2 * len(weights), int(total // 2)), dtype=torch.uint8, device="cuda")
             run = [lambda weight=weight: dequantize(weight) for weight in weights]
-            copy = [lambda source=source, target=target: target.copy_(source)]
+            copy = [lambda a=a, b=b: b.copy_(a) for a, b in zip(buffers[::2], buffers[1::2], strict=True)]
             yield Case("dequantize", format_name, name, 0, run, "copy of as many bytes", copy, total, 0)
 
 
