@@ -15,12 +15,14 @@ import torch
 from peft.tuners import lora
 
 from qerl_bench.quant.linear import PackedLinear
+from qerl_kernels.decode import MOST_TOKENS, supported
 from qerl_kernels.training_linear import Adapter, packed_linear
 
 log = logging.getLogger(__name__)
 
 REFERENCE = "torch"
 DEQUANTIZE = "dequantize + cublas"
+DECODE = f"decode gemm up to {MOST_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 CUBLAS = "cublas"
 
 
@@ -96,4 +98,5 @@ def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
     except ValueError as error:  # scales that the layout leaves out, in a checkpoint made elsewhere
         log.warning("a layer keeps the reference: %s", error)
         return REFERENCE
-    return DEQUANTIZE
+    assert base.kernel_weight is not None
+    return DECODE if supported(base.kernel_weight, 1, compute) else DEQUANTIZE

@@ -16,6 +16,7 @@ from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import AdaptedLinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.records import Prompt
+from qerl_kernels import decode
 
 MakePolicy = Callable[..., Any]
 
@@ -146,3 +147,29 @@ def test_head_and_sampling_give_the_same_rollouts(
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert one.entropies == pytest.approx(other.entropies, abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [4, 9])
+def test_sampling_takes_the_decode_gemm(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """With its reference in place of the kernel: what is passed to it, adapter and bias included; not where a gradient
+    is needed, and an adapter too large for it is added afterwards."""
+    policy = make_policy("model.dtype=bfloat16", f"lora.rank={rank}", adapted=True)
+    ids = torch.randint(3, 200, (2, 7))
+    with torch.no_grad():
+        wanted = policy.model(ids).logits
+    monkeypatch.setattr(decode, "MOST_RANK", 8)
+    monkeypatch.setattr(decode, "supported", lambda weight, tokens, dtype: tokens <= 14)
+    monkeypatch.setattr(kernel_choice, "supported", decode.supported)
+    calls: list[int] = []
+
+    def decode_gemm(x: torch.Tensor, weight: Any, scale: Any, bias: Any, lora: Any = None) -> torch.Tensor:
+        assert x.is_contiguous() and (lora is None) == (rank == 9)
+        calls.append(len(x))
+        return decode.decode_reference(x, weight, scale, bias, lora)
+
+    monkeypatch.setattr(decode, "decode_gemm", decode_gemm)
+    assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.DECODE}
+    with torch.inference_mode():
+        found = policy.model(ids).logits
+    assert calls == [14] * 14
+    assert torch.allclose(found, wanted, rtol=0, atol=0.05)

@@ -1,8 +1,9 @@
 """Linear layers over packed weights: one resident copy that serves rollout and training, and never changes.
 
 The weight is rebuilt for each matmul and dropped again, in the forward and in the backward pass, so training keeps no
-16-bit copy of it. Merging an adapter into the packed weight is refused: rounding back to 4 bits would keep only a few
-per cent of the update. Left out: gradients for weight and bias, which are frozen.
+16-bit copy of it; with kernels, sampling does not even rebuild it. Merging an adapter into the packed weight is
+refused: rounding back to 4 bits would keep only a few per cent of the update. Left out: gradients for weight and bias,
+which are frozen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from qerl_bench.errors import BadInput
 from qerl_bench.quant.base import WeightFormat
-from qerl_kernels import layout
+from qerl_kernels import decode, layout
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.training_linear import Adapter, packed_linear
 
@@ -137,7 +138,28 @@ class PackedLinear(torch.nn.Linear):
         """x (..., K) to (..., N), with what `adapter` adds."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        laid = self.kernel_weight
+        if laid is not None and not torch.is_grad_enabled():
+            rows = input.reshape(-1, self.in_features).contiguous()
+            if decode.supported(laid, len(rows), input.dtype):
+                return self._decoded(laid, rows, adapter).view(*input.shape[:-1], self.out_features)
         return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter)
+
+    def _decoded(self, laid: layout.KernelWeight, rows: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+        """y (M, N) of a few rows, from the packed weight as it is."""
+        scale: float | torch.Tensor
+        if len(self.row_scales) == 1:
+            scale = self.output_scale
+        else:
+            scale = torch.empty(self.out_features, device=rows.device)
+            for these, value in self.row_scales:
+                scale[these] = value
+        if adapter is None:
+            return decode.decode_gemm(rows, laid, scale, self.bias)
+        down, b = rows @ adapter.a.to(rows.dtype).t(), adapter.b.to(rows.dtype)  # (M, r) and (N, r)
+        if b.shape[1] > decode.MOST_RANK:
+            return decode.decode_gemm(rows, laid, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
+        return decode.decode_gemm(rows, laid, scale, self.bias, (down, b, adapter.scaling))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.weight_format.name}"
