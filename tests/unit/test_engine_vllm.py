@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -142,6 +144,14 @@ def test_a_base_that_does_not_fit_is_refused(
 
 
 # --- around it -------------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_of_make_test_vllm_has_what_the_package_needs() -> None:
+    """It is installed without dependencies, so each must stand in its list."""
+    root = Path(__file__).parents[2]
+    needed = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    listed = {re.split("[=<>]", line)[0].lower() for line in (root / "requirements-vllm.txt").read_text().splitlines()}
+    assert {re.split("[=<>]", requirement)[0] for requirement in needed} <= listed
 
 
 def test_folders_of_dead_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
