@@ -118,7 +118,9 @@ def by_format(table: pd.DataFrame, metrics: Sequence[str], smooth: int) -> Figur
             ax.set_title(quant.upper() if row == 0 else "")
             ax.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
             ax.label_outer()
-        legend_above(figure, axes[0], [_seeds(table, metrics), f"reward {_smoothing(smooth)}"])
+        smoothed = [metric for metric in metrics if metric != "entropy"]
+        addition = " (entropy: none)" if len(smoothed) < len(metrics) else ""
+        legend_above(figure, axes[0], [_seeds(table, metrics), _smoothing(smooth, addition) if smoothed else ""])
     return figure
 
 
