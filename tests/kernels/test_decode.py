@@ -1,7 +1,7 @@
 """The decode GEMM against float64, and what can be known of it without a GPU.
 
-Gluon has no interpreter. On a machine without a Hopper GPU the kernel is covered by the layout's tests, which decode by
-the same masks, and by the compile gate.
+Gluon has no interpreter. On a machine without a Hopper GPU the kernel's decoding is run instruction by instruction, and
+the rest of it is covered by the compile gate only.
 """
 
 from __future__ import annotations
@@ -149,6 +149,70 @@ def test_runs_in_a_graph() -> None:
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, y)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of two pairs of bfloat16 numbers in words."""
+    halves = (torch.stack((x & 0xFFFF, x >> 16), dim=-1).int().to(torch.int16) for x in (a, b))
+    first, second = (half.view(torch.bfloat16) for half in halves)
+    low, high = ((first * second).view(torch.int16).long() & 0xFFFF).unbind(-1)
+    return low | (high << 16)
+
+
+def permuted(a: torch.Tensor, zero: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+    """Four bytes of `a`; selections from 4 on are of the other operand, which is 0."""
+    picked = [int(selector) >> (4 * i) & 0xF for i in range(4)]
+    assert int(zero) == 0
+    return sum(((a >> (8 * pick) & 0xFF) << (8 * i) for i, pick in enumerate(picked) if pick < 4), torch.tensor(0))
+
+
+def logic(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Bit by bit the entry 4 a + 2 b + c of `table`."""
+    entries = [i for i in range(8) if int(table) >> i & 1]
+    terms = (((a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)) for i in entries)
+    return sum(terms, torch.tensor(0))
+
+
+OPERATIONS: dict[str, Any] = {
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "mul.rn.bf16x2": product,
+    "prmt.b32": permuted,
+    "lop3.b32": logic,
+}
+
+
+def assembled(code: str, inputs: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All registers after PTX `code` ran on 32-bit operands, each element of them a lane of its own."""
+    values = {f"${number}": words.long() & 0xFFFFFFFF for number, words in inputs.items()}
+    for line in code.strip("{}\n ").splitlines():
+        name, _, rest = line.rstrip(";").partition(" ")
+        if name != ".reg":
+            target, *sources = rest.split(", ")
+            known = [values[source] if source in values else torch.tensor(int(source, 0)) for source in sources]
+            values[target] = OPERATIONS[name](*known) & 0xFFFFFFFF
+    return values
+
+
+@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4"])
+def test_assembly_decodes_the_layout(format_name: str) -> None:
+    """The PTX that the kernel inlines, run by hand: operand x 2^-exponent where the tensor core expects it."""
+    jit_decode = pytest.importorskip("qerl_kernels.jit_decode", exc_type=ImportError)
+    weight = random_weight(format_name, 16, 64, "cpu")
+    words, scale_type = weight.words.view(8, 4, 4), {"nvfp4": torch.int32, "mxfp4": torch.int16}[format_name]
+    scales = weight.scales.view(scale_type).view(8, 2).repeat_interleave(4, dim=0)  # of each lane's rows g and g + 8
+    inputs = {16 + j: words[:, :, j].flatten() for j in range(4)} | {20: scales[:, 0], 24: scales[:, 1]}
+    code = {"nvfp4": jit_decode.NVFP4, "mxfp4": jit_decode.MXFP4}[format_name].value
+    values = assembled(code, inputs)
+    found = torch.zeros(16, 64, dtype=torch.bfloat16)
+    for j in range(4):
+        for pair in range(4):
+            pairs = values[jit_decode._output(j, pair)].int().view(torch.bfloat16).view(8, 4, 2)
+            first = 16 * j + 8 * (pair >> 1)
+            found[8 * (pair & 1) :][:8, first : first + 8] = pairs.flatten(1)
+    assert torch.equal(found.float() * 2.0**weight.exponent, decode.operand(weight))
 
 
 @pytest.mark.parametrize("format_name", layout.BLOCK)
