@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.hf import HfEngine
 from qerl_bench.engine.vllm_process import PREFIX, SHARED_MEMORY, is_running
 
 ROOT = Path(__file__).parents[2]
@@ -69,13 +71,23 @@ def test_a_run_of_4_bit_weights_with_noise_records_what_sampled(tmp_path: Path, 
     assert trained[0]["sync/adapter_effect"] == 0 < trained[-1]["sync/adapter_effect_engine"]
 
 
-@pytest.mark.parametrize("end", ["killed", "interrupted"])
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Two cores, one for each of two workers: vLLM on a CPU wants to be told."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    return cores
+
+
+@pytest.mark.parametrize(("end", "workers"), [("killed", 1), ("killed", 2), ("interrupted", 1)])
 def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
-    tmp_path: Path, overrides: tuple[str, ...], end: str
+    tmp_path: Path, overrides: tuple[str, ...], request: pytest.FixtureRequest, end: str, workers: int
 ) -> None:
-    run, below = _sampling_run(tmp_path, overrides)
+    if workers > 1 and len(request.getfixturevalue("cores")) < workers:
+        pytest.skip("needs a core for each worker")
+    run, below = _sampling_run(tmp_path, (*overrides, f"engine.tensor_parallel={workers}"))
     try:
-        assert len(below) >= 1
+        assert len(below) >= 1 + (workers if workers > 1 else 0)
         if end == "killed":  # nothing in the run gets a word in
             os.kill(run.pid, signal.SIGKILL)
             run.wait(30)
@@ -91,20 +103,22 @@ def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_child_process_serves_and_ends_with_the_engine(
-    make_policy: Any, make_experiment: Any, make_prompts: Any, overrides: tuple[str, ...]
+def test_tensor_parallel_workers_serve_with_the_same_noise_and_end_with_the_engine(
+    make_policy: Any, make_experiment: Any, make_prompts: Any, overrides: tuple[str, ...], cores: list[int]
 ) -> None:
-    from qerl_bench.engine.base import Sampling
-
-    policy = make_policy(quant="bf16", width=64, sharp=True, adapted=True)
-    engine = make_experiment(*overrides).engine.build(policy)
+    """Each worker holds half of every layer: other noise in one of them would be another policy."""
+    if len(cores) < 2:
+        pytest.skip("needs a core for each worker")
+    policy = make_policy("model.kv_heads=2", quant="bf16", width=64, sharp=True, adapted=True)
+    engine = make_experiment(*overrides, "engine.tensor_parallel=2").engine.build(policy)
     pids = {worker["pid"] for worker in engine.workers}
     try:
-        assert os.getpid() not in pids and all(is_running(pid) for pid in pids)
+        assert len(pids) == 2 and os.getpid() not in pids and all(is_running(pid) for pid in pids)
         with policy.noise(0.1, 1):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
-            rollouts = engine.generate(make_prompts(), Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1))
-        assert len(rollouts) == 6
+            sampling = Sampling(samples=1, temperature=0.0, max_tokens=8, seed=1)
+            ours, theirs = (e.generate(make_prompts(), sampling) for e in (HfEngine(policy, 8), engine))
+        assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     finally:
         engine.close()
     assert not any(is_running(pid) for pid in pids) and not engine.folder.exists()
