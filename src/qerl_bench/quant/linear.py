@@ -112,8 +112,9 @@ class PackedLinear(torch.nn.Linear):
             return
         if self.weight_format.kernel_layout is None:
             raise ValueError(f"the fused kernels have no layout for {self.weight_format}")
-        laid = layout.repack(self.weight_format.kernel_layout, self.packed(), (self.out_features, self.in_features))
-        for name in layout.unpack(laid):
+        packed = self.packed()
+        laid = layout.repack(self.weight_format.kernel_layout, packed, (self.out_features, self.in_features))
+        for name in packed.keys() - set(TENSOR_SCALES):
             del self._buffers[name]
         self._buffers.update(zip(KERNEL_BUFFERS, (laid.words, laid.scales), strict=True))
         self._scale_offset = laid.offset
