@@ -38,35 +38,42 @@ class Case:
     floor_flops: float
 
 
-def quantiles(run: Sequence[Run], budget_s: float) -> tuple[float, float, float]:
-    """p20, p50 and p80 of one call in microseconds, after a warm-up; short ones as CUDA graphs of many calls."""
+def quantiles(runs: Sequence[Sequence[Run]], budget_s: float) -> list[tuple[float, float, float]]:
+    """p20, p50 and p80 of one call in microseconds for each of `runs`, measured in turns so that clocks are the same.
+
+    Short ones are timed as CUDA graphs of many calls.
+    """
     stream = torch.cuda.Stream()
+    prepared = []
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            for one in run:
+        for run in runs:
+            for one in [*run, *run]:
                 one()
-        once = timed([run[0]], 1)[0] / 1e6
-        if once > GRAPHED_S:
-            times = timed(run, max(5, min(50, int(budget_s / once))))
-        else:
-            calls = list(run) * max(1, round(GRAPHED_S / once / len(run)))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for one in calls:
-                    one()
-            graph.replay()
-            times = timed([graph.replay], max(5, min(50, int(budget_s / GRAPHED_S))))
-            times = [time / len(calls) for time in times]
-    low, middle, high = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return low, middle, high
+            once = timed(run[0], 1)[0] / 1e6
+            calls = [] if once > GRAPHED_S else list(run) * max(1, round(GRAPHED_S / once / len(run)))
+            if calls:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    for one in calls:
+                        one()
+                prepared.append((graph.replay, len(calls)))
+            else:
+                prepared.append((run[0], 1))
+        times: list[list[float]] = [[] for _ in runs]
+        longest = max(timed(replay, 1)[0] / 1e6 for replay, _ in prepared)
+        for _ in range(max(5, min(30, int(budget_s / longest)))):
+            for found, (replay, calls) in zip(times, prepared, strict=True):
+                found.append(timed(replay, 1)[0] / calls)
+    quantile = torch.tensor([0.2, 0.5, 0.8])
+    return [tuple(torch.tensor(found).quantile(quantile).tolist()) for found in times]  # type: ignore[misc]
 
 
-def timed(run: Sequence[Run], count: int) -> list[float]:
-    """Microseconds of each of `count` calls, taken from `run` in turns."""
+def timed(run: Run, count: int) -> list[float]:
+    """Microseconds of each of `count` calls."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-    for i, (before, after) in enumerate(events):
+    for before, after in events:
         before.record()
-        run[i % len(run)]()
+        run()
         after.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) * 1e3 for before, after in events]
@@ -193,19 +200,17 @@ def sampling_cases(batches: Sequence[int]) -> Iterator[Case]:
 
 def ceilings() -> tuple[float, float]:
     """Bytes a second of a large copy, read and written, and flops a second of a large bfloat16 matmul."""
-    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    copy = quantiles([lambda: target.copy_(source)], 0.1)[1]
+    copy = sorted(timed(lambda: target.copy_(source), 20))[10]
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    matmul = quantiles([lambda: a @ b], 0.1)[1]
+    matmul = sorted(timed(lambda: a @ b, 20))[10]
     return 2 * source.nbytes / copy * 1e6, 2 * 8192**3 / matmul * 1e6
 
 
 def measure(cases: Iterator[Case], bandwidth: float, rate: float, budget_s: float) -> Iterator[dict[str, object]]:
     for case in cases:
-        low, middle, high = quantiles(case.run, budget_s)
-        peer = quantiles(case.against, budget_s)[1]
-        again = quantiles(case.run, budget_s)[1]
+        (low, middle, high), (_, peer, _) = quantiles((case.run, case.against), budget_s)
         floor = max(case.floor_bytes / bandwidth, case.floor_flops / rate) * 1e6
         yield {
             "kernel": case.kernel,
@@ -215,7 +220,6 @@ def measure(cases: Iterator[Case], bandwidth: float, rate: float, budget_s: floa
             "p20_us": low,
             "p50_us": middle,
             "p80_us": high,
-            "again_us": again,
             "floor_us": floor,
             "share_of_floor": floor / middle,
             "peer": case.peer,

@@ -52,11 +52,11 @@ def row_scores(
                 total_t1 *= shrink
                 moment_t1 *= shrink
             highest = top
-        e = tl.exp2(x * slope - highest * slope)
+        e = tl.exp2((x - highest) * slope)
         total += e
         moment += x * e
         if SCALED:
-            e = tl.exp2(x * LOG2_E - highest * LOG2_E)
+            e = tl.exp2((x - highest) * LOG2_E)
             total_t1 += e
             moment_t1 += x * e
     s, t = tl.sum(total, 0), tl.sum(moment, 0)

@@ -41,11 +41,11 @@ def load_block(base, start, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def least_of_top_k(base, vocabulary, top_k, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def least_of_top_k(base, vocabulary, highest, top_k, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """The order of the `top_k`-th largest logit, by bisection over its bits."""
     low = tl.full((), -(2**31) >> SHIFT, tl.int32)  # at least top_k logits are as large
-    high = tl.full((), (2**31 - 1) >> SHIFT, tl.int32)
-    for _step in range(32 - SHIFT):
+    high = order_of(highest) >> SHIFT
+    while low < high:
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
         count = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, vocabulary, BLOCK):
@@ -58,27 +58,34 @@ def least_of_top_k(base, vocabulary, top_k, SHIFT: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def least_of_top_p(
-    base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The order of the smallest logit in the nucleus: the largest bound with `top_p` of the mass above `least`."""
-    kept = tl.zeros((BLOCK,), tl.float64)
+def mass_above(base, vocabulary, highest, inverse_temperature, least, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum of e^((x - highest) / temperature) over logits x of at least the order `least`, FP64."""
+    mass = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         _column, x = load_block(base, start, vocabulary, BLOCK)
         e = tl.exp((x - highest) * inverse_temperature)
-        kept += tl.where((order_of(x) >> SHIFT) >= least, e, 0.0).to(tl.float64)
-    wanted = tl.sum(kept, 0) * top_p
-    low, high = least, order_of(highest) >> SHIFT
-    for _step in range(32 - SHIFT):
+        mass += tl.where((order_of(x) >> SHIFT) >= least, e, 0.0)
+    return tl.sum(mass.to(tl.float64), 0)
+
+
+@triton.jit
+def least_of_top_p(
+    base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The order of the smallest logit in the nucleus: the largest bound with `top_p` of the mass above `least`.
+
+    Logits so small that even V of them hold less than the rest, 1 - `top_p`, bound the search from below.
+    """
+    total = mass_above(base, vocabulary, highest, inverse_temperature, least, SHIFT, BLOCK)
+    wanted = total * top_p
+    rest = tl.maximum((total - wanted) * 0.99 / vocabulary, 1e-30).to(tl.float32)
+    negligible = highest + tl.log(rest) / inverse_temperature
+    low, high = tl.maximum(least, order_of(negligible) >> SHIFT), order_of(highest) >> SHIFT
+    while low < high:
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
-        mass = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, vocabulary, BLOCK):
-            _column, x = load_block(base, start, vocabulary, BLOCK)
-            e = tl.exp((x - highest) * inverse_temperature)
-            mass += tl.where((order_of(x) >> SHIFT) >= middle, e, 0.0).to(tl.float64)
-        enough = tl.sum(mass, 0) >= wanted
+        enough = mass_above(base, vocabulary, highest, inverse_temperature, middle, SHIFT, BLOCK) >= wanted
         low = tl.where(enough, middle, low)
-        high = tl.where(enough | (low == high), high, tl.maximum(middle - 1, low))
+        high = tl.where(enough, high, middle - 1)
     return low
 
 
@@ -111,7 +118,7 @@ def draw(
     highest = tl.max(most, 0)
     least = tl.full((), -(2**31) >> SHIFT, tl.int32)
     if TOP_K:
-        least = least_of_top_k(base, vocabulary, top_k, SHIFT, BLOCK)
+        least = least_of_top_k(base, vocabulary, highest, top_k, SHIFT, BLOCK)
     if TOP_P:
         least = least_of_top_p(base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT, BLOCK)
 

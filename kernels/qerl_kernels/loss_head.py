@@ -17,8 +17,8 @@ from qerl_kernels.checks import require_device, require_shape
 from qerl_kernels.scratch import scratch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCORES = (4096, 8)  # block of the vocabulary and warps of the kernel that reads logits once
-GRADIENTS = (4096, 8)  # of the one that overwrites them
+SCORES = (2048, 4)  # block of the vocabulary and warps of the kernel that reads logits once
+GRADIENTS = (4096, 4)  # of the one that overwrites them
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -18,7 +18,7 @@ from qerl_kernels.loss_head import entropy_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 4096, 16
 Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

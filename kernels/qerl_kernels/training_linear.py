@@ -68,7 +68,7 @@ class _PackedLinear(torch.autograd.Function):
         parts = []
         for these, scale in row_scales:
             if bias is None:
-                y = torch.addmm(rows.new_zeros(1), rows, weight[these].t(), beta=0, alpha=scale)
+                y = torch.addmm(rows.new_empty(1), rows, weight[these].t(), beta=0, alpha=scale)
             else:
                 y = torch.addmm(bias[these].to(x.dtype), rows, weight[these].t(), alpha=scale)
             parts.append(y)
@@ -88,11 +88,12 @@ class _PackedLinear(torch.autograd.Function):
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
             weight = ctx.operand(grad_y.dtype)  # (N, K)
-            grad_x = rows_y.new_zeros(1)
+            grad_x = rows_y.new_empty(1)
             for i, (these, scale) in enumerate(ctx.row_scales):
                 grad_x = torch.addmm(grad_x, rows_y[:, these], weight[these], beta=int(i > 0), alpha=scale)
-        if ctx.saved_tensors:
-            rows, down, a, b = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: checkpointing computes them anew for the first reading alone
+        if saved:
+            rows, down, a, b = saved
             grad_down = (rows_y @ b.to(grad_y.dtype)).mul_(ctx.scaling)  # (M, r)
             if grad_x is not None:
                 grad_x.addmm_(grad_down, a.to(grad_y.dtype))
