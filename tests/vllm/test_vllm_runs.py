@@ -23,10 +23,9 @@ RUN = (sys.executable, str(ROOT / "src/run.py"), "experiment=smoke", "device=cpu
 
 def _started(root: Path, *words: str) -> subprocess.Popen[str]:
     """A run in a session of its own, as from a terminal."""
-    output = open(root / "output.txt", "w")  # noqa: SIM115 - for the life of the process
-    return subprocess.Popen(
-        [*RUN, f"root={root}", *words], stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    command = [*RUN, f"root={root}", *words]
+    with open(root / "output.txt", "w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def _descendants(pid: int) -> set[int]:
