@@ -119,7 +119,7 @@ def by_format(table: pd.DataFrame, metrics: Sequence[str], smooth: int) -> Figur
             ax.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
             ax.label_outer()
         smoothed = [metric for metric in metrics if metric != "entropy"]
-        addition = " (entropy: none)" if len(smoothed) < len(metrics) else ""
+        addition = " (entropy is not)" if len(smoothed) < len(metrics) else ""
         legend_above(figure, axes[0], [_seeds(table, metrics), _smoothing(smooth, addition) if smoothed else ""])
     return figure
 
