@@ -78,9 +78,9 @@ def candidates(shape: tuple[int, int], tokens: int) -> Iterator[Config]:
     for rows, warps, ring, buffers, registers in tiles:
         blocks, rounds = -(-shape[0] // rows) * (size // take), -(-shape[1] // (64 * ring))
         for split in sorted({_nearest(target / blocks, rounds) for target in (132, 264, 396, 528)}):
-            yield Config(rows, take, warps, split, ring, buffers, False, registers)
-            if split > 1 and size > 8:
-                yield Config(rows, take, warps, split, ring, buffers, True, registers)
+            for separate in (False, True) if split > 1 and size > 8 else (False,):
+                for overlap in (False, True) if size > 16 else (False,):
+                    yield Config(rows, take, warps, split, ring, buffers, separate, registers, overlap)
 
 
 def _nearest(split: float, rounds: int) -> int:
