@@ -4,13 +4,13 @@ python analysis/error_anatomy.py runs/ --out figures/
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.errors import require
+from qerl_bench.results.script import guarded
 from qerl_bench.results.style import legend_above, panels, paper_style, save
 
 COLOURS = {"grid_noise": "#56B4E9", "dead_zone": "#D55E00", "scale_bias": "#000000"}
@@ -48,13 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     options = parser.parse_args(arguments)
     files = [file for folder in options.folders for file in sorted(folder.rglob("layers.parquet"))]
-    require(len(files) > 0, f"no layers.parquet in {options.folders}: give folders of runs or exports")
+    searched = ", ".join(map(str, options.folders))
+    require(len(files) > 0, f"no layers.parquet in {searched}: give folders of runs or exports")
     table = pd.concat([pd.read_parquet(file) for file in files]).query("relative_error > 0")
     print(*save(draw(table.drop_duplicates(["quant", "quantizer", "layer"])), options.out / "error_anatomy"), sep="\n")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BadInput as error:
-        sys.exit(str(error))
+    guarded(main)

@@ -9,8 +9,7 @@ import pandas as pd
 
 from qerl_bench.results.algorithms import figure, gains
 from qerl_bench.results.load import load_runs
-from qerl_bench.results.script import guarded, parser_for
-from qerl_bench.results.select import varying
+from qerl_bench.results.script import comparable, guarded, parser_for
 from qerl_bench.results.style import save
 
 SMOOTH = 7  # steps
@@ -22,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     for run in runs:
         if not run.finished:
             print(f"{run.name} is not finished and left out", file=sys.stderr)
-    chosen = varying([run for run in runs if run.finished], "algo")
+    chosen = comparable([run for run in runs if run.finished], ["algo"])
     table = gains(chosen)
     print(*save(figure(chosen, SMOOTH), options.out / "algorithms"), sep="\n")
     table.to_csv(options.out / "algorithms.csv", index=False)

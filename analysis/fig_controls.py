@@ -4,14 +4,14 @@ python analysis/fig_controls.py runs/ --out figures/
 """
 
 from qerl_bench.results.effects import Column, control_rows, dots, final
-from qerl_bench.results.measure import area, first
+from qerl_bench.results.measure import area
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
 
 FACTORS = ["quant", "aqn", "inject", "rollout.temperature", "optim.entropy_coef"]
 KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", *FACTORS[-2:]]
 COLUMNS = [
-    Column("entropy, step 1", first("entropy")),
+    Column("mean entropy", area("entropy")),  # not of the first step: there the schedules have no noise yet
     Column("mean reward", area("reward/mean")),
     Column("held-out, sampled", final("sampled"), True),
 ]

@@ -4,8 +4,8 @@ python analysis/fig_sigma.py runs/ --out figures/ --step 1 --sigma 1e-2
 """
 
 from qerl_bench.results.load import load_runs
-from qerl_bench.results.noise import entropy_effect, sigma_figure, sigma_table
-from qerl_bench.results.script import guarded, parser_for
+from qerl_bench.results.noise import SIGMA_FACTORS, entropy_effect, sigma_figure, sigma_table, with_one_sigma
+from qerl_bench.results.script import comparable, guarded, parser_for
 from qerl_bench.results.style import save
 
 
@@ -15,7 +15,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sigma", type=float, default=1e-2, help="noise to compare with none (default: 1e-2)")
     options = parser.parse_args(arguments)
 
-    table = sigma_table(load_runs(options.runs, options.mixed_code), options.step)
+    runs = load_runs(options.runs, options.mixed_code)
+    table = sigma_table(comparable(with_one_sigma(runs), SIGMA_FACTORS), options.step)
     options.out.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.out / "sigma.csv", index=False)
     effect = entropy_effect(table, options.sigma)

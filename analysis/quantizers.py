@@ -14,18 +14,32 @@ MODES = ("greedy", "sampled")
 
 
 def compare(runs: list[Run]) -> pd.DataFrame:
-    """One row per run: accuracy in per cent, its standard error over questions, and both of the difference to rtn."""
-    found = {}
+    """One row per run: accuracy in per cent, its standard error over questions, and both of the difference to rtn.
+
+    Raises BadInput if two runs have the same format and quantizer, for a run without its `layers.parquet` or without an
+    evaluation before training, and if a format was not run with rtn, or on other questions.
+    """
+    found, names = {}, {}
     for run in runs:
-        right = {mode: run.answers(mode)[0] for mode in MODES}  # of each question, before any training
-        layers = pd.read_parquet(run.path / "layers.parquet")
-        found[run.option("quant.name"), run.option("quantizer.name")] = right, layers
+        key = run.option("quant.name"), run.option("quantizer.name")
+        both = f"{names.get(key)} and {run.name} are both quant={key[0]} quantizer={key[1]}"
+        require(key not in found, f"{both}: leave one out")
+        answers = {mode: run.answers(mode) for mode in MODES}
+        require(all(0 in table for table in answers.values()), f"{run.name} was not evaluated before its first step")
+        file = run.path / "layers.parquet"
+        require(file.is_file(), f"{file} is missing: leave the run out, or run it again")
+        found[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
+        names[key] = run.name
     rows = []
     for (quant, quantizer), (right, layers) in found.items():
         require((quant, "rtn") in found, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
         row = {"format": quant, "quantizer": quantizer, "questions": len(right[MODES[0]])}
         for mode in MODES:
             difference = right[mode] - found[quant, "rtn"][0][mode]
+            require(
+                bool(difference.notna().all()),
+                f"{names[quant, quantizer]} and {names[quant, 'rtn']} were asked different questions: leave one out",
+            )
             for name, values in ((mode, right[mode]), (f"{mode} - rtn", difference)):
                 mean = crossed(values.to_numpy())
                 row |= {name: 100 * mean.mean, f"{name} se": 100 * mean.error}

@@ -25,8 +25,3 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
         _buffers[device, stream] = buffer
     return buffer[:size].view(dtype).view(shape)
-
-
-def release() -> None:
-    """Give the memory back."""
-    _buffers.clear()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
@@ -23,6 +25,7 @@ from qerl_bench.results.select import arms, by_setting, varying, with_one_noise
 REPOSITORY = Path(__file__).parents[2]
 T = 12.706205  # Student's t, 97.5 %, one degree of freedom: two seeds a, b have half = T |a - b| / 2
 SIGMAS = {"exp": (0, 0.01, 0.001), "linear": (0, 0.01, 0.005), "none": (0, 0, 0), "format_error": (0.1, 0.1, 0.1)}
+SIGMAS["constant"] = (0.01, 0.01, 0.01)
 
 
 def make(
@@ -32,12 +35,14 @@ def make(
     noise: dict[str, Any] = {"name": aqn, "_target_": f"schedule.{aqn}"}
     if aqn in ("exp", "linear"):
         noise |= {"sigma_start": changes.pop("sigma", 0.01)}
+    if aqn == "constant":
+        noise |= {"level": changes["level"]}
     config = {
         "name": f"{quant}-{aqn}-{rank}-{lr}-{'-'.join(map(str, changes.values()))}-s{seed}-x",
         "steps": 3,
         "seed": seed,
         "quant": {"name": quant},
-        "quantizer": {"name": "rtn"},
+        "quantizer": {"name": changes.get("quantizer", "rtn")},
         "aqn": noise,
         "algo": {"name": "grpo"},
         "lora": {"name": "default", "rank": rank, "alpha": rank},
@@ -53,6 +58,7 @@ def make(
     lines: list[dict[str, Any]] = []
     for step, sigma in zip((1, 2, 3), SIGMAS[aqn], strict=True):
         line = {"kind": "train", "step": step, "reward/mean": 0.4 + seed / 10, "accuracy": 0.5, "entropy": 0.1 * step}
+        line |= {"mismatch/kl": 1e-3, "mismatch/ess": 0.99}
         line |= {"entropy_clean": 0.1, "aqn/sigma": sigma, "speed/rollout_tok_s": 1000.0, "time/step_s": 1.0}
         lines.append(line | {"memory/peak_gib": 0.5})
     for step, accuracy in ((0, 0.3), (3, 0.5 + rank / 1000 + seed / 100)):
@@ -231,6 +237,15 @@ def test_noise_on_and_off_stand_in_one_panel_per_format(study: Path) -> None:
 
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
+
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "analysis" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 SCRIPTS = ["reward", "entropy", "aqn", "schedules", "ranks", "learning_rates", "accuracy", "controls", "speed"]
 
 
@@ -238,13 +253,41 @@ SCRIPTS = ["reward", "entropy", "aqn", "schedules", "ranks", "learning_rates", "
 def test_a_script_draws_its_part_of_a_study(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    spec = importlib.util.spec_from_file_location(f"fig_{name}", REPOSITORY / "analysis" / f"fig_{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main([str(study), "--out", str(tmp_path)])
+    script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.pdf", f"{name}.png"]
     assert "of 36 runs, the largest set that differs in" in capsys.readouterr().err
+
+
+def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        for rank in (8, 32):
+            make(tmp_path / "runs", seed, rank=rank)  # sigma 0, at two ranks
+        for level in (0.01, 0.02):
+            make(tmp_path / "runs", seed, aqn="constant", level=level)
+    script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    rows = (tmp_path / "out" / "sigma.csv").read_text().splitlines()[1:]
+    assert len(rows) == 6 and not any("-8-" in row for row in rows)
+    assert "6 of 8 runs" in capsys.readouterr().err
+
+
+def test_quantizers_are_compared_of_one_run_each(tmp_path: Path) -> None:
+    """Answers of two questions, of which the base gets the first right with rtn and both with mse."""
+    compare = script("quantizers").compare
+    runs = [make(tmp_path, 0, "nvfp4", quantizer=name) for name in ("rtn", "mse", "mse")]
+    for run, second in zip(runs, (False, True, True), strict=True):
+        answers = [
+            {"mode": mode, "question": question, "step": step, "correct": question == 0 or second or step > 0}
+            for mode, question, step in itertools.product(("greedy", "sampled"), (0, 1), (0, 3))
+        ]
+        pd.DataFrame(answers).to_parquet(run.path / "samples.parquet")
+        pd.DataFrame({"relative_error": [0.1], "output_error": [0.2]}).to_parquet(run.path / "layers.parquet")
+    table = compare(runs[:2]).set_index("quantizer")
+    assert list(table["greedy"]) == [100.0, 50.0] and table.loc["mse", "greedy - rtn"] == 50.0
+    with pytest.raises(BadInput, match="both quant=nvfp4 quantizer=mse: leave one out"):
+        compare(runs)
+    (runs[1].path / "layers.parquet").unlink()
+    with pytest.raises(BadInput, match=r"layers\.parquet is missing"):
+        compare(runs[:2])
 
 
 def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:

@@ -21,18 +21,24 @@ from qerl_bench.results.style import FORMAT_COLOURS, colour, label_axes, legend_
 
 MEASURED = ("entropy", "entropy_clean", "accuracy", "mismatch/kl", "mismatch/ess")
 HELD_OUT = "eval/accuracy_sampled"
+SIGMA_FACTORS = ("quant.", "aqn.", "rollout.temperature")  # in which the runs of `sigma_table` may differ
+
+
+def with_one_sigma(runs: Iterable[Run]) -> list[Run]:
+    """The runs without a schedule: aqn=none, or aqn=constant, whose level is their sigma. BadInput without any."""
+    found = [run for run in runs if run.option("aqn.name") in ("none", "constant")]
+    require(bool(found), "none of these runs has aqn=none or aqn=constant: there is no sigma to compare")
+    return found
 
 
 def sigma_table(runs: Iterable[Run], step: int) -> pd.DataFrame:
-    """One row per run without a schedule (aqn=none, or aqn=constant, whose level is its sigma): MEASURED at `step`.
+    """One row for each of the runs `with_one_sigma`: MEASURED at `step`.
 
     Columns run, steps, quant, seed, sigma, temperature, MEASURED, and HELD_OUT after training; NaN where it has none.
     """
     rows = []
-    for run in runs:
+    for run in with_one_sigma(runs):
         aqn = run.option("aqn.name")
-        if aqn not in ("none", "constant"):
-            continue
         values = {metric: run.series("train", metric).get(step, math.nan) for metric in MEASURED}
         held_out = run.series("eval", HELD_OUT)
         rows.append(
@@ -47,7 +53,6 @@ def sigma_table(runs: Iterable[Run], step: int) -> pd.DataFrame:
                 HELD_OUT: held_out.iloc[-1] if held_out.index.max() == run.option("steps") else math.nan,
             }
         )
-    require(bool(rows), "none of these runs has aqn=none or aqn=constant: there is no sigma to compare")
     return pd.DataFrame(rows)
 
 
@@ -106,9 +111,7 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
         axes[0, 1].set_ylabel("accuracy")
         axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
         axes[0, 2].set_yscale("log")
-        note = (
-            "solid: sampled with noise; dashed: noise off (accuracy: held out)"
-        )
+        note = "solid: sampled with noise; dashed: noise off (accuracy: held out)"
         legend_above(figure, [axes[0, 0]], [note])
     return figure
 

@@ -35,7 +35,8 @@ def draw_figure(
 ) -> None:
     """Read the runs, choose those that differ in `factors` alone, draw them and write NAME.pdf and NAME.png.
 
-    Runs that are not finished are left out, unless `unfinished`. Says on stderr which runs it did not draw, and why.
+    Runs that are not finished are left out, unless `unfinished`. Says on stderr which these are, and how
+    many of the others are drawn.
     """
     options = parser_for(description).parse_args(arguments)
     runs = load_runs(options.runs, options.mixed_code)
@@ -43,12 +44,17 @@ def draw_figure(
         if not run.finished:
             ends = "its setting ends at the step that it has reached" if unfinished else "it is left out"
             print(f"{run.name} is not finished: {ends}", file=sys.stderr)
-    whole = [run for run in runs if run.finished or unfinished]
-    chosen = varying(whole, *factors)
-    if len(chosen) < len(whole):
-        what = f"{len(chosen)} of {len(whole)} runs, the largest set that differs in {', '.join(factors)} alone"
-        print(f"drawn: {what}", file=sys.stderr)
+    chosen = comparable([run for run in runs if run.finished or unfinished], factors)
     print(*save(draw(chosen), options.out / name), sep="\n")
+
+
+def comparable(runs: Sequence[Run], factors: Sequence[str]) -> list[Run]:
+    """Those of `runs` that `varying` chooses; says on stderr how many these are, if not all."""
+    chosen = varying(runs, *factors)
+    if len(chosen) < len(runs):
+        what = f"{len(chosen)} of {len(runs)} runs, the largest set that differs in {', '.join(factors)} alone"
+        print(f"compared: {what}", file=sys.stderr)
+    return chosen
 
 
 def guarded(main: Callable[[], None]) -> None:
