@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from textwrap import fill
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -36,6 +37,7 @@ code { background: #f3f3f3; padding: 0.1rem 0.3rem; overflow-wrap: anywhere } h2
 .supported { color: #00694d } .contradicted { color: #a34700 } .undecided { color: #666 }
 img { max-width: 100% } details { font-size: 0.85rem; margin: 0.5rem 0 } nav { font-size: 0.9rem }
 """
+LABEL = 44  # characters of a setting in one line of a figure
 VERDICT = re.compile(r"\*\*(supported|contradicted|undecided)\*\*")
 
 
@@ -193,21 +195,23 @@ def forest(measure: Measure, margin: float, results: Sequence[Result]) -> Figure
         assert result.effect is not None
         rows.append((result.contrast.label, result.effect, True))
         if len(result.parts) > 1:
-            rows += [(label, part, False) for label, part in zip(result.labels, result.parts, strict=True)]
+            rows += [(fill(label, LABEL), part, False) for label, part in zip(result.labels, result.parts, strict=True)]
+    lines = [label.count("\n") + 1 for label, *_ in rows]
+    heights = [sum(lines[:row]) + (lines[row] - 1) / 2 for row in range(len(rows))]  # the middle of each label
     shown = (lambda x: 100 * (math.exp(x) - 1)) if measure.ratio else (lambda x: measure.scale * x)
     with paper_style():
-        figure, axes = panels(1, 1, 0.75 + 0.2 * len(rows), width=6.5)
+        figure, axes = panels(1, 1, 0.75 + 0.2 * sum(lines), width=6.5)
         ax = axes[0, 0]
         ax.axvspan(shown(-margin), shown(margin), color="#EDEDED", linewidth=0, zorder=0)
         ax.axvline(0, color="#777777", linewidth=0.7, zorder=1)
-        for height, (_, mean, whole) in enumerate(rows):
+        for height, (_, mean, whole) in zip(heights, rows, strict=True):
             low, high = (shown(mean.mean if mean.n == 1 else end) for end in (mean.low, mean.high))
             colour = "#000000" if whole else "#0072B2"
             ax.plot([low, high], [height, height], color=colour, linewidth=1.6 if whole else 0.9)
             hollow = "white" if mean.n == 1 else colour
             ax.plot(shown(mean.mean), height, "D" if whole else "o", color=colour, markerfacecolor=hollow, markersize=4)
-        ax.set_yticks(range(len(rows)), [label for label, *_ in rows])
-        ax.set_ylim(len(rows) - 0.4, -0.6)
+        ax.set_yticks(heights, [label for label, *_ in rows])
+        ax.set_ylim(sum(lines) - 0.4, -0.6)
         ax.grid(False, axis="y")
         unit = "difference in %" if measure.ratio else f"difference in {measure.unit}"
         ax.set_xlabel(f"{unit} (grey: within the margin)")
