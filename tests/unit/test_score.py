@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_bench.config import compose, spec
 from qerl_bench.errors import BadInput
 from qerl_bench.evals import score
 
@@ -121,6 +122,34 @@ def test_what_cannot_be_scored_is_refused_with_its_line(tmp_path: Path, lines: l
 def test_the_command_line_is_checked(words: list[str], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         score.main(words)
+
+
+def test_questions_that_differ_in_signs_alone_are_told_apart(tmp_path: Path) -> None:
+    """11+5-9 and 11-5+9 are the same letters and digits, with different answers."""
+    lines = [
+        {"question": "11+5-9=?", "completion": "<answer>7</answer>"},
+        {"question": "11-5+9=?", "completion": "<answer>7</answer>"},
+    ]
+    score.main(["task=arithmetic", f"out={tmp_path / 'out'}", write(tmp_path / "c.jsonl", *lines)])
+    rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
+    assert [(row["gold"], row["correct"]) for row in rows] == [("7", 1.0), ("15", 0.0)]
+    unclear = write(tmp_path / "d.jsonl", {"question": "11 5 9", "completion": "<answer>7</answer>"})
+    with pytest.raises(BadInput, match=r"line 1: by its letters and digits, question '11 5 9' is any of 2 "):
+        score.main(["task=arithmetic", f"out={tmp_path / 'none'}", unclear])
+
+
+def test_part_of_a_score_is_not_right(tmp_path: Path) -> None:
+    task = spec(compose(list(TASK)), "task")
+    rows = [{"id": "a", "answer": "x", "correct": 1.0}, {"id": "b", "answer": "y", "correct": 0.65}]
+    found = score.totals(task, rows)
+    assert found["accuracy"] == 0.5
+    assert found["means"] == {"correct": pytest.approx(0.825)}
+
+
+def test_an_option_may_be_added_to_the_task(tmp_path: Path) -> None:
+    """task.options of task=reasoning_gym is given so."""
+    with pytest.raises(BadInput, match="cannot read the data file no/such/file"):
+        score.main(["task=arithmetic", "++task.max_start=30", "out=x", "completions=no/such/file"])
 
 
 def test_as_a_command_without_torch(tmp_path: Path) -> None:

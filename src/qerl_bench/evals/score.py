@@ -2,9 +2,9 @@
 
 So that the judge can be held against other people's labels. Every line of FILE is an object with `completion` and
 either `id` (as samples.parquet has it under `question`) or `question` (its text; case, spacing and punctuation make no
-difference), and a number `sample` if a question is completed several times. Any task=... and task.<key>=... of a run
-can stand beside it. DIR gets scores.jsonl, a line for each completion, and totals.json. Neither torch nor, with
-task.eval_file=..., a network is needed.
+difference where that leaves one question), and a number `sample` if a question is completed several times. Any task=...
+and task.<key>=... of a run can stand beside it. DIR gets scores.jsonl, a line for each completion, and totals.json.
+Neither torch nor, with task.eval_file=..., a network is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USAGE = "usage: python -m qerl_bench.evals.score task=gsm8k [task.<key>=...] com
 
 def main(argv: list[str]) -> None:
     words, chosen = options(argv, ("completions", "out"), USAGE)
-    other = [word for word in words if not word.startswith(("task=", "task."))]
+    other = [word for word in words if not word.lstrip("+").startswith(("task=", "task."))]
     require(not other, f"scoring depends on the task alone, not on {' '.join(other)}; {USAGE}")
     task: Task = spec(compose(words), "task")
     rows = judged(task, chosen["completions"])
@@ -51,12 +51,15 @@ def main(argv: list[str]) -> None:
 def judged(task: Task, file: str) -> list[dict[str, Any]]:
     """One row for each line of `file`: what it answers, whether that is right, and every column of the reward.
 
-    Raises BadInput, naming the line, for a key that is missing, a question that is none of the task's held-out ones,
-    and a completion that is there twice.
+    Raises BadInput, naming the line, for a key that is missing, a question that is none or several of the task's
+    held-out ones, and a completion that is there twice.
     """
     prompts = task.eval_prompts(None)
     by_id = {prompt.id: prompt for prompt in prompts}
-    by_question = {normalised(prompt.question): prompt for prompt in prompts}
+    by_question: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        for text in {prompt.question, normalised(prompt.question)}:
+            by_question[text].append(prompt)
     lines: dict[tuple[str, int], int] = {}
     rows = []
     for line, given in enumerate(read_rows(file), start=1):
@@ -87,11 +90,11 @@ def judged(task: Task, file: str) -> list[dict[str, Any]]:
 
 
 def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over questions of the means over samples, and what they are of."""
+    """Means over questions of the means over samples, and what they are of. Only a full score counts as right."""
     by_question: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_question[row["id"]].append(row)
-    estimate = over_samples([[row["correct"] for row in group] for group in by_question.values()])
+    estimate = over_samples([[float(row["correct"] == 1) for row in group] for group in by_question.values()])
     columns = [key for key in rows[0] if key not in ("line", "id", "sample", "gold", "answer")]
     return {
         "task": task.name,
@@ -108,20 +111,27 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(
-    given: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, Prompt], where: str, name: str
+    given: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, name: str
 ) -> Prompt:
-    for key, known in (("id", by_id), ("question", by_question)):
-        value = given.get(key)
-        if value is None:
+    for key in ("id", "question"):
+        if given.get(key) is None:
             continue
-        prompt = known.get(normalised(str(value)) if key == "question" else str(value))
+        value = str(given[key])
+        if key == "id":
+            found = [by_id[value]] if value in by_id else []
+        else:
+            found = by_question.get(value) or by_question.get(normalised(value)) or []
         require(
-            prompt is not None,
-            f"{where}{key} {str(value)[:80]!r} is none of the {len(by_id)} held-out questions of task={name}; their "
+            bool(found),
+            f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={name}; their "
             f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
         )
-        assert prompt is not None
-        return prompt
+        require(
+            len(found) == 1,
+            f"{where}by its letters and digits, question {value[:80]!r} is any of {len(found)} held-out questions "
+            f"({', '.join(repr(prompt.id) for prompt in found[:3])}); give the 'id' of the one that is meant",
+        )
+        return found[0]
     raise BadInput(f"{where}the key 'id' or 'question' must say what is completed; {_has(given)}")
 
 
