@@ -170,6 +170,19 @@ def test_the_limit_holds_in_every_thread() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12: of any fork
+def test_an_interrupted_request_leaves_no_reply_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    worker = Worker()
+    with monkeypatch.context() as patched:
+        patched.setattr("select.select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask({"gold": "x", "answer": "x", "limit_s": 5})
+    assert worker.ask({"gold": "x", "answer": "y", "limit_s": 5}) == {"equal": False, "canonical": "y"}
+    worker.close()
+
+
 def test_a_forked_child_has_a_worker_of_its_own() -> None:
     compare("\\frac{1}{2}", "0.5")
     ours = latex._current.process

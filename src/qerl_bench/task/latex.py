@@ -84,15 +84,16 @@ class Worker:
                 self.process = _start()
             assert self.process.stdin is not None and self.process.stdout is not None
             line = b""
-            with suppress(BrokenPipeError):  # it ended before it could read
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
-                self.process.stdin.flush()
-                readable, _, _ = select.select([self.process.stdout], [], [], WALL_LIMIT_S)
-                line = self.process.stdout.readline() if readable else b""
-            if not line.endswith(b"\n"):
-                self._end()
-                return None
-            return json.loads(line)
+            try:
+                with suppress(BrokenPipeError):  # it ended before it could read
+                    self.process.stdin.write(json.dumps(request).encode() + b"\n")
+                    self.process.stdin.flush()
+                    readable, _, _ = select.select([self.process.stdout], [], [], WALL_LIMIT_S)
+                    line = self.process.stdout.readline() if readable else b""
+            finally:  # on Ctrl-C too: a reply that comes late must not answer the next request
+                if not line.endswith(b"\n"):
+                    self._end()
+            return json.loads(line) if line.endswith(b"\n") else None
 
     def close(self) -> None:
         """End the process, if it is ours: a forked child must leave it to its parent."""
