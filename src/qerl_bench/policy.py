@@ -194,6 +194,8 @@ class Policy:
         """Read back what `save` wrote."""
         if self.adapter is not None:
             state = load_file(folder / "adapter" / "adapter_model.safetensors")
+            # PEFT skips what does not fit, and an adapter of zeros looks like one that is not trained yet.
+            assert state.keys() == self.adapter_state().keys(), f"{folder} holds the adapter of other layers"
             set_peft_model_state_dict(self.adapter, state)
             if self.base_scales:
                 scales = load_file(folder / "norms.safetensors")
@@ -208,7 +210,8 @@ class Policy:
 
     def adapter_state(self) -> dict[str, torch.Tensor]:
         """The adapter's tensors under PEFT's names; empty where there is no adapter."""
-        return {} if self.adapter is None else get_peft_model_state_dict(self.adapter)
+        # By default PEFT asks the hub, at every call, whether the vocabulary has grown.
+        return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
 
 
 def check_targets(model: torch.nn.Module, targets: list[str]) -> None:

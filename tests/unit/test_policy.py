@@ -132,6 +132,16 @@ def test_a_fresh_adapter_has_no_effect(make_policy: Callable[..., Any], quant: s
     assert all(bool((tensor == 0).all()) == ("lora_B" in name) for name, tensor in state.items())
 
 
+def test_looking_at_the_adapter_asks_no_hub(make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> None:
+        pytest.fail("PEFT asked the hub")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    policy = make_policy(width=64)
+    policy.adapter.peft_config["default"].base_model_name_or_path = "owner/model"
+    assert len(policy.adapter_state()) == 28
+
+
 @QUANTS
 def test_without_adapter_is_the_base_and_restores_the_adapter(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], quant: str
@@ -238,6 +248,12 @@ def test_adapter_round_trip_is_exact(
     assert all(torch.equal(tensor, policy.adapter_state()[name]) for name, tensor in fresh.adapter_state().items())
     assert torch.equal(_logits(fresh, ids), _logits(policy, ids))
     assert all(parameter.requires_grad for parameter in fresh.trainable) and len(fresh.trainable) == 28
+
+
+def test_an_adapter_of_other_layers_is_not_loaded_in_part(make_policy: Callable[..., Any], tmp_path: Path) -> None:
+    make_policy("lora.targets=[q_proj]", width=64).save(tmp_path)
+    with pytest.raises(AssertionError, match="holds the adapter of other layers"):
+        make_policy(width=64).load(tmp_path)
 
 
 @QUANTS
