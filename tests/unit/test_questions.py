@@ -344,6 +344,20 @@ def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> No
 MATH = {"problem": "What is half of $x$?", "answer": "\\frac{x}{2}"}
 
 
+def test_evaluation_alone_says_which_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = replace(task("task=math500"), eval_file=str(write(tmp_path / "a", MATH)))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"task.equality=math needs the package math_verify"):
+        alone.eval_prompts(None)
+
+
+@pytest.mark.parametrize("evaluation", ["task", "lm_eval"])
+def test_more_questions_than_there_are_is_found_before_training(evaluation: str) -> None:
+    evaluator = build_spec(compose([f"eval={evaluation}"]), "eval")
+    with pytest.raises(BadInput, match="has 12 test questions, got count=256"):
+        evaluator.check(task("task=gsm8k", f"task.eval_file={TINY}"))
+
+
 @pytest.mark.parametrize("name", ["math500", "aime24", "aime25", "amc23"])
 def test_sets_for_evaluation_only_refuse_training_and_say_what_to_train_on(tmp_path: Path, name: str) -> None:
     alone = replace(task(f"task={name}"), eval_file=str(write(tmp_path / "a", MATH)))

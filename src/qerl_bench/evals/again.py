@@ -87,7 +87,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     Does nothing if that record is there. Raises BadInput if it cannot be made.
     """
     trained, asked = build(stored), build(cfg)
-    asked.eval.check(asked.task)
+    asked.eval.check(asked.task)  # faulty data are found before anything is written
     asked.engine.check()
     require(asked.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself, whose record is not to be touched")
@@ -95,7 +95,6 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     require(checkpoint is not None, f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
     assert checkpoint is not None
     check_checkpoint(checkpoint)
-    asked.task.eval_prompts(getattr(asked.eval, "questions", None))  # faulty data are found before anything is written
 
     import torch
 

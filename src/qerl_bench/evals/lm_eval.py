@@ -53,10 +53,12 @@ class LmEval:
             require_count("eval.questions", self.questions)
 
     def check(self, task: Task) -> None:
-        """Raise BadInput unless lm-eval is installed and, for the standard protocol, has this task."""
+        """Raise BadInput unless lm-eval is installed and, for the standard protocol, has this task, and unless the task
+        has so many held-out questions."""
         require_package("lm_eval", "eval=lm_eval", "eval")
         if self.protocol == "standard":
             benchmark_of(task.name)
+        task.eval_prompts(self.questions)
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
         folder = (run.path / "lm_eval").resolve()

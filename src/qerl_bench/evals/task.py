@@ -55,7 +55,8 @@ class TaskEvaluation:
         require(self.top_p <= 1, f"eval.top_p must be above 0 and at most 1 (1 = all tokens), got {self.top_p}")
 
     def check(self, task: Task) -> None:
-        """Needs nothing."""
+        """Raise BadInput unless the task has so many held-out questions."""
+        task.eval_prompts(self.questions)
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
         prompts = task.eval_prompts(self.questions)

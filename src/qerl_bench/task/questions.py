@@ -53,7 +53,8 @@ class Questions(PromptedTask):
     def check(self) -> None:
         """Load both splits. Raises BadInput for faulty rows, a leak, or if there is nothing to train on."""
         self.judge.check()
-        assert self.rows("train") and self.rows("test")
+        self.rows("train")
+        self.rows("test")
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt("train", row) for row in self._drawn(step, count, seed)]
@@ -91,6 +92,7 @@ class Questions(PromptedTask):
 
     @cached_property
     def _eval_rows(self) -> tuple[Row, ...]:
+        self.judge.check()  # some callers evaluate only, and never come to `check`
         return self.eval.rows(self.eval_file, "set task.eval_file to a local JSONL file", self.judge.readable)
 
     @cached_property

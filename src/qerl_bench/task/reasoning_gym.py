@@ -63,8 +63,7 @@ class ReasoningGym(PromptedTask):
 
     def check(self) -> None:
         """Raises BadInput if the package is missing, or knows no such generator or options."""
-        require_package("reasoning_gym", "task=reasoning_gym", "reasoning")
-        _problem(self.name, json.dumps(self.options), 0, 0)
+        self._prompts("train", 0, 1)
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return self._prompts("train", derive(seed, "train", step), count)
@@ -99,6 +98,7 @@ class ReasoningGym(PromptedTask):
         return min(max(score, 0.0), 1.0)
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        require_package("reasoning_gym", "task=reasoning_gym", "reasoning")
         seed %= 2**31  # NumPy's generators, which some of them use, take no more
 
         def prompt(number: int) -> Prompt | None:
