@@ -23,7 +23,7 @@ class PromptedTask:
     format_weight: float
 
     def __post_init__(self) -> None:
-        assert self.wording is not None and self.judge is not None  # both check what they are made from
+        _ = self.wording, self.judge  # both check what they are made from
         limit = self.max_completion_tokens
         require(
             type(limit) is int and limit >= 1,

@@ -73,7 +73,8 @@ class WordProblems(PromptedTask):
 
     def check(self) -> None:
         """Raises BadInput if the options leave nothing to hold out or to train on."""
-        assert self.eval_prompts(1) and self.train_prompts(1, 1, 0)
+        self.eval_prompts(1)
+        self.train_prompts(1, 1, 0)
 
     def warm_start_overrides(self) -> list[str]:
         return [f"task={self.name}"]
