@@ -129,8 +129,9 @@ class VllmEngine:
         with ExitStack() as failed, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
             base.write(Path(folder))
             self.llm = vllm_process.start(Path(folder), spec.isolation, **self._options())
-            self.workers = self.llm.collective_rpc("qerl_started")
+            self.workers: list[dict[str, Any]] = []
             failed.callback(self._stop)
+            self.workers = self.llm.collective_rpc("qerl_started")
             state = policy.adapter_state().values()
             self.folder = vllm_process.exchange_folder(4 * sum(tensor.nbytes for tensor in state))
             self.mirror = Mirror(self.llm, policy, self.folder)
