@@ -76,7 +76,7 @@ def check(cfg: DictConfig) -> Experiment:
     return experiment
 
 
-def check_points(job_overrides: Sequence[Sequence[str]], slots: int) -> list[Point]:
+def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
     """Compose and check every point of a sweep. Raises BadInput naming the first point that cannot run."""
     points: dict[str, Point] = {}
     for overrides in job_overrides:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.task.answers import parse_number, same_number
+from qerl_bench.task.answers import parse_number
 from qerl_bench.task.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.judge import Judge
 
@@ -145,8 +145,8 @@ TRAPS = [
 
 @pytest.mark.parametrize(("gold", "answer", "same"), TRAPS)
 def test_trap_table(gold: str, answer: str, same: bool) -> None:
-    assert same_number(gold, answer) is same
-    assert same_number(answer, gold) is same
+    number = parse_number(gold)
+    assert (number is not None and number == parse_number(answer)) is same
     assert JUDGE.reward(gold, f"<think>x</think><answer>{answer}</answer>").correct is same
 
 
@@ -197,7 +197,6 @@ def test_hostile_text_is_refused_at_once(text: str) -> None:
 def test_an_unreadable_gold_answer_is_never_matched() -> None:
     assert not JUDGE.reward("eighteen", "<think>a</think><answer>eighteen</answer>").correct
     assert not JUDGE.readable("eighteen") and JUDGE.readable("$18")
-    assert not same_number("eighteen", "eighteen")
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -221,4 +220,3 @@ def test_any_text_is_judged_without_an_error(text: str) -> None:
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.0", "{:,}.00", "{} apples", "{:,}%", " {} "]))
 def test_every_way_to_write_an_integer_reads_as_that_integer(value: int, form: str) -> None:
     assert parse_number(form.format(value)) == value
-    assert not same_number(form.format(value), str(value + 1))

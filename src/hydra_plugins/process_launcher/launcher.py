@@ -50,7 +50,7 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
-        points = check_points(job_overrides, slots)
+        points = check_points(job_overrides)
         todo = [point for point in points if not point.finished]
         log.info(
             "sweep of %d runs: %d finished before, %d to do, %d at a time",

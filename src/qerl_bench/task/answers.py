@@ -73,12 +73,6 @@ def parse_number(text: str) -> Fraction | None:
     return -value if "-" in (sign["before"], sign["after"]) else value
 
 
-def same_number(a: str, b: str) -> bool:
-    """Whether both texts state a number and it is the same one."""
-    left, right = parse_number(a), parse_number(b)
-    return left is not None and left == right
-
-
 def _is_unit(tail: str) -> bool:
     """Whether the text after a number leaves it as it is: nothing, or units in words that hold no number themselves."""
     words = tail.strip().removesuffix(".").split()
