@@ -63,8 +63,8 @@ class Questions(PromptedTask):
         rows = self._eval_rows
         require(
             count is None or 1 <= count <= len(rows),
-            f"task={self.name} has {len(rows)} test questions, got count={count}; ask for 1 to {len(rows)}, or null = "
-            "all",
+            f"task={self.name} has {len(rows)} test questions, got count={count}; set eval.questions to 1 to "
+            f"{len(rows)}, or null = all",
         )
         return [self._prompt("test", row) for row in rows[:count]]
 
