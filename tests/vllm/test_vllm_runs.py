@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,17 @@ RUN = (sys.executable, str(ROOT / "src/run.py"), "experiment=smoke", "device=cpu
 
 
 def _started(root: Path, *words: str) -> subprocess.Popen[str]:
-    """A run in a session of its own, as from a terminal."""
+    """A run in a session of its own that hears Ctrl-C, as from a terminal; a background job inherits deaf ears."""
     command = [*RUN, f"root={root}", *words]
     with open(root / "output.txt", "w") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+        )
 
 
 def _descendants(pid: int) -> set[int]:
