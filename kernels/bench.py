@@ -4,9 +4,9 @@
 
 Prints a table and writes a tidy CSV. Every kernel is timed in the same process as replays of a CUDA graph that runs
 over so many copies of the weight that they overflow the L2 cache several times: no run finds its weight there. Peers
-are torch in bfloat16, and bitsandbytes, vLLM's Marlin and gemlite where they can be imported. `--search` measures
-configurations for these layers first and writes them to the user's cache, from where `decode_gemm` takes them, or to
---table FILE.
+are torch in bfloat16, and bitsandbytes, vLLM's Marlin, gemlite and humming where they can be imported. `--search`
+measures configurations for these layers first and writes them to the user's cache, from where `decode_gemm` takes
+them, or to --table FILE.
 
 The floor is the larger of bytes (weight, scales, x, y) over COPY_RATE and floating-point operations over MATRIX_RATE,
 both measured on an H200.
@@ -15,13 +15,14 @@ both measured on an H200.
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -145,11 +146,24 @@ def gemlite_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
         yield lambda layer=layer: layer(x)
 
 
+def humming_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
+    """Its own NVFP4: E2M1 codes, an E4M3 scale for 16 weights, one scale for all. It compiles at the first call."""
+    make = import_module("humming.layer").HummingLayer
+    nvfp4 = {"dtype": "float4e2m1", "scale_dtype": "float8e4m3", "group_size": 16, "scale_2_type": "tensor"}
+    layer = make(shape_n=shape[0], shape_k=shape[1], weight_config=nvfp4, torch_dtype=torch.bfloat16).cuda()
+    layer.load_from_unquantized(torch.randn(shape, dtype=torch.bfloat16, device="cuda"))
+    layer.transform()
+    for _ in range(copies("nvfp4", shape)):
+        other = copy.deepcopy(layer)
+        yield lambda other=other: other(x)
+
+
 PEERS: dict[str, tuple[str, str, Peer]] = {  # name: package, format, calls
     "torch": ("torch", "bfloat16", torch_calls),
     "bitsandbytes": ("bitsandbytes", "nf4", bitsandbytes_calls),
     "vllm marlin": ("vllm", "nvfp4", marlin_calls),
     "gemlite": ("gemlite", "mxfp4", gemlite_calls),
+    "humming": ("humming", "nvfp4", humming_calls),
 }
 
 
@@ -233,10 +247,9 @@ def _row(
 
 
 def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+    """Of the distribution that the package came with, whose name may be another."""
+    found = packages_distributions().get(package)
+    return version(found[0]) if found else "unknown"
 
 
 def print_table(measured: list[dict[str, Any]]) -> None:
