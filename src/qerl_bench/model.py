@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.config import require_count
 from qerl_bench.errors import BadInput, require
@@ -26,6 +27,10 @@ class Model(Protocol):
 
     def warm_start_overrides(self) -> list[str] | None:
         """The command-line words of the supervised run that makes this model's base weights; None = needs none."""
+        ...
+
+    def config(self) -> dict[str, Any] | None:
+        """What its config.json says of its shape; None where that is known only once it is downloaded."""
         ...
 
     def folder(self) -> Path | None:
@@ -79,6 +84,16 @@ class TinyModel:
             *(f"model.{key}={getattr(self, key)}" for key in shape),
         ]
 
+    def config(self) -> dict[str, Any]:
+        return {
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": 4096,
+        }
+
     def folder(self) -> Path | None:
         return None
 
@@ -94,13 +109,8 @@ class TinyModel:
             model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
             return placed(model, device, dtype), tokenizer
         config = Qwen2Config(
+            **self.config(),
             vocab_size=len(tokenizer),
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            intermediate_size=self.intermediate_size,
-            max_position_embeddings=4096,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=END_ID,
@@ -137,6 +147,10 @@ class HubModel:
 
     def warm_start_overrides(self) -> list[str] | None:
         return None
+
+    def config(self) -> dict[str, Any] | None:
+        path = Path(self.id) / "config.json"
+        return json.loads(path.read_text()) if path.is_file() else None
 
     def folder(self) -> Path | None:
         """The local folder, downloaded if need be. None if it holds no safetensors."""

@@ -68,7 +68,7 @@ def preflight(argv: list[str]) -> None:
 def check(cfg: DictConfig) -> Experiment:
     """Build the specs of a composed config and look at everything that they need. Raises BadInput."""
     experiment = build(cfg)
-    experiment.engine.check()
+    experiment.engine.check(experiment)
     experiment.task.check()
     experiment.eval.check(experiment.task)
     experiment.logger.check()

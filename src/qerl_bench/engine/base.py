@@ -65,8 +65,8 @@ class EngineSpec(Protocol):
         """Raise BadInput if this engine cannot sample for `experiment`. Called while it is built; imports no torch."""
         ...
 
-    def check(self) -> None:
-        """Raise BadInput if what this engine needs is not installed."""
+    def check(self, experiment: Experiment) -> None:
+        """Raise BadInput if what is installed cannot sample for `experiment`. Called before anything is written."""
         ...
 
     def build(self, policy: Policy) -> RolloutEngine: ...

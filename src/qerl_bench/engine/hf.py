@@ -34,7 +34,7 @@ class Hf:
     def check_with(self, experiment: Experiment) -> None:
         """Samples for every experiment."""
 
-    def check(self) -> None:
+    def check(self, experiment: Experiment) -> None:
         """Needs nothing."""
 
     def build(self, policy: Policy) -> RolloutEngine:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.config import is_number, require_count
 from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
-from qerl_bench.engine.vllm_install import require_device, require_supported
+from qerl_bench.engine.vllm_install import require_device, require_supported, takes_codes
 from qerl_bench.errors import require
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from qerl_bench.policy import Policy
 
 log = logging.getLogger(__name__)
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of the dtypes that a model may compute in
+SHAPE = {"max_position_embeddings", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"}
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM takes for max_lora_rank
 
 
@@ -81,15 +83,21 @@ class Vllm:
             f"engine=vllm takes over adapters of rank 1 to {RANKS[-1]} each step, and lora={experiment.lora.name} has "
             f"lora.rank={rank}. Use a rank in that range, or engine=hf",
         )
-        limit = experiment.task.max_completion_tokens
+        limit = max(experiment.task.max_completion_tokens, getattr(experiment.eval, "max_tokens", None) or 0)
         require(
             self.max_model_len is None or limit < self.max_model_len,
-            f"engine.max_model_len={self.max_model_len} leaves no room for a prompt: completions may have "
-            f"{limit} tokens. Make it larger, or task.max_completion_tokens smaller",
+            f"engine.max_model_len={self.max_model_len} leaves no room for a prompt: completions may have {limit} "
+            "tokens. Make it larger, or task.max_completion_tokens and eval.max_tokens smaller",
         )
+        shape = experiment.model.config() or {}
+        if shape.keys() >= SHAPE:
+            require_cache(self, shape, ITEM_BYTES[experiment.model.dtype])
 
-    def check(self) -> None:
-        require_supported()
+    def check(self, experiment: Experiment) -> None:
+        device = require_supported()
+        if experiment.device != "auto":
+            require_device(experiment.device)
+        takes_codes(experiment.quant, self.dequantize, device)
 
     def build(self, policy: Policy) -> RolloutEngine:
         from qerl_bench.engine.vllm_base import Base
@@ -98,18 +106,20 @@ class Vllm:
         return VllmEngine(self, policy, Base.of(policy.model, self.dequantize, policy.device.type), program)
 
 
-def require_cache(spec: Vllm, policy: Policy, max_model_len: int) -> None:
-    """Raise BadInput unless the KV cache of each device holds at least one sequence of full length."""
-    config = policy.model.config
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = max(1, config.num_key_value_heads // spec.tensor_parallel)
-    per_token = 2 * config.num_hidden_layers * heads * head * policy.model.dtype.itemsize  # bytes of keys and values
+def require_cache(spec: Vllm, shape: Mapping[str, Any], item_bytes: int) -> int:
+    """The most tokens of a sequence of the model whose config.json holds `shape`. Raises BadInput unless the KV cache
+    of each device has room for one of that length."""
+    longest = min(filter(None, (spec.max_model_len, shape["max_position_embeddings"])))
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    heads = max(1, shape["num_key_value_heads"] // spec.tensor_parallel)
+    per_token = 2 * shape["num_hidden_layers"] * heads * head * item_bytes  # keys and values
     room = int(spec.kv_cache_gib * 2**30 / per_token)
     require(
-        room >= max_model_len,
-        f"engine.kv_cache_gib={spec.kv_cache_gib} holds {room} tokens, less than one sequence of {max_model_len}; make "
-        "it larger, or engine.max_model_len smaller",
+        room >= longest,
+        f"engine.kv_cache_gib={spec.kv_cache_gib} holds {room} tokens, less than one sequence of {longest}; make it "
+        "larger, or engine.max_model_len smaller",
     )
+    return longest
 
 
 class VllmEngine:
@@ -121,9 +131,8 @@ class VllmEngine:
 
         self.spec, self.policy, self.program = spec, policy, program
         self.on_gpu = policy.device.type == "cuda"
-        self.max_model_len = min(filter(None, (spec.max_model_len, policy.model.config.max_position_embeddings)))
+        self.max_model_len = require_cache(spec, policy.model.config.to_dict(), policy.model.dtype.itemsize)
         self.base = base
-        require_cache(spec, policy, self.max_model_len)
         self.asleep = False
         self.before_gib = vllm_process.device_memory_gib() if self.on_gpu else None
         with ExitStack() as failed, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
@@ -132,10 +141,10 @@ class VllmEngine:
             self.workers: list[dict[str, Any]] = []
             failed.callback(self._stop)
             self.workers = self.llm.collective_rpc("qerl_started")
-            state = policy.adapter_state().values()
-            self.folder = vllm_process.exchange_folder(4 * sum(tensor.nbytes for tensor in state))
+            room = 4 * sum(tensor.nbytes for tensor in policy.adapter_state().values())
+            self.folder = failed.enter_context(vllm_process.exchange_folder(room))
             self.mirror = Mirror(self.llm, policy, self.folder)
-            failed.pop_all()
+            self._resources = failed.pop_all()
         used = ", ".join(sorted(set(self._kernels().values())))
         log.info("%s samples with %s; kernels: %s", program, base.label, used)
         if not self.on_gpu and spec.sleep_level > 0:
@@ -281,8 +290,7 @@ class VllmEngine:
         }
 
     def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._stop()
+        self._resources.close()
 
     def _stop(self) -> None:
         from qerl_bench.engine.vllm_process import stop

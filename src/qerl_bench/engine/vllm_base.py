@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
+from qerl_bench.engine.vllm_install import takes_codes
 from qerl_bench.errors import require
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.export import checkpoint_tensors, config_entry, write_model
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, resident_bytes
-from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nvfp4 import NVFP4
 
 SCALE = "weight_global_scale"
 
@@ -37,13 +36,7 @@ class Base:
         """The base of `model`. Raises BadInput if vLLM has no kernel for it on `device`."""
         layers = packed_layers(model)
         weight_format = next(iter(layers.values())).weight_format if layers else None
-        packed = isinstance(weight_format, NVFP4 | MXFP4) and not dequantize
-        require(
-            not packed or device == "cuda",
-            f"vLLM has no kernel for packed {weight_format.name if weight_format else ''} weights on a CPU. Use "
-            "engine.dequantize=true, which computes with the same values in model.dtype, or engine=hf",
-        )
-        return cls(model, weight_format, packed)
+        return cls(model, weight_format, takes_codes(weight_format, dequantize, device))
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import os
@@ -11,6 +12,8 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +71,8 @@ def stop(llm: LLM, isolation: str, pids: list[int]) -> None:
     left = wait_for(pids)
     for pid in left:
         log.warning("process %d of vLLM did not end when told to, so it is killed", pid)
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended just now
+            os.kill(pid, signal.SIGKILL)
     assert not wait_for(left), f"processes {left} of vLLM cannot be ended"
 
 
@@ -88,16 +92,41 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def exchange_folder(needed: int) -> Path:
-    """A new folder for adapters and norm scales, in memory where `needed` bytes fit; folders of dead runs go."""
+@contextmanager
+def exchange_folder(needed: int) -> Iterator[Path]:
+    """A new folder for adapters and norm scales while the context lasts, in memory where `needed` bytes fit.
+
+    It is locked, so that a later run knows an abandoned one, which it removes: process numbers would say nothing where
+    containers share the memory.
+    """
     parent = SHARED_MEMORY
     if not os.access(parent, os.W_OK) or shutil.disk_usage(parent).free < needed:
         parent = Path(tempfile.gettempdir())
         log.info("%s has no room for %.1f MiB, so adapters go through %s", SHARED_MEMORY, needed / 2**20, parent)
     for old in parent.glob(f"{PREFIX}*"):
-        if not is_running(int(old.name.removeprefix(PREFIX).partition("-")[0])):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+        remove_abandoned(old)
+    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # found by nobody until it is locked
+    lock = os.open(new, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = new.rename(parent / f"{PREFIX}{os.getpid()}-{new.name.removeprefix(f'.{PREFIX}')}")
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove `folder` unless a run holds it, it belongs to someone else, or it is no folder at all."""
+    with suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
 
 
 def device_memory_gib() -> float:

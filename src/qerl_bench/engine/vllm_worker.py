@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -121,8 +122,9 @@ def exit_after(run: int) -> None:
     def wait() -> None:
         while is_running(run):
             time.sleep(WATCH_S)
-        if between != run and is_running(between):
-            os.kill(between, signal.SIGKILL)
+        if between != run:
+            with suppress(ProcessLookupError):  # it has gone already
+                os.kill(between, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="exit with the run").start()
