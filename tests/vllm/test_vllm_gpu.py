@@ -18,14 +18,24 @@ from qerl_bench.policy import Policy
 pytestmark = pytest.mark.gpu
 TIE = 0.13  # nats between two tokens that BF16 logits of size 16 to 32 cannot tell apart: one unit in the last place
 BLOCKS = 4
+KV_GIB = 2.0
 
 
-@pytest.fixture(scope="module", params=["nvfp4", "mxfp4"])
-def policy(request: pytest.FixtureRequest, make_experiment: Callable[..., Any]) -> Any:
+@pytest.fixture(
+    scope="module",
+    params=[("nvfp4", "child", "false"), ("mxfp4", "same", "true")],
+    ids=["nvfp4, another process, captured graphs", "mxfp4, this process, eager"],
+)
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def policy(case: tuple[str, str, str], make_experiment: Callable[..., Any]) -> Any:
     """Of the least widths that Marlin takes; untrained, with tokens several nats apart."""
     words = ("model.hidden_size=512", "model.heads=8", "model.kv_heads=2", "model.intermediate_size=1024")
     shape = (*words, f"model.layers={BLOCKS}", "model.dtype=bfloat16", "lora.rank=32", "device=cuda")
-    policy = Policy.build(make_experiment(f"quant={request.param}", *shape), None, "cuda")
+    policy = Policy.build(make_experiment(f"quant={case[0]}", *shape), None, "cuda")
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad():
         scale = policy.model.model.norm.weight
@@ -37,15 +47,20 @@ def policy(request: pytest.FixtureRequest, make_experiment: Callable[..., Any]) 
 
 
 @pytest.fixture(scope="module")
-def engine(policy: Any, make_experiment: Callable[..., Any]) -> Iterator[Any]:
+def engine(case: tuple[str, str, str], policy: Any, make_experiment: Callable[..., Any]) -> Iterator[Any]:
+    """It holds little but its KV cache, which must be gone at the end; where it ran in this process, CUDA and the kernels
+    stay loaded."""
     before = device_memory_gib() - torch.cuda.memory_reserved() / 2**30
-    words = ("engine=vllm", "device=cuda", "engine.kv_cache_gib=0.5", "engine.max_sequences=64", "model.dtype=bfloat16")
+    size = (f"engine.kv_cache_gib={KV_GIB}", "engine.max_sequences=16", "model.dtype=bfloat16")
+    words = ("engine=vllm", "device=cuda", f"engine.isolation={case[1]}", f"engine.eager={case[2]}", *size)
     engine = make_experiment(*words).engine.build(policy)
     yield engine
     pids = {worker["pid"] for worker in engine.workers} - {os.getpid()}
     engine.close()
     assert not any(is_running(pid) for pid in pids)
-    assert device_memory_gib() - torch.cuda.memory_reserved() / 2**30 < before + 0.3  # GPU memory is back
+    torch.cuda.empty_cache()
+    left = device_memory_gib() - torch.cuda.memory_reserved() / 2**30 - before
+    assert left < (0.1 if case[1] == "child" else 1.0)  # GiB
 
 
 def _logprobs(policy: Any, prompt: list[int], *completions: list[int]) -> torch.Tensor:
@@ -79,5 +94,5 @@ def test_greedy_completions_part_only_at_ties(policy: Any, engine: Any, make_pro
 def test_sleep_gives_memory_up_and_waking_brings_the_policy_back(engine: Any, make_prompts: Any) -> None:
     found = engine.sync(make_prompts())
     memory = engine.sleep()
-    assert memory["memory/device_train_gib"] < memory["memory/device_rollout_gib"] - 0.4  # at least the KV cache
-    assert engine.sync(make_prompts()) == pytest.approx(found, abs=1e-6)
+    assert memory["memory/device_train_gib"] < memory["memory/device_rollout_gib"] - 0.95 * KV_GIB
+    assert engine.sync(make_prompts()) == pytest.approx(found, abs=0.02)  # vLLM's LoRA kernels add in any order
