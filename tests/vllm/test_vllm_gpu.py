@@ -48,8 +48,8 @@ def policy(case: tuple[str, str, str], make_experiment: Callable[..., Any]) -> A
 
 @pytest.fixture(scope="module")
 def engine(case: tuple[str, str, str], policy: Any, make_experiment: Callable[..., Any]) -> Iterator[Any]:
-    """It holds little but its KV cache, which must be gone at the end; where it ran in this process, CUDA and the kernels
-    stay loaded."""
+    """It holds little but its KV cache, which must be gone at the end. Where it ran in this process, CUDA and the
+    kernels stay loaded."""
     before = device_memory_gib() - torch.cuda.memory_reserved() / 2**30
     size = (f"engine.kv_cache_gib={KV_GIB}", "engine.max_sequences=16", "model.dtype=bfloat16")
     words = ("engine=vllm", "device=cuda", f"engine.isolation={case[1]}", f"engine.eager={case[2]}", *size)
