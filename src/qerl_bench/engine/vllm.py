@@ -195,8 +195,6 @@ class VllmEngine:
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         require_room(self.policy, prompts, sampling)
-        if self.asleep or not self.mirror.current:
-            self.sync(prompts)
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
         longest = max(len(ids) for ids in prompt_ids)
         require(
@@ -204,6 +202,8 @@ class VllmEngine:
             f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed engine.max_model_len="
             f"{self.max_model_len}; make it larger",
         )
+        if self.asleep or not self.mirror.current:
+            self.sync(prompts)
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids in prompt_ids],
             [self._params(prompt, sampling) for prompt in prompts],
