@@ -8,7 +8,7 @@ import torch
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta, and that divided by its root mean square and times `weight`; x and delta (n, H), weight (H,)."""
+    """As `step.add_norm`."""
     total = x if delta is None else x + delta
     wide = total.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -16,7 +16,7 @@ def add_norm(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both (n, I)."""
+    """As `step.swiglu`."""
     return torch.nn.functional.silu(gate) * up
 
 
@@ -31,11 +31,7 @@ def rotate_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """The rotated queries (n, H, D); keys, rotated, and values go to the cache (N, KV, S, D), n rows of it, at `slot`.
-
-    q is (n, H * D), k and v (n, KV * D), `cos` and `sin` (S, D) by position, `starts` (n,) the slot of each row's
-    position 0, and `slot` (1,) the slot of all.
-    """
+    """As `step.rotate_store`."""
     n, heads, size = len(q), keys.shape[1], keys.shape[3]
     c, s = (table[slot - starts][:, None] for table in (cos, sin))  # (n, 1, D)
 
@@ -56,7 +52,7 @@ def attend(
     slot: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention (n, H * D) of one query for each row, q (n, H, D), over the slots `starts` to `slot` of its cache."""
+    """As `step.attend`."""
     n, heads = len(q), keys.shape[1]
     slots = torch.arange(keys.shape[2], device=q.device)
     visible = (slots >= starts[:, None]) & (slots <= slot)  # (n, S)

@@ -25,6 +25,7 @@ from qerl_kernels.sampling import draw, draw_seeded, uniforms
 
 MODELS = ("llama", "qwen2", "qwen3")
 LOOK_EVERY = 16  # tokens between two looks at which rows are done; each makes the host wait for the GPU
+STRIDE = 64  # that the number of slots is a multiple of: what divides it goes into the kernels, which compile again
 PAYS = 64  # tokens still to come for which a smaller batch is worth another recording
 
 
@@ -44,13 +45,11 @@ def eager_reason(policy: Policy) -> str | None:
     return None
 
 
-def decode(
-    policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int], graphs: bool = True
-) -> list[Completion]:
-    """What `hf.decode` returns, up to rounding. Without `graphs` the step is computed as it is, on any device."""
+def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]) -> list[Completion]:
+    """What `hf.decode` returns, up to rounding. On a CPU nothing is recorded: the same step, as it is."""
     with rounded_adapters(policy.model, policy.model.dtype):
-        decoding = Decoding(policy, prompt_ids, sampling, keys, graphs)
-        if not graphs:
+        decoding = Decoding(policy, prompt_ids, sampling, keys)
+        if policy.device.type != "cuda":
             return decoding.run()
         side, current = _stream(policy.device), torch.cuda.current_stream(policy.device)
         side.wait_stream(current)
@@ -75,17 +74,16 @@ class Decoding:
     is drawn to fill up a batch.
     """
 
-    def __init__(
-        self, policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int], graphs: bool
-    ) -> None:
+    def __init__(self, policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]) -> None:
         device, count, most = policy.device, len(keys), sampling.max_tokens
-        self.policy, self.sampling, self.graphs = policy, sampling, graphs
+        self.policy, self.sampling, self.records = policy, sampling, device.type == "cuda"
         self.operations = fused_operations if policy.fused else step_reference
         read = read_prompts(policy, prompt_ids)
         samples = count // len(prompt_ids)
         width = read.mask.shape[1]
-        self.caches = [_widened(layer, samples, most) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
-        places = torch.arange(width + most, device=device)[None]
+        slots = -(-(width + most) // STRIDE) * STRIDE  # S
+        self.caches = [_widened(layer, samples, slots) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
+        places = torch.arange(slots, device=device)[None]
         cos, sin = policy.model.model.rotary_emb(self.caches[0][0], places)
         self.cos, self.sin = cos[0], sin[0]  # (S, D)
         self.starts = (width - read.mask.sum(1)).repeat_interleave(samples)  # (N,)
@@ -116,7 +114,7 @@ class Decoding:
             going = (~ended[self.rows[: self.size]]).nonzero()[:, 0]
             if len(going) == 0:
                 break
-            if len(going) <= self.size // 2 and (not self.graphs or most - done >= PAYS):
+            if len(going) <= self.size // 2 and (not self.records or most - done >= PAYS):
                 self._shrink(going)
         ids = self.ids[: self.count]
         ends = torch.isin(ids, stop)
@@ -126,7 +124,7 @@ class Decoding:
 
     def _advance(self) -> None:
         """One more token of each row at work."""
-        if self.graphs and self.warm and self.graph is None:
+        if self.records and self.warm and self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(self.rows.device)):
                 self._step()
@@ -190,14 +188,14 @@ class Decoding:
         self.size, self.graph, self.warm = size, None, False
 
 
-def _widened(layer: object, samples: int, more: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values that a layer of transformers' cache has read, each (P, KV, W, D), with room for `more` slots."""
+def _widened(layer: object, samples: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that a layer of transformers' cache has read, each (P, KV, W, D), in caches of `slots` slots."""
     wide = []
     for name in ("keys", "values"):
         read = getattr(layer, name)
         setattr(layer, name, None)
         prompts, heads, width, size = read.shape
-        buffer = read.new_zeros(prompts, samples, heads, width + more, size)
+        buffer = read.new_zeros(prompts, samples, heads, slots, size)
         buffer[:, :, :, :width] = read[:, None]
         wide.append(buffer.flatten(0, 1))
     return wide[0], wide[1]
