@@ -67,14 +67,19 @@ def make_policy() -> Callable[..., Policy]:
     """
 
     def make(
-        *overrides: str, quant: str = "nvfp4", width: int = 32, sharp: bool = False, adapted: bool = False
+        *overrides: str,
+        quant: str = "nvfp4",
+        width: int = 32,
+        sharp: bool = False,
+        adapted: bool = False,
+        device: str = "cpu",
     ) -> Policy:
         import torch
 
         from qerl_bench.policy import Policy
 
         experiment = experiment_of(f"quant={quant}", f"model.hidden_size={width}", *overrides)
-        policy = Policy.build(experiment, None, "cpu")
+        policy = Policy.build(experiment, None, device)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             if sharp:

@@ -108,8 +108,10 @@ def draw(
     SHIFT: tl.constexpr,  # low bits that no logit has: 16 for bfloat16
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two, at least V / BLOCK
+    ON_DEVICE: tl.constexpr,  # the position is read from memory
 ):
     row = tl.program_id(0)
+    place = tl.load(position) if ON_DEVICE else position
     base = logits + row.to(tl.int64) * stride
     most = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -145,7 +147,7 @@ def draw(
         token = tl.min(first, 0)
     else:
         sums = tl.cumsum(masses, 0)
-        wanted = uniform_of(tl.load(keys + row), position) * tl.max(sums, 0)
+        wanted = uniform_of(tl.load(keys + row), place) * tl.max(sums, 0)
         chosen = tl.min(tl.where(sums > wanted, block, BLOCKS - 1), 0)
         before = tl.sum(tl.where(block == chosen, sums - masses, 0.0), 0)
         column, x = load_block(base, chosen * BLOCK, vocabulary, BLOCK)

@@ -67,12 +67,13 @@ def draw_seeded(
     logits: torch.Tensor,
     temperature: float,
     keys: torch.Tensor,
-    position: int,
+    position: int | torch.Tensor,
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> Drawn:
     """`draw` in one kernel, with the numbers of `uniforms`: `keys` (B,) int64 of the requests at `position`.
 
+    The position may be a tensor (1,) int64, which is read when the kernel runs: one CUDA graph serves all positions.
     `logits` (B, V) need a last dimension without gaps. Deterministic. Tokens differ from the reference only where a
     random number lies within rounding (1e-6) of the border between two tokens.
     """
@@ -89,7 +90,10 @@ def draw_seeded(
             "temperature and top_k must be at least 0 and top_p in (0, 1], got "
             f"temperature={temperature}, top_k={top_k}, top_p={top_p}"
         )
-    require_device(logits=logits, keys=keys)
+    on_device = isinstance(position, torch.Tensor)
+    if on_device:
+        require_shape("position", position, (1,), torch.int64)
+    require_device(logits=logits, keys=keys, position=position if on_device else keys)
     from qerl_kernels import jit_sampling
 
     count, vocabulary = logits.shape
@@ -115,6 +119,7 @@ def draw_seeded(
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
         BLOCK=BLOCK,
         BLOCKS=1 << (blocks - 1).bit_length(),
+        ON_DEVICE=on_device,
         num_warps=WARPS,
         enable_fp_fusion=True,
     )

@@ -7,7 +7,8 @@ there is only the reference. Whatever was chosen is said, layer by layer: nothin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,9 +35,10 @@ class AdaptedLinear(lora.Linear):
     """
 
     fused = False
+    rounded: Adapter | None = None  # in the dtype of the input, while `rounded_adapters` holds
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapter = self._adapter() if self.fused and not args and not kwargs else None
+        adapter = (self.rounded or self._adapter()) if self.fused and not args and not kwargs else None
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         base = self.get_base_layer()
@@ -56,6 +58,24 @@ class AdaptedLinear(lora.Linear):
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         return Adapter(a, b, self.scaling[name])
+
+
+@contextmanager
+def rounded_adapters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which fused layers have their adapters in `dtype` at hand, not to round them for every token.
+
+    What changes in an adapter meanwhile is not seen.
+    """
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear) and module.fused]
+    try:
+        for layer in layers:
+            adapter = layer._adapter()
+            if adapter is not None:
+                layer.rounded = Adapter(adapter.a.to(dtype), adapter.b.to(dtype), adapter.scaling)
+        yield
+    finally:
+        for layer in layers:
+            layer.rounded = None
 
 
 def fused_reason(kernel: str, device: torch.device) -> str | None:

@@ -69,17 +69,62 @@ def test_head_gradients(arch: int, with_entropy: bool, bound: float) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("choice", ["GREEDY", "", "TOP_K TOP_P"])
+@pytest.mark.parametrize("choice", ["GREEDY", "ON_DEVICE", "TOP_K TOP_P"])
 def test_sampling(arch: int, choice: str) -> None:
     from qerl_kernels import jit_sampling
     from qerl_kernels.sampling import BLOCK, WARPS
 
     signature = {"logits": "*bf16", "keys": "*i64", "tokens": "*i64", "logprobs": "*fp32", "entropies": "*fp32"}
     signature |= dict.fromkeys(("position", "top_k"), "i32") | HEAD | {"top_p": "fp32"}
-    constants: dict[str, Any] = {name: name in choice.split() for name in ("GREEDY", "TOP_K", "TOP_P")}
+    constants: dict[str, Any] = {name: name in choice.split() for name in ("GREEDY", "TOP_K", "TOP_P", "ON_DEVICE")}
+    if constants["ON_DEVICE"]:
+        signature["position"] = "*i64"
     constants |= {"SHIFT": 16, "BLOCK": BLOCK, "BLOCKS": 64}
     aligned = ("logits", "vocabulary", "stride")
     _sound(compiled(jit_sampling.draw, signature, constants, arch, num_warps=WARPS, aligned=aligned))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_step(arch: int) -> None:
+    """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
+    from qerl_kernels import jit_step
+
+    names = (
+        "x",
+        "delta",
+        "total",
+        "normed",
+        "gate",
+        "up",
+        "out",
+        "q",
+        "k",
+        "v",
+        "cos",
+        "sin",
+        "keys",
+        "values",
+        "turned",
+    )
+    types = dict.fromkeys(names, "*bf16") | dict.fromkeys(("weight", "partial", "most", "total_"), "*fp32")
+    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "size": "i32", "epsilon": "fp32", "factor": "fp32"}
+    shape = {"KV": 4, "D": 128, "DIM": 128}
+
+    def built(kernel: Any, constants: dict[str, Any], warps: int, **changed: Any) -> Compiled:
+        wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
+        aligned = tuple(name for name in wanted if wanted[name].startswith("*") and name != "slot")
+        return compiled(kernel, wanted, constants, arch, warps, 3 if kernel is jit_step.attend else 2, aligned)
+
+    _sound(built(jit_step.add_norm, {"ADD": True, "BLOCK": 4096}, 8))
+    _sound(built(jit_step.swiglu, {"BLOCK": 1024}, 4))
+    _sound(built(jit_step.rotate_store, shape | {"HEADS": 28, "HALF": 64}, 1))
+    for splits in (1, 8):
+        attend = built(
+            jit_step.attend, shape | {"GROUP": 7, "ROWS": 16, "BLOCK": 64, "SPLITS": splits}, 4, total="*fp32"
+        )
+        _sound(attend)
+        assert attend.count("HMMA") > 0 and attend.count("LDGSTS") > 0
+    _sound(built(jit_step.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, 1, total="*fp32"))
 
 
 def test_a_kernel_that_spills_is_found() -> None:

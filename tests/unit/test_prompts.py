@@ -136,9 +136,7 @@ def test_a_model_without_chat_template_needs_a_plain_prompt() -> None:
 @FORMATS
 @pytest.mark.parametrize("instruction", PLACES)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_token_ids_of_the_tiny_model(
-    tiny_policy: Any, answer_format: str, instruction: str, template: str
-) -> None:
+def test_token_ids_of_the_tiny_model(tiny_policy: Any, answer_format: str, instruction: str, template: str) -> None:
     messages = wording(answer_format, instruction, template).messages(QUESTION)
     text = rendered(tiny_policy.tokenizer, messages)
     assert tiny_policy.prompt_ids(messages) == token_ids(text, TAG_IDS)

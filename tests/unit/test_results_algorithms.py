@@ -29,9 +29,7 @@ def _write(root: Path, algo: str, seed: int, after: list[bool]) -> Path:
     lines = []
     for step, answers in ((0, BEFORE), (10, after)):
         share = sum(answers) / 4
-        lines.append(
-            {"kind": "eval", "step": step, "eval/accuracy_greedy": share, "eval/accuracy_sampled": share / 2}
-        )
+        lines.append({"kind": "eval", "step": step, "eval/accuracy_greedy": share, "eval/accuracy_sampled": share / 2})
     lines += [{"kind": "train", "step": i, "reward/mean": 0.1 * i, "entropy": 1 - 0.05 * i} for i in range(1, 11)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "done.json").write_text("{}")

@@ -1,14 +1,15 @@
 """engine=hf: sampling with the very model that is trained, through transformers, with a KV cache.
 
-Slower than a serving engine, but there is nothing to synchronise: same packed weights, same adapter, same noise. Tokens
-are drawn by inverse CDF from one uniform number per (request, position), so batching cannot change a completion other
-than through rounding. On a GPU the same numbers are made by the kernel that draws (`qerl_kernels.sampling`).
+There is nothing to synchronise: same packed weights, same adapter, same noise. Tokens are drawn by inverse CDF from one
+uniform number per (request, position), so batching cannot change a completion other than through rounding. On a GPU
+the same numbers are made by the kernel that draws (`qerl_kernels.sampling`), and steps are replayed (`hf_graph`).
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl_bench.config import require_count
 from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
@@ -17,8 +18,14 @@ from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache
+
     from qerl_bench.config import Experiment
     from qerl_bench.policy import Policy
+
+log = logging.getLogger(__name__)
+Completion = tuple[list[int], list[float], list[float]]  # token ids, their log-probabilities, entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +52,14 @@ class HfEngine:
     """Batched sampling from `policy`, at most `max_batch` sequences side by side."""
 
     def __init__(self, policy: Policy, max_batch: int) -> None:
+        from qerl_bench.engine import hf_graph
+
         self.policy = policy
         self.max_batch = max_batch
+        reason = hf_graph.eager_reason(policy)
+        self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
+        self.decode = hf_graph.decode if reason is None else decode
+        log.info("sampling: %s", self.decoding)
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
         """Nothing to bring over: the policy itself samples."""
@@ -57,7 +70,7 @@ class HfEngine:
         return {}
 
     def record(self) -> dict[str, Any]:
-        return {"engine": "hf", "copies_of_weights": 1}
+        return {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         require_room(self.policy, prompts, sampling)
@@ -80,7 +93,7 @@ class HfEngine:
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
         keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
         with torch.inference_mode():
-            drawn = decode(self.policy, prompt_ids, sampling, keys)
+            drawn = self.decode(self.policy, prompt_ids, sampling, keys)
         return [
             self._rollout(prompt, sample, prompt_ids[i // len(samples)], *drawn[i])
             for i, (prompt, sample) in enumerate(requests)
@@ -114,21 +127,21 @@ def request_key(sampling: Sampling, prompt_id: str, sample: int) -> int:
     return derive(sampling.seed, prompt_id, sample)
 
 
-def decode(
-    policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]
-) -> list[tuple[list[int], list[float], list[float]]]:
-    """Token ids, log-probabilities and entropies of each request, named by its key: the same number of requests for
-    each prompt, those of one prompt side by side.
+class Read(NamedTuple):
+    """What the model made of P prompts, padded on the left to W tokens."""
 
-    Prompts are padded on the left and read once; the cache is then repeated for the samples of a group. Rows that are
-    done leave the batch as soon as they are half of it.
-    """
+    mask: torch.Tensor  # (P, W), 0 at padding
+    cache: DynamicCache
+    position: torch.Tensor  # (P, 1) of the last token
+    logits: torch.Tensor  # (P, V) behind it
+
+
+def read_prompts(policy: Policy, prompt_ids: list[list[int]]) -> Read:
+    """Read each prompt once."""
     import torch
     from transformers import DynamicCache
 
-    from qerl_kernels.sampling import draw, draw_seeded, uniforms
-
-    device, stop = policy.device, torch.tensor(sorted(policy.stop_ids), device=policy.device)
+    device = policy.device
     width = max(len(ids) for ids in prompt_ids)
     tokens = torch.tensor([[policy.pad_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)  # (P, W)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
@@ -142,10 +155,27 @@ def decode(
         use_cache=True,
         logits_to_keep=1,
     )
+    return Read(mask, cache, position[:, -1:], output.logits[:, -1])
+
+
+def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]) -> list[Completion]:
+    """Token ids, log-probabilities and entropies of each request, named by its key: the same number of requests for
+    each prompt, those of one prompt side by side.
+
+    Prompts are read once; the cache is then repeated for the samples of a group. Rows that are done leave the batch as
+    soon as they are half of it.
+    """
+    import torch
+
+    from qerl_kernels.sampling import draw, draw_seeded, uniforms
+
+    device, stop = policy.device, torch.tensor(sorted(policy.stop_ids), device=policy.device)
     count = len(keys)
     samples = count // len(prompt_ids)
+    read = read_prompts(policy, prompt_ids)
+    cache = read.cache
     cache.batch_repeat_interleave(samples)
-    mask, position, logits = (x.repeat_interleave(samples, 0) for x in (mask, position[:, -1:], output.logits[:, -1]))
+    mask, position, logits = (x.repeat_interleave(samples, 0) for x in (read.mask, read.position, read.logits))
     rows = torch.arange(count, device=device)  # which request each row of the batch belongs to
     ids = torch.full((count, sampling.max_tokens), -1, dtype=torch.long, device=device)
     logprobs, entropies = (torch.zeros(count, sampling.max_tokens, device=device) for _ in range(2))

@@ -1,0 +1,143 @@
+"""Triton kernels of `step`. Roundings are those of the plain modules: each of their operations ends in one."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    x, delta, weight, total, normed, width, epsilon,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of x (n, H): total = x + delta, normed = total / rms(total) * weight."""
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    h = tl.load(x + row + column, mask=inside, other=0.0)
+    if ADD:
+        d = tl.load(delta + row + column, mask=inside, other=0.0)
+        h = (h.to(tl.float32) + d.to(tl.float32)).to(h.dtype)
+        tl.store(total + row + column, h, mask=inside)
+    wide = h.to(tl.float32)
+    scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + epsilon)).to(h.dtype)
+    w = tl.load(weight + column, mask=inside, other=0.0)
+    tl.store(normed + row + column, (w.to(tl.float32) * scaled.to(tl.float32)).to(h.dtype), mask=inside)
+
+
+@triton.jit
+def swiglu(gate, up, out, size, BLOCK: tl.constexpr):
+    """silu(gate) * up, elementwise."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    g = tl.load(gate + at, mask=inside, other=0.0)
+    u = tl.load(up + at, mask=inside, other=0.0)
+    wide = g.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(g.dtype)
+    tl.store(out + at, (activated.to(tl.float32) * u.to(tl.float32)).to(g.dtype), mask=inside)
+
+
+@triton.jit
+def rotate_head(source, target, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
+    """One head of D numbers, turned by the angles whose cosines and sines are given."""
+    low = tl.arange(0, HALF)
+    high = low + D // 2
+    inside = low < D // 2
+    x = tl.load(source + low, mask=inside, other=0.0)
+    y = tl.load(source + high, mask=inside, other=0.0)
+    dtype = x.dtype
+    a, b = x.to(tl.float32), y.to(tl.float32)
+    cos_low = tl.load(cos + low, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + low, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + high, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + high, mask=inside, other=0.0).to(tl.float32)
+    first = (a * cos_low).to(dtype).to(tl.float32) - (b * sin_low).to(dtype).to(tl.float32)
+    second = (b * cos_high).to(dtype).to(tl.float32) + (a * sin_high).to(dtype).to(tl.float32)
+    tl.store(target + low, first.to(dtype), mask=inside)
+    tl.store(target + high, second.to(dtype), mask=inside)
+
+
+@triton.jit
+def rotate_store(
+    q, k, v, cos, sin, starts, slot, keys, values, turned, width,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: query to `turned`, key and value to the cache at `slot`."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    place = tl.load(slot)
+    angle = (place - tl.load(starts + row)) * D
+    if head < HEADS:
+        at = (row * HEADS + head) * D
+        rotate_head(q + at, turned + at, cos + angle, sin + angle, D, HALF)
+    elif head < HEADS + KV:
+        at = row * KV + head - HEADS
+        rotate_head(k + at * D, keys + (at * width + place) * D, cos + angle, sin + angle, D, HALF)
+    else:
+        at = row * KV + head - HEADS - KV
+        column = tl.arange(0, DIM)
+        x = tl.load(v + at * D + column, mask=column < D, other=0.0)
+        tl.store(values + (at * width + place) * D + column, x, mask=column < D)
+
+
+@triton.jit
+def attend(
+    q, keys, values, starts, slot, out, partial, most, total, factor, width,
+    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The heads that share one key head of one row, over one of SPLITS ranges of what the row may see."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(2)
+    head = row * KV + tl.program_id(1)  # of the keys
+    end = tl.load(slot).to(tl.int32) + 1
+    start = tl.load(starts + row).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(end - start, SPLITS), BLOCK) * BLOCK
+    low = start + split * share
+    high = tl.minimum(low + share, end)
+
+    member = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    these = (head * GROUP + member) * D
+    real = (member < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + these[:, None] + d[None, :], mask=real, other=0.0)
+    key_base = keys + head * width * D
+    value_base = values + head * width * D
+    highest = tl.full((ROWS,), -float("inf"), tl.float32)
+    sums = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, DIM), tl.float32)
+    for at in range(low, high, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        inside = column < high
+        key = tl.load(key_base + column[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        scores = tl.dot(query, key, input_precision="ieee") * factor
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        sums = sums * fade + tl.sum(weights, 1)
+        mask = inside[:, None] & (d < D)[None, :]
+        value = tl.load(value_base + column[:, None] * D + d[None, :], mask=mask, other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        highest = higher
+    if SPLITS == 1:
+        tl.store(out + these[:, None] + d[None, :], (mixed / sums[:, None]).to(query.dtype), mask=real)
+    else:
+        part = (head * GROUP + member) * SPLITS + split
+        tl.store(partial + part[:, None] * D + d[None, :], mixed, mask=real)
+        tl.store(most + part, highest, mask=member < GROUP)
+        tl.store(total + part, sums, mask=member < GROUP)
+
+
+@triton.jit
+def join_splits(partial, most, total, out, D: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """One query head: the ranges of `attend`, each weighted by its share of the softmax."""
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, DIM)
+    tops = tl.load(most + head * SPLITS + split)  # -inf for a range without keys
+    shares = tl.exp2(tops - tl.max(tops, 0))
+    sums = tl.sum(tl.load(total + head * SPLITS + split) * shares, 0)
+    at = (head * SPLITS + split)[:, None] * D + d[None, :]
+    parts = tl.load(partial + at, mask=(d < D)[None, :], other=0.0)
+    mixed = tl.sum(parts * shares[:, None], 0) / sums
+    tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)

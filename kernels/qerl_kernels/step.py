@@ -1,0 +1,157 @@
+"""What a decoding step does between its matmuls, each in one kernel: norms, rotation, cache, attention, SwiGLU.
+
+A step takes one token of each sequence, so these operations are tiny, and as the dozens of kernels that transformers
+makes of them they cost as much time as the matmuls. Where a sequence stands is read on the GPU, so a captured CUDA
+graph serves every position; attention reads only what a row may see. `step_reference` has the same functions in plain
+PyTorch. Left out: gradients, sliding windows, more than one query of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from qerl_kernels.checks import require_device, require_shape
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+KEYS = 64  # that a program of `attend` reads at once
+_SMALLEST_DOT = 16
+_PROGRAMS = 512  # that keep a large GPU busy
+_MOST_SPLITS = 32
+
+
+def add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta, and that divided by its root mean square and times `weight`; x and delta (n, H), weight (H,).
+
+    The sum is x itself where there is no delta. `weight` may be more precise than x.
+    """
+    rows, width = x.shape
+    require_shape("x", x, (rows, width), *FLOATS)
+    require_shape("weight", weight, (width,), *FLOATS)
+    normed = torch.empty_like(x)
+    total = x
+    if delta is not None:
+        require_shape("delta", delta, (rows, width), x.dtype)
+        total = torch.empty_like(x)
+    require_device(x=x, weight=weight, delta=x if delta is None else delta)
+    from qerl_kernels import jit_step
+
+    block = _power_of_2(width)
+    kernel: Any = jit_step.add_norm
+    kernel[(rows,)](
+        x, delta, weight, total, normed, width, epsilon, ADD=delta is not None, BLOCK=block,
+        num_warps=min(8, max(1, block // 256)),
+    )  # fmt: skip
+    return total, normed
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, both (n, I)."""
+    require_shape("gate", gate, (-1, -1), *FLOATS)
+    require_shape("up", up, tuple(gate.shape), gate.dtype)
+    require_device(gate=gate, up=up)
+    from qerl_kernels import jit_step
+
+    out = torch.empty_like(gate)
+    kernel: Any = jit_step.swiglu
+    kernel[(-(-gate.numel() // 1024),)](gate, up, out, gate.numel(), BLOCK=1024, num_warps=4)
+    return out
+
+
+def rotate_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    starts: torch.Tensor,
+    slot: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """The rotated queries (n, H, D); keys, rotated, and values go to the cache (N, KV, S, D), n rows of it, at `slot`.
+
+    q is (n, H * D), k and v (n, KV * D), `cos` and `sin` (S, D) by position, `starts` (n,) the slot of each row's
+    position 0, and `slot` (1,) the slot of all. Rotates the two halves of a head, as Llama does.
+    """
+    rows, (_, heads, width, size) = len(q), keys.shape
+    queries = q.shape[1] // size
+    _require_cache(rows, starts, slot, keys, values)
+    require_shape("q", q, (rows, queries * size), keys.dtype)
+    for name, tensor in (("k", k), ("v", v)):
+        require_shape(name, tensor, (rows, heads * size), keys.dtype)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        require_shape(name, tensor, (width, size), *FLOATS)
+    require_device(q=q, k=k, v=v, cos=cos, sin=sin, starts=starts, slot=slot, keys=keys, values=values)
+    from qerl_kernels import jit_step
+
+    turned = q.new_empty(rows, queries, size)
+    kernel: Any = jit_step.rotate_store
+    kernel[(rows, queries + 2 * heads)](
+        q, k, v, cos, sin, starts, slot, keys, values, turned, width,
+        HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), num_warps=1,
+    )  # fmt: skip
+    return turned
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    starts: torch.Tensor,
+    slot: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention (n, H * D) of one query for each row, q (n, H, D), over the slots `starts` to `slot` of its cache.
+
+    Query heads side by side share a key head. Softmax and sums are FP32, deterministic. What a row may see is split
+    where there are too few rows and heads to keep the GPU busy.
+    """
+    rows, (_, heads, width, size) = len(q), keys.shape
+    group = q.shape[1] // heads
+    _require_cache(rows, starts, slot, keys, values)
+    require_shape("q", q, (rows, heads * group, size), keys.dtype)
+    require_device(q=q, starts=starts, slot=slot, keys=keys, values=values)
+    from qerl_kernels import jit_step
+
+    splits = min(_MOST_SPLITS, _power_of_2(width) // KEYS, _power_of_2(_PROGRAMS // (rows * heads)))
+    splits = max(1, splits)
+    out = q.new_empty(rows, heads * group * size)
+    dim = max(_SMALLEST_DOT, _power_of_2(size))
+    partial = most_seen = sums = None
+    if splits > 1:
+        partial = q.new_empty(rows * heads * group, splits, size, dtype=torch.float32)
+        most_seen, sums = (q.new_empty(rows * heads * group, splits, dtype=torch.float32) for _ in range(2))
+    kernel: Any = jit_step.attend
+    kernel[(rows, heads, splits)](
+        q, keys, values, starts, slot, out, partial, most_seen, sums, scaling * math.log2(math.e), width,
+        KV=heads, GROUP=group, ROWS=max(_SMALLEST_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=KEYS,
+        SPLITS=splits, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        join: Any = jit_step.join_splits
+        join[(rows * heads * group,)](partial, most_seen, sums, out, D=size, DIM=dim, SPLITS=splits, num_warps=1)
+    return out
+
+
+def _require_cache(
+    rows: int, starts: torch.Tensor, slot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    require_shape("keys", keys, (-1, -1, -1, -1), *FLOATS)
+    require_shape("values", values, tuple(keys.shape), keys.dtype)
+    require_shape("starts", starts, (rows,), torch.int64)
+    require_shape("slot", slot, (1,), torch.int64)
+    if rows > len(keys) or keys.shape[3] % 2:
+        raise ValueError(
+            f"the cache must have at least {rows} rows and heads of an even size, got "
+            f"{tuple(keys.shape)}; make it larger"
+        )
+
+
+def _power_of_2(size: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(0, size - 1).bit_length()

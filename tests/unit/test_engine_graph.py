@@ -1,0 +1,241 @@
+"""The step over fixed buffers: it samples what transformers samples, and a replay is what it was recorded from."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qerl_bench.batch import make_batch
+from qerl_bench.engine import hf, hf_graph
+from qerl_bench.engine.base import Sampling
+from qerl_bench.kernel_choice import AdaptedLinear, rounded_adapters
+from qerl_bench.policy import Policy
+
+QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
+SAMPLES = 4
+KEYS = list(range(100, 100 + len(QUESTIONS) * SAMPLES))
+MakePolicy = Callable[..., Policy]
+
+
+def _sampling(**changed: Any) -> Sampling:
+    return Sampling(**{"samples": SAMPLES, "temperature": 1.0, "max_tokens": 40, "seed": 11, **changed})
+
+
+def _ragged(policy: Policy) -> Policy:
+    """Stops at one token in twelve, so that rows end at different times."""
+    policy.stop_ids = frozenset({*policy.stop_ids, *range(3, 262, 12)})
+    return policy
+
+
+def _prompts(policy: Policy) -> list[list[int]]:
+    return [policy.prompt_ids(({"role": "user", "content": question},)) for question in QUESTIONS]
+
+
+@torch.inference_mode()
+def _decoded(how: Callable[..., Any], policy: Policy, sampling: Sampling, **options: Any) -> list[hf.Completion]:
+    return how(policy, _prompts(policy), sampling, KEYS, **options)
+
+
+def _same(found: list[hf.Completion], wanted: list[hf.Completion], tolerance: float) -> None:
+    assert [one[0] for one in found] == [other[0] for other in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one[1] == pytest.approx(other[1], abs=tolerance)
+        assert one[2] == pytest.approx(other[2], abs=tolerance)
+
+
+# --- against sampling through transformers ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy(make_policy: MakePolicy) -> Policy:
+    return _ragged(make_policy("model.heads=4", "model.kv_heads=2", sharp=True, adapted=True))
+
+
+@pytest.mark.parametrize("look_every", [1, 5, 16])
+def test_completions_are_those_of_transformers(
+    policy: Policy, look_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged prompts and ends, groups, and a batch that shrinks more than once where it is looked at often enough."""
+    monkeypatch.setattr(hf_graph, "LOOK_EVERY", look_every)
+    sizes: list[int] = []
+    shrink = hf_graph.Decoding._shrink
+    monkeypatch.setattr(
+        hf_graph.Decoding, "_shrink", lambda self, going: (shrink(self, going), sizes.append(self.size))[0]
+    )
+    wanted = _decoded(hf.decode, policy, _sampling())
+    lengths = [len(ids) for ids, _, _ in wanted]
+    assert min(lengths) < 3 and max(lengths) > 20 and len(set(lengths)) > 6
+    _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 2e-5)
+    expected, size = [], len(KEYS)
+    for done in range(1 + look_every, 41, look_every):
+        left = sum(length > done for length in lengths)
+        if 0 < left <= size // 2:
+            while left <= size // 2:
+                size //= 2
+            expected.append(size)
+    assert sizes == expected and expected[:2] == {1: [10, 5], 5: [5, 2], 16: [5]}[look_every]
+
+
+@pytest.mark.parametrize("changed", [{"temperature": 0.0}, {"top_p": 0.5}, {"max_tokens": 1}, {"max_tokens": 2}])
+def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
+    sampling = _sampling(**changed)
+    _same(_decoded(hf_graph.decode, policy, sampling), _decoded(hf.decode, policy, sampling), 2e-5)
+
+
+def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy) -> None:
+    plain = _decoded(hf_graph.decode, policy, _sampling())
+    for context in (policy.noise(0.1, seed=3), policy.without_adapter()):
+        with context:
+            found = _decoded(hf_graph.decode, policy, _sampling())
+            _same(found, _decoded(hf.decode, policy, _sampling()), 2e-5)
+        assert [one[0] for one in found] != [other[0] for other in plain]
+    _same(_decoded(hf_graph.decode, policy, _sampling()), plain, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_other_models(make_policy: MakePolicy, kind: str) -> None:
+    """Untrained, with norms on the heads of Qwen3 that are not all ones."""
+    import transformers
+
+    policy = _ragged(make_policy(sharp=True))
+    name = {"llama": "Llama", "qwen3": "Qwen3"}[kind]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=262, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+        intermediate_size=48, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.copy_(torch.randn_like(parameter) * (1.0 if "norm" in parameter_name else 0.2))
+    policy.model = model
+    _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf.decode, policy, _sampling()), 1e-4)
+
+
+# --- adapters at hand ------------------------------------------------------------------------------------------------
+
+
+def test_rounded_adapters_last_as_long_as_the_context(make_policy: MakePolicy) -> None:
+    policy = make_policy(adapted=True)
+    layers = [module for module in policy.model.modules() if isinstance(module, AdaptedLinear)]
+    layers[0].fused = True
+    a = layers[0].lora_A["default"].weight
+    with rounded_adapters(policy.model, torch.bfloat16):
+        assert layers[0].rounded is not None and torch.equal(layers[0].rounded.a, a.bfloat16())
+        assert all(layer.rounded is None for layer in layers[1:])
+    assert layers[0].rounded is None
+    with policy.without_adapter(), rounded_adapters(policy.model, torch.bfloat16):
+        assert layers[0].rounded is None
+
+
+# --- when it is used -------------------------------------------------------------------------------------------------
+
+
+def test_reasons_to_go_through_transformers(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy()
+    config = policy.model.config
+    assert "fused kernels" in str(hf_graph.eager_reason(policy))
+    engine = hf.HfEngine(policy, 4)
+    assert engine.decode is hf.decode and engine.record()["decoding"].startswith("eager: without fused kernels")
+    policy.fused = True
+    assert hf_graph.eager_reason(policy) == "a packed layer runs the reference"
+    for layer in policy.layers:
+        policy.model.get_submodule(layer).get_base_layer().use_kernels()
+    assert hf_graph.eager_reason(policy) is None
+    engine = hf.HfEngine(policy, 4)
+    assert engine.decode is hf_graph.decode and engine.record()["decoding"] == "cuda graphs"
+    for name, value, reason in (
+        ("model_type", "gemma3", "not gemma3"),
+        ("hidden_act", "gelu", "SiLU"),
+        ("layer_types", ["full_attention", "sliding_attention"], "without full attention"),
+        ("rope_parameters", {"rope_type": "longrope"}, "rotary"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(config, name, value)
+            assert reason in str(hf_graph.eager_reason(policy))
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "bf16"])
+def on_gpu(make_policy: MakePolicy, request: pytest.FixtureRequest) -> Policy:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    words = ("device=cuda", "model.dtype=bfloat16", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=256")
+    return _ragged(make_policy(*words, quant=request.param, width=128, sharp=True, adapted=True, device="cuda"))
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short round shrinks, and records more than once."""
+    monkeypatch.setattr(hf_graph, "LOOK_EVERY", 4)
+    monkeypatch.setattr(hf_graph, "PAYS", 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_steps")
+def test_a_replay_is_what_was_recorded(on_gpu: Policy) -> None:
+    """The same bits with and without a recording, now and after every change to adapter and noise."""
+    policy = on_gpu
+    assert hf_graph.eager_reason(policy) is None
+
+    sampling = _sampling(temperature=4.0)  # or most samples of so sharp a model would end where the first does
+
+    def both() -> list[hf.Completion]:
+        with_graph = _decoded(hf_graph.decode, policy, sampling)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hf_graph.Decoding, "_advance", hf_graph.Decoding._step)
+            _same(with_graph, _decoded(hf_graph.decode, policy, sampling), 0.0)
+        return with_graph
+
+    first = both()
+    assert len({len(ids) for ids, _, _ in first}) > 4
+    with policy.noise(0.1, seed=3):
+        noisy = both()
+    with policy.without_adapter():
+        bare = both()
+    kept = [parameter.detach().clone() for parameter in policy.trainable]
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.mul_(-1.5)
+    trained = both()
+    with torch.no_grad():
+        for parameter, old in zip(policy.trainable, kept, strict=True):
+            parameter.copy_(old)
+    _same(both(), first, 0.0)
+    drawn = [[ids for ids, _, _ in completions] for completions in (first, noisy, bare, trained)]
+    assert all(one != other for i, one in enumerate(drawn) for other in drawn[:i])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_steps")
+def test_the_trainer_agrees_as_well_as_with_transformers(on_gpu: Policy) -> None:
+    """Log-probabilities against one full pass over the finished sequences, in the rounding of 16 bits."""
+    policy = on_gpu
+    distances = []
+    for how in (hf.decode, hf_graph.decode):
+        completions = _decoded(how, policy, _sampling())
+        prompts = [ids for ids in _prompts(policy) for _ in range(SAMPLES)]
+        batch = make_batch(
+            prompts, [one[0] for one in completions], policy.pad_id, policy.device, [one[1] for one in completions]
+        )
+        with torch.no_grad():
+            stats = policy.token_stats(batch.input_ids, batch.mask, 1.0)
+        distances.append(float((stats.logprobs - batch.sampler_logprobs)[batch.mask].abs().mean()))
+    assert distances[1] < 1.5 * distances[0] + 1e-3 and distances[1] < 0.2, distances
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_steps")
+def test_nothing_is_held_after_a_round(on_gpu: Policy) -> None:
+    _decoded(hf_graph.decode, on_gpu, _sampling())
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    _decoded(hf_graph.decode, on_gpu, _sampling())
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    assert not any(layer.rounded for layer in on_gpu.model.modules() if isinstance(layer, AdaptedLinear))
