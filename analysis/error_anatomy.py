@@ -9,10 +9,11 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from qerl_bench.errors import require
+from qerl_bench.errors import BadInput, require
 from qerl_bench.results.script import guarded
 from qerl_bench.results.style import legend_above, panels, paper_style, save
 
+SAME = 1e-3  # relative difference of errors that rounding on another device may make
 COLOURS = {"grid_noise": "#56B4E9", "dead_zone": "#D55E00", "scale_bias": "#000000"}
 
 
@@ -50,8 +51,24 @@ def main(arguments: list[str] | None = None) -> None:
     files = [file for folder in options.folders for file in sorted(folder.rglob("layers.parquet"))]
     searched = ", ".join(map(str, options.folders))
     require(len(files) > 0, f"no layers.parquet in {searched}: give folders of runs or exports")
-    table = pd.concat([pd.read_parquet(file) for file in files]).query("relative_error > 0")
-    print(*save(draw(table.drop_duplicates(["quant", "quantizer", "layer"])), options.out / "error_anatomy"), sep="\n")
+    table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files]).query("relative_error > 0")
+    print(*save(draw(one_of_each(table)), options.out / "error_anatomy"), sep="\n")
+
+
+def one_of_each(table: pd.DataFrame) -> pd.DataFrame:
+    """One row for each packed layer. Raises BadInput if files tell different things of a layer, as of two models."""
+    key = ["quant", "quantizer", "layer"]
+    first = table.drop_duplicates(key)
+    both = table.merge(first, on=key, suffixes=("", "_first"))
+    other = both[(both["relative_error"] / both["relative_error_first"] - 1).abs() > SAME]
+    if len(other) > 0:
+        row = other.iloc[0]
+        raise BadInput(
+            f"{row['layer']} with quant={row['quant']} and quantizer={row['quantizer']} has an error of "
+            f"{row['relative_error_first']:.4f} in {row['file_first']} and of {row['relative_error']:.4f} in "
+            f"{row['file']}: these come from different models or options. Give folders of one of them"
+        )
+    return first
 
 
 if __name__ == "__main__":

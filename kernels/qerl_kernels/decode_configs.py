@@ -92,14 +92,19 @@ def cache_file(gpu: str) -> Path:
     return Path(root) / "qerl_kernels" / f"decode {gpu}.json"
 
 
+def tables(gpu: str) -> list[Path]:
+    """The tables that count on this GPU: the shipped one, then the user's own, which goes before it."""
+    shipped = [Path(__file__).with_name(_SHIPPED[gpu])] if gpu in _SHIPPED else []
+    return [path for path in (*shipped, cache_file(gpu)) if path.is_file()]
+
+
 @cache
 def table(gpu: str) -> dict[str, dict[str, Config]]:
     """Configurations by shape ("NxK") and bucket, the user's own before those that are shipped."""
     found: dict[str, dict[str, Config]] = {}
-    for path in (Path(__file__).with_name(_SHIPPED[gpu]) if gpu in _SHIPPED else None, cache_file(gpu)):
-        if path is not None and path.is_file():
-            for shape, entries in json.loads(path.read_text()).items():
-                found.setdefault(shape, {}).update({size: Config(**entry) for size, entry in entries.items()})
+    for path in tables(gpu):
+        for shape, entries in json.loads(path.read_text()).items():
+            found.setdefault(shape, {}).update({size: Config(**entry) for size, entry in entries.items()})
     return found
 
 

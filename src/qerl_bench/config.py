@@ -186,6 +186,9 @@ class Experiment:
             f"algo={self.algo.name} reads demonstrations and samples nothing that aqn={self.aqn.name} could perturb; "
             "use aqn=none",
         )
+        shape = self.model.config() or {}
+        for key in {"hidden_size", "intermediate_size"} & shape.keys():
+            self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.inject)
         self.engine.check_with(self)
 

@@ -23,7 +23,7 @@ from qerl_bench.aqn.inject import NoiseReport, combined
 from qerl_bench.batch import Batch, make_batch
 from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
-from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
 from qerl_bench.errors import TrainingStopped, require
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
@@ -69,11 +69,14 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             engine = experiment.engine.build(policy)
             stack.callback(engine.close)
             write_atomically(run.path / "engine.json", json.dumps(engine.record(), indent=1))
+            if experiment.algo.on_policy:  # a prompt that is too long is found here, not at the step that draws it
+                require_room(policy, experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
             if first > 0:
                 load_checkpoint(run, policy, optimizer)
                 log.info("continuing after step %d", first)
             sinks = experiment.logger.build(run, as_dict(cfg))
-            stack.push(lambda kind, error, trace: close_all(sinks, failed=error is not None))
+            for sink in sinks:  # each is closed, whatever becomes of the others
+                stack.push(lambda kind, error, trace, sink=sink: sink.close(failed=error is not None))
             if first == 0:
                 evaluate(experiment, policy, engine, run, sinks, step=0)
             steps = Steps(first, experiment.steps)
@@ -85,7 +88,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
                 steps.report(step, measured)
                 if step % experiment.save_every == 0 or step == experiment.steps:
                     run.save_checkpoint(
-                        step, lambda folder, step=step: save(folder, experiment, policy, optimizer, step)
+                        step, lambda folder, step=step: save(folder, experiment, policy, optimizer, run, step)
                     )
             steps.close()
             evaluate(experiment, policy, engine, run, sinks, step=experiment.steps)
@@ -122,17 +125,22 @@ def train_step(
     return found
 
 
+def rollout_sampling(experiment: Experiment, step: int) -> Sampling:
+    """How the completions of one step are drawn."""
+    return Sampling(
+        samples=experiment.rollout.group_size,
+        temperature=experiment.rollout.temperature,
+        max_tokens=experiment.task.max_completion_tokens,
+        seed=derive(experiment.seed, "rollout", step),
+    )
+
+
 def sampled_batch(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, phases: Phases
 ) -> tuple[Batch, dict[str, float]]:
     """Sample from the noisy policy, judge, and turn rewards into advantages."""
     rollout, task, algo = experiment.rollout, experiment.task, experiment.algo
-    sampling = Sampling(
-        samples=rollout.group_size,
-        temperature=rollout.temperature,
-        max_tokens=task.max_completion_tokens,
-        seed=derive(experiment.seed, "rollout", step),
-    )
+    sampling = rollout_sampling(experiment, step)
     seen: set[str] = set()
     draws: list[NoiseReport] = []
     syncs: list[dict[str, float]] = []
@@ -221,7 +229,9 @@ def evaluate(
     log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
 
 
-def save(folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
+def save(
+    folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, run: RunDir, step: int
+) -> None:
     """Fill a checkpoint folder with everything that the next step depends on."""
     policy.save(folder)
     state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.aqn.state()}
@@ -231,12 +241,13 @@ def save(folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.
         "prompts_seen": step * experiment.rollout.prompts,
         "sigma": policy.aqn.steering.sigma(step),
         "lr": experiment.optim.lr_at(step, experiment.steps),
+        "wall_s": run.wall_s,
     }
     (folder / "state.json").write_text(json.dumps(position, indent=1))
 
 
 def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Bring policy, optimiser, noise and random state back to the run's last checkpoint."""
+    """Bring policy, optimiser, noise, random state and clock back to the run's last checkpoint."""
     folder = last_checkpoint(run.path)
     assert folder is not None
     policy.load(folder)
@@ -244,8 +255,4 @@ def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimize
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
     policy.aqn.restore(state["noise"])
-
-
-def close_all(sinks: list[Sink], failed: bool) -> None:
-    for sink in sinks:
-        sink.close(failed)
+    run.spent_s = json.loads((folder / "state.json").read_text())["wall_s"]

@@ -30,6 +30,7 @@ from qerl_bench.errors import BadInput, require
 from qerl_bench.metrics import definitions
 
 log = logging.getLogger(__name__)
+ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "hydra-core", "lm-eval", "wandb", "numpy")
 
 
@@ -38,21 +39,21 @@ def is_finished(path: Path) -> bool:
     return (path / "done.json").exists()
 
 
-def check_run_dir(path: Path, cfg: DictConfig) -> None:
-    """Raise BadInput if the run cannot be written to, or continued in, `path`. Writes nothing."""
+def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
+    """Raise BadInput, with `elsewhere` as the way out, if the run cannot be written to, or continued in, `path`."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     require(
         place.is_dir() and os.access(place, os.W_OK),
-        f"cannot write the run to {path}: {place} is not a writable folder. Choose another place with root=DIR",
+        f"cannot write the run to {path}: {place} is not a writable folder. Choose another place: {elsewhere}",
     )
     if (path / "config.yaml").exists():
-        refuse_other_config(path, cfg)
+        refuse_other_config(path, cfg, elsewhere)
     checkpoint = last_checkpoint(path)
     if checkpoint is not None:
         check_checkpoint(checkpoint)
 
 
-def refuse_other_config(path: Path, cfg: DictConfig) -> None:
+def refuse_other_config(path: Path, cfg: DictConfig, elsewhere: str) -> None:
     """Raise BadInput if `path` holds a run whose numbers came from another config."""
     ignored = UNSCIENTIFIC - {"seed"}
     stored, wanted = (
@@ -64,7 +65,7 @@ def refuse_other_config(path: Path, cfg: DictConfig) -> None:
     require(
         not different,
         f"{path} holds a run of another config ({len(different)} differences: {shown}). Nothing was changed there. "
-        "Choose another name=..., or leave name out: it is then derived from the config",
+        f"Choose another place: {elsewhere}",
     )
 
 
@@ -119,10 +120,11 @@ def write_atomically(path: Path, text: str) -> None:
 class RunDir:
     """One run's folder, held open by one process. Use as a context manager."""
 
-    def __init__(self, path: Path, cfg: DictConfig) -> None:
-        check_run_dir(path, cfg)
+    def __init__(self, path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
+        check_run_dir(path, cfg, elsewhere)
         self.path = path
         self.started = time.time()
+        self.spent_s = 0.0  # by earlier attempts, up to the checkpoint from which this one continues
         path.mkdir(parents=True, exist_ok=True)
         self._lock = open(path / ".lock", "w")  # noqa: SIM115 - held until close
         try:
@@ -130,7 +132,7 @@ class RunDir:
         except BlockingIOError:
             self._lock.close()
             raise BadInput(
-                f"another process is running in {path}; wait for it or choose another seed or name"
+                f"another process is running in {path}; wait for it, or choose another place: {elsewhere}"
             ) from None
         if not is_finished(path):
             write_atomically(path / "config.yaml", OmegaConf.to_yaml(cfg))
@@ -144,6 +146,11 @@ class RunDir:
     @property
     def finished(self) -> bool:
         return is_finished(self.path)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds behind the record as it is: of this attempt, and of earlier ones as far as their steps are kept."""
+        return self.spent_s + time.time() - self.started
 
     def write_environment(self, device: str) -> None:
         """env.json: what code, packages and machine made these numbers. An earlier attempt's becomes env_<n>.json."""
@@ -208,7 +215,7 @@ class RunDir:
         }
         peaks = [record["memory/peak_gib"] for record in records if record.get("memory/peak_gib") is not None]
         done = {
-            "wall_s": round(time.time() - self.started, 3),
+            "wall_s": round(self.wall_s, 3),
             "peak_memory_gib": max(peaks, default=None),
             "final": final,
         }
@@ -232,6 +239,8 @@ def environment(device: str) -> dict[str, Any]:
     """
     import torch
 
+    from qerl_kernels.decode_configs import tables
+
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {
         "commit": git("rev-parse", "HEAD"),
@@ -244,6 +253,7 @@ def environment(device: str) -> dict[str, Any]:
         "device": device,
         "gpu": gpu,
         "driver": nvidia_driver() if gpu else None,
+        "kernel_tables": {str(path): sha256(path) for path in tables(gpu)} if gpu else {},
         "threads": torch.get_num_threads(),
         "argv": sys.argv,
     }

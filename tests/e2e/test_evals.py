@@ -74,7 +74,7 @@ def test_other_questions_into_another_folder_from_a_run_that_has_moved(finished:
     rows = pd.read_parquet(out / "samples.parquet")
     assert all(sum(map(question.count, "+-")) == 1 for question in rows["question"])  # two numbers
     assert not (moved / "evals").exists()
-    with pytest.raises(BadInput, match="holds a run of another config"):
+    with pytest.raises(BadInput, match=r"holds a run of another config.*Choose another place: out=DIR$"):
         main([str(moved), "task.operations=[2]", f"out={out}"])
 
 
@@ -131,6 +131,6 @@ def test_the_name_tells_protocols_apart(finished: Path) -> None:
         again.name_of(again.asked_again(stored, words.split()))
         for words in ("eval.k=1", "eval.k=2", "eval.k=1.0", "device=cpu eval.k=1", "device=auto eval.k=1", "seed=5")
     ]
-    assert len(set(names)) == 3
-    assert names[0] == names[2] == names[3] == names[4]
+    assert len(set(names)) == 4
+    assert names[0] == names[2] == names[3]  # the run was made with device=cpu
     assert all(name.startswith("task-") for name in names)

@@ -216,7 +216,6 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
         (["aqn=exp", "aqn.sigma_end=0.5"], "sigma_end <= sigma_start"),
         (["device=tpu"], "auto, cpu or cuda"),
         (["task.operations=[]"], "task.operations"),
-        (["quant=mxfp4", "model.hidden_size=40", "model.warm_start_steps=0"], "32"),
         ([*GSM8K, "task.train_file=/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
         (["task=aime24"], "is for evaluation only and has no training questions; train on bigmath or dapo_math"),
         (["experiment=smoke", "task.max_completion_tokens=4096"], "the model reads 4096 tokens"),
@@ -242,6 +241,18 @@ def test_a_broken_data_file_is_named(tmp_path, content, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert str(broken) in done.stderr
+
+
+def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp_path):
+    """One step draws 2 of the 12 questions: the long one is not among them."""
+    train = tmp_path / "train.jsonl"
+    long = json.dumps({"question": "1+" * 2048, "answer": "1 #### 1"})
+    train.write_text("".join(f'{{"question": "{i}+1?", "answer": "#### {i + 1}"}}\n' for i in range(11)) + long + "\n")
+    words = [*GSM8K, f"task.train_file={train}", "model.warm_start_steps=0", "steps=1", "eval=none"]
+    done = run(*words, "optim.warmup_steps=0", "rollout.prompts=2", f"root={tmp_path}")
+    assert done.returncode == 2, done.stderr
+    assert "1 of 12 prompts do not fit: the model reads 4096 tokens" in done.stderr
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_a_root_that_cannot_be_written_is_refused(tmp_path):
@@ -285,15 +296,14 @@ def test_a_sweep_with_a_bad_point_starts_nothing(tmp_path):
 
 
 def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
-    words = [
-        *("experiment=smoke", f"root={tmp_path}", "model.hidden_size=40", "model.heads=2", "model.kv_heads=1"),
-        *("model.intermediate_size=40", "-m", "quant=bf16,mxfp4", "hydra.launcher.slots=2"),
-    ]
+    words = ["experiment=smoke", f"root={tmp_path}", "aqn=constant", "-m", "aqn.level=0.01,1e-12"]
+    words.append("hydra.launcher.slots=2")
     done = run(*words)
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed" in done.stderr
-    assert "mxfp4" in done.stderr.split("failed")[1]
-    good, bad = run_dirs(tmp_path)
+    good, bad = sorted(run_dirs(tmp_path), key=lambda run_dir: not (run_dir / "done.json").exists())
+    assert bad.name in done.stderr.split("failed")[1]
+    assert "changed 0 of 8 norms" in (bad / "launch.log").read_text()
     assert_complete(good)
     assert not (bad / "done.json").exists()
     finished = (good / "done.json").stat().st_mtime_ns

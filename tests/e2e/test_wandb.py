@@ -122,6 +122,9 @@ class Online:
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.steps.append(step)
 
+    def finish(self, exit_code: int) -> None:
+        raise ConnectionError("the server is gone")
+
 
 def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: int) -> tuple[WandbSink, Online]:
     online = Online(starting_step)
@@ -152,3 +155,11 @@ def test_an_evaluation_reaches_the_summary_of_a_step_that_is_closed(monkeypatch:
     sink, online = resumed(monkeypatch, starting_step=5, local_steps=4)
     sink.log("eval", 4, {"eval/a": 0.75})
     assert online.steps == [] and online.summary == {"eval/a": 0.75}
+
+
+def test_a_mirror_that_fails_at_the_end_does_not_fail_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink, _ = resumed(monkeypatch, starting_step=5, local_steps=4)
+    sink.close(failed=False)
+    assert "failed at its end: the server is gone" in caplog.text

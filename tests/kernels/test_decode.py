@@ -278,7 +278,11 @@ def test_own_measurements_go_before_the_shipped_table(tmp_path: Any, monkeypatch
     own = Config(128, 16, 8, 3, 4, 3)
     decode_configs.table.cache_clear()
     before = choose("NVIDIA H200", (3584, 3584), 16)
-    decode_configs.write_table(decode_configs.cache_file("NVIDIA H200"), {(3584, 3584): {16: own}})
+    assert [path.name for path in decode_configs.tables("NVIDIA H200")] == ["decode_h200.json"]
+    written = decode_configs.cache_file("NVIDIA H200")
+    decode_configs.write_table(written, {(3584, 3584): {16: own}})
+    assert [path.name for path in decode_configs.tables("NVIDIA H200")] == ["decode_h200.json", written.name]
     assert choose("NVIDIA H200", (3584, 3584), 9) == own != before
+    assert decode_configs.tables("another GPU") == []
     assert choose("another GPU", (3584, 3584), 9) == by_rule((3584, 3584), 16)
     decode_configs.table.cache_clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
+from qerl_bench.errors import BadInput
 from qerl_bench.quant.anatomy import layer_report, output_error, unpacked_report, write_layers
 from qerl_bench.quant.linear import pack_linear
 from qerl_bench.quant.mxfp4 import MXFP4
@@ -110,3 +113,24 @@ def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
     assert table["relative_error"].tolist() == pytest.approx([layers["b"].relative_error, 0.0])
     assert table["output_error"].isna().all()
     assert [file.name for file in tmp_path.iterdir()] == ["layers.parquet"]
+
+
+def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).parents[2] / "analysis" / "error_anatomy.py"
+    spec = importlib.util.spec_from_file_location("error_anatomy", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    weight = torch.randn(4, 32)
+    report = layer_report(weight, weight.round(), size=8)
+    for run, error in (("a", 1.0), ("b", 1.0001), ("c", 1.01)):
+        (tmp_path / run).mkdir()
+        layers = {"layers.0.q": replace(report, relative_error=error * report.relative_error), "layers.1.q": report}
+        write_layers(tmp_path / run / "layers.parquet", layers, "nvfp4", "rtn")
+    script.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
+    assert "error_anatomy.png" in capsys.readouterr().out
+    assert len(script.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
+    with pytest.raises(BadInput, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
+        script.main([str(tmp_path), "--out", str(tmp_path / "out")])

@@ -11,6 +11,7 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from qerl_bench.aqn.inject import block_norms, perturbed
+from qerl_bench.errors import TrainingStopped
 
 
 def _norms(count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> dict[str, Any]:
@@ -95,7 +96,8 @@ def test_scales_are_restored_bit_for_bit(dtype: torch.dtype, failing: bool, trai
 def test_noise_that_rounds_away_is_an_error_and_leaves_nothing_behind() -> None:
     norms = _norms(width=64)
     parameters = [norm.weight for norm in norms.values()]
-    with pytest.raises(AssertionError, match="changed 0 of 4 norms"), perturbed(norms, 1e-12, seed=1):
+    refused = pytest.raises(TrainingStopped, match=r"sigma 1e-12 changed 0 of 4 norms.*larger sigma")
+    with refused, perturbed(norms, 1e-12, seed=1):
         pass
     assert all(norm.weight is parameter for norm, parameter in zip(norms.values(), parameters, strict=True))
     assert not any(norm._forward_hooks for norm in norms.values())

@@ -183,7 +183,8 @@ def test_what_it_leaves_behind_is_a_complete_task_of_lm_eval(policy, engine, tas
 
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=tmp_path / "lm_eval", include_defaults=False)
+    moved = (tmp_path / "lm_eval").rename(tmp_path / "elsewhere")
+    manager = TaskManager(include_path=moved, include_defaults=False)
     loaded = manager.load(["arithmetic"])["tasks"]["arithmetic"]
     doc = loaded.eval_docs[0]
     right = f"<think>thought</think> <answer>{prompt.answer}</answer>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -25,6 +26,7 @@ from qerl_bench.rundir import (
     last_checkpoint,
     write_atomically,
 )
+from qerl_kernels import decode_configs
 
 CFG = OmegaConf.create(
     {
@@ -384,6 +386,9 @@ def test_done_json(run: RunDir) -> None:
     assert done["peak_memory_gib"] == 3.5
     assert 0 <= done["wall_s"] < 60
     assert run.finished and is_finished(run.path)
+    run.spent_s = 1000.0  # before the checkpoint that it continued from
+    run.finish()
+    assert 1000 <= json.loads((run.path / "done.json").read_text())["wall_s"] < 1060
 
 
 def test_done_json_of_a_run_that_measured_nothing(run: RunDir) -> None:
@@ -415,6 +420,23 @@ def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, m
 
     assert edited("nvfp4.py") != first["code"] != edited("update.py")
     assert edited("stats.py") == first["code"]
+
+
+def test_the_environment_tells_which_kernel_tables_count(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own goes before the shipped one, and neither is among the sources that `code` stands for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    own = decode_configs.cache_file("NVIDIA H200")
+    own.parent.mkdir()
+    own.write_text("{}")
+    run.write_environment("cuda")
+    shipped, (path, digest) = json.loads((run.path / "env.json").read_text())["kernel_tables"].items()
+    assert shipped[0].endswith("decode_h200.json") and len(shipped[1]) == 64
+    assert (path, digest) == (str(own), hashlib.sha256(b"{}").hexdigest())
+    run.write_environment("cpu")
+    assert json.loads((run.path / "env.json").read_text())["kernel_tables"] == {}
 
 
 def test_an_earlier_environment_is_kept(run: RunDir) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from qerl_bench.aqn.base import Steering
 from qerl_bench.aqn.injection import Injection
+from qerl_bench.errors import TrainingStopped
 from qerl_bench.seeding import derive
 
 log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def scale_of(norm: torch.nn.Module) -> torch.Tensor:
 def perturbed(norms: Norms, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
     """Inside the context every norm's scale w is w + sigma * z in FP32; afterwards it is the very tensor it was.
 
-    One draw without a run around it. Raises AssertionError if a norm stays as it was.
+    One draw without a run around it. Raises TrainingStopped if a norm stays as it was.
     """
     noisy = {}
     if sigma > 0:
@@ -199,9 +200,13 @@ def compared(norms: Norms, noisy: Tensors, sigma: float, relative: bool = False)
 
 
 def require_reached(report: NoiseReport, norms: int) -> None:
-    """Noise that silently does nothing is the defect that this harness exists to avoid."""
+    """Raise TrainingStopped for noise that silently does nothing, the defect that this harness exists to avoid."""
     reached = report.norms_perturbed
-    assert reached >= norms, f"noise of sigma {report.sigma} changed {reached} of {norms} norms"
+    if reached < norms:
+        raise TrainingStopped(
+            f"noise of sigma {report.sigma:g} changed {reached} of {norms} norms: it is lost in the rounding of their "
+            "FP32 scales. Use a larger sigma, or aqn=none"
+        )
 
 
 @contextmanager

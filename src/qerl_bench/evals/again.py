@@ -76,8 +76,8 @@ def asked_again(stored: DictConfig, words: list[str]) -> DictConfig:
 
 
 def name_of(cfg: DictConfig) -> str:
-    """<evaluation>-<first 8 hex digits of the SHA-256 of everything in ASKED that changes the numbers>."""
-    asked = {key: plain(cfg, key) for key in ASKED if key != "device"}
+    """<evaluation>-<first 8 hex digits of the SHA-256 of everything in ASKED>."""
+    asked = {key: plain(cfg, key) for key in ASKED}
     return f"{cfg.eval.name}-{hashlib.sha256(json.dumps(canonical(asked), sort_keys=True).encode()).hexdigest()[:8]}"
 
 
@@ -109,7 +109,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     if device == "cpu":
         torch.use_deterministic_algorithms(True)
     with ExitStack() as stack:
-        record = stack.enter_context(RunDir(out, cfg))
+        record = stack.enter_context(RunDir(out, cfg, "out=DIR"))
         if record.finished:
             log.info("evaluated before (delete the folder to do it again)")
             return

@@ -148,7 +148,7 @@ def write_task(folder: Path, task: Task, prompts: list[Prompt], policy: Policy) 
     described = {
         "task": task.name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "dataset_kwargs": {"data_files": {"test": data.name}},  # beside the YAML: run folders may be moved
         "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "text",

@@ -70,7 +70,7 @@ def write_benchmark(folder: Path, task: Questions, questions: int | None) -> lis
     files = {split: folder / f"{described['task']}_{split}.jsonl" for split in rows}
     for split, file in files.items():
         write_atomically(file, "".join(json.dumps(raw(task.name, row)) + "\n" for row in rows[split]))
-    described |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {k: str(v) for k, v in files.items()}}}
+    described |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {k: v.name for k, v in files.items()}}}
     local = "class: !function qerl_bench.evals.lm_eval_task.Standard\n"
     write_atomically(folder / f"{described['task']}.yaml", local + yaml.safe_dump(described, sort_keys=False))
     return [f"{task.name}/test/{row.line}" for row in rows["test"]]

@@ -7,6 +7,7 @@ which makes those complete: `lm_eval --include_path RUN/lm_eval --tasks NAME` as
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -18,9 +19,10 @@ from qerl_bench.task.latex import found_in
 
 
 class Local(ConfigurableTask):
-    """Rows from the JSONL files under `dataset_kwargs.data_files`, one for each split."""
+    """Rows from the JSONL files under `dataset_kwargs.data_files`, one for each split, named from the YAML's folder."""
 
     def __init__(self, config: dict[str, Any], **changed: Any) -> None:
+        self.folder = Path(config["metadata"]["config_source"]).parent  # lm-eval says there which YAML it read
         super().__init__(config={key: value for key, value in config.items() if key != "class"} | changed)
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **kwargs: object) -> None:
@@ -29,7 +31,7 @@ class Local(ConfigurableTask):
         assert dataset_kwargs is not None
         self.dataset = {}
         for split, path in dataset_kwargs["data_files"].items():
-            with open(path) as file:
+            with open(self.folder / path) as file:
                 self.dataset[split] = Dataset.from_list([json.loads(line) for line in file])
 
 

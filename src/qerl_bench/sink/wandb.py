@@ -77,5 +77,9 @@ class WandbSink:
             self.mirror = None
 
     def close(self, failed: bool) -> None:
-        if self.mirror is not None:
+        if self.mirror is None:
+            return
+        try:
             self.mirror.finish(exit_code=int(failed))
+        except Exception as error:  # as in `log`
+            log.warning("logger=wandb failed at its end: %s", error)

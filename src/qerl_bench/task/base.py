@@ -27,6 +27,10 @@ class Task(Protocol):
         """The `count` prompts of optimiser step `step`, counted from 1: a pure function of its arguments."""
         ...
 
+    def stored_prompts(self) -> list[Prompt]:
+        """Every prompt that training may draw, where questions are kept in a file; none where they are generated."""
+        ...
+
     def eval_prompts(self, count: int | None) -> list[Prompt]:
         """The first `count` held-out prompts (None: all), always the same ones; none of them is ever trained on."""
         ...

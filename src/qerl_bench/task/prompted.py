@@ -39,6 +39,10 @@ class PromptedTask:
         """Numbers, compared exactly."""
         return Judge.of(self, "numeric")
 
+    def stored_prompts(self) -> list[Prompt]:
+        """None: generated as they are needed."""
+        return []
+
     def warm_start_overrides(self) -> list[str]:
         """Nothing to teach model=tiny: it knows task=arithmetic."""
         return []

@@ -59,6 +59,9 @@ class Questions(PromptedTask):
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt("train", row) for row in self._drawn(step, count, seed)]
 
+    def stored_prompts(self) -> list[Prompt]:
+        return [self._prompt("train", row) for row in self._train_rows]
+
     def eval_prompts(self, count: int | None) -> list[Prompt]:
         rows = self._eval_rows
         require(
