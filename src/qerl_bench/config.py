@@ -187,8 +187,9 @@ class Experiment:
             "use aqn=none",
         )
         shape = self.model.config() or {}
-        for key in {"hidden_size", "intermediate_size"} & shape.keys():
-            self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
+        for key in ("hidden_size", "intermediate_size"):
+            if key in shape:
+                self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.inject)
         self.engine.check_with(self)
 

@@ -150,7 +150,8 @@ class HubModel:
 
     def config(self) -> dict[str, Any] | None:
         path = Path(self.id) / "config.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        with self._explained():
+            return json.loads(path.read_text()) if path.is_file() else None
 
     def folder(self) -> Path | None:
         """The local folder, downloaded if need be. None if it holds no safetensors."""
