@@ -8,7 +8,7 @@ from qerl_bench.results.measure import area
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
 
-FACTORS = ["quant", "aqn", "inject", "rollout.temperature", "optim.entropy_coef"]
+FACTORS = ["quant.", "quantizer.", "aqn", "inject", "rollout.temperature", "optim.entropy_coef"]
 KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", *FACTORS[-2:]]
 COLUMNS = [
     Column("mean entropy", area("entropy")),  # not of the first step: there the schedules have no noise yet

@@ -11,7 +11,7 @@ from qerl_bench.results.script import draw_figure, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "entropy", ["quant"], draw, unfinished=True)
+    draw_figure(arguments, __doc__, "entropy", ["quant.", "quantizer."], draw, unfinished=True)
 
 
 def draw(runs: list[Run]) -> Figure:

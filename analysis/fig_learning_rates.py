@@ -14,7 +14,7 @@ COLUMNS = [Column("mean reward", area("reward/mean")), Column("held-out, sampled
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
-        arguments, __doc__, "learning_rates", ["quant", "optim.lr"],
+        arguments, __doc__, "learning_rates", ["quant.", "quantizer.", "optim.lr"],
         lambda runs: against(arms(runs, ["quant.name", "aqn.name", KEY]), KEY, COLUMNS, "learning rate"),
     )  # fmt: skip
 

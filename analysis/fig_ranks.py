@@ -14,7 +14,7 @@ COLUMNS = [Column("mean reward", area("reward/mean")), Column("held-out, sampled
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
-        arguments, __doc__, "ranks", ["quant", "lora.rank", "lora.alpha"],
+        arguments, __doc__, "ranks", ["quant.", "quantizer.", "lora.rank", "lora.alpha"],
         lambda runs: against(arms(runs, ["quant.name", "aqn.name", KEY]), KEY, COLUMNS, "LoRA rank"),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ SMOOTH = 11  # steps
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
-        arguments, __doc__, "reward", ["quant"],
+        arguments, __doc__, "reward", ["quant.", "quantizer."],
         lambda runs: comparison(tidy(runs), ["reward/mean", "accuracy"], SMOOTH), unfinished=True,
     )  # fmt: skip
 

@@ -139,6 +139,13 @@ def test_a_numeric_factor(study: Path, factors: tuple[str, ...], key: str, value
     assert {run.option(key) for run in varying(load_runs([study]), *factors)} == values
 
 
+def test_what_noise_does_not_use_without_noise_does_not_set_runs_apart(tmp_path: Path) -> None:
+    runs = [make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", "exp", cadence="group")]
+    assert varying(runs, "quant.", "aqn.") == runs
+    apart = make(tmp_path, 0, "nvfp4", "linear", cadence="batch")
+    assert varying([*runs, apart], "quant.", "aqn.") in (runs, [runs[0], apart])
+
+
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no finished run"):
         varying([], "quant")
@@ -181,6 +188,17 @@ def test_a_single_seed_has_no_interval_and_is_called_that(tmp_path: Path) -> Non
     figure = effects.dots(table, [Column("held-out", final("sampled"))])
     assert dots_of(figure.axes[0])["_BF16, no noise"] == pytest.approx((0, 0.532, 0))
     assert figure.get_suptitle() == "a single seed"
+
+
+def test_rows_that_format_and_noise_do_not_tell_apart_name_what_does(tmp_path: Path) -> None:
+    """Quantizers of 4-bit weights and learning rates; an axis is not named, nor a quantizer of 16-bit weights."""
+    runs = [make(tmp_path, 0, lr=1e-3), make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", quantizer="awq")]
+    table = arms(runs, ["quant.name", "aqn.name", "optim.lr"])
+    assert [row["label"] for row in effects.format_rows(table)] == [
+        "BF16, no noise, lr 0.001", "NVFP4, no noise, awq, lr 0.0003", "NVFP4, no noise, rtn, lr 0.0003",
+    ]  # fmt: skip
+    labels = [row["label"] for row in effects.format_rows(table[:2], axis="optim.lr")]
+    assert labels == ["BF16, no noise", "NVFP4, no noise"]
 
 
 def test_a_number_against_rank_has_a_line_for_each_format(study: Path) -> None:
@@ -256,6 +274,19 @@ def test_a_script_draws_its_part_of_a_study(
     script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.pdf", f"{name}.png"]
     assert "of 36 runs, the largest set that differs in" in capsys.readouterr().err
+
+
+def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (0, 1):
+        make(tmp_path / "runs", seed, lr=1e-4)
+        make(tmp_path / "runs", seed, "nvfp4")
+    arguments = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    with pytest.raises(BadInput, match="no two of these 4 runs differ"):
+        script("fig_accuracy").main(arguments)
+    script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
+    assert (tmp_path / "out" / "accuracy.png").is_file() and "compared" not in capsys.readouterr().err
 
 
 def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

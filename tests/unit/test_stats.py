@@ -113,7 +113,17 @@ def test_a_single_seed_has_no_interval() -> None:
 
 def test_without_any_spread_the_interval_is_a_point() -> None:
     found = interval([0.5] * 4)
-    assert (found.low, found.high, found.p_above(0.4), found.p_above(0.5)) == (0.5, 0.5, 0.0, 1.0)
+    assert (found.low, found.high) == (0.5, 0.5)
+
+
+def test_without_any_spread_there_is_no_test() -> None:
+    """Five times 0.1 has a mean that is not quite 0.1: rounding is no spread either."""
+    for found in (interval([0.1] * 5), crossed(np.array([[0.1] * 5, [0.7] * 5])), interval([0.0] * 2)):
+        assert found.identical and found.error == 0
+        tests = found.p_above(0.0), found.p_below(0.2), found.p_within(1), found.p_outside(1)
+        assert all(math.isnan(p) for p in tests)
+    assert not interval([0.1]).identical and not interval([0.1, 0.2]).identical
+    assert not crossed(np.array([[0.1, 0.1], [0.7, 0.8]])).identical
 
 
 def test_crossed_by_hand() -> None:

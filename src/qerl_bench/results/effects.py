@@ -29,6 +29,7 @@ from qerl_bench.results.style import (
 
 Number = Callable[[Run], float]
 CONTROLS = ("none", "exp", "format_error")  # noise that is compared with and without quantization
+DETAILS = {"quantizer.name": "{}", "optim.lr": "lr {:g}"}  # named in labels where they differ
 # The one figure in which colour is not the format: its runs have the same.
 SCHEDULES = {"none": "#7F7F7F", "exp": "#D55E00", "linear": "#56B4E9", "cosine": "#E69F00", "log": "#CC79A7"}
 
@@ -74,15 +75,15 @@ def dots(rows: Sequence[Row], columns: Sequence[Column]) -> Figure:
     return figure
 
 
-def format_rows(rows: Sequence[Row]) -> list[Row]:
-    """`rows` with labels, format by format, no noise first."""
-    labelled = [row | {"label": _name(row["quant.name"], row["aqn.name"])} for row in rows]
+def format_rows(rows: Sequence[Row], axis: str = "") -> list[Row]:
+    """`rows` with labels, format by format, no noise first; `axis` is a config key that the labels leave out."""
+    labelled = [row | {"label": _name(row, _telling(rows, axis))} for row in rows]
     return sorted(labelled, key=lambda row: (_place(row["quant.name"]), row["aqn.name"] != "none", row["label"]))
 
 
 def control_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows that answer whether an effect is the noise's, labelled: BF16, NVFP4 and the controls."""
-    labelled = [row | {"label": _control(row)} for row in rows]
+    labelled = [row | {"label": _control(row) + _details(row, _telling(rows))} for row in rows]
     kept = [row for row in labelled if row["aqn.name"] in CONTROLS and row["quant.name"] in ("bf16", "nvfp4")]
     return sorted(kept, key=lambda row: (_place(row["quant.name"]), row["aqn.name"] != "none", row["label"]))
 
@@ -114,9 +115,10 @@ def against(rows: Sequence[Row], key: str, columns: Sequence[Column], label: str
     the same value.
     """
     lines: dict[str, list[Row]] = {}
-    for row in sorted(format_rows(rows), key=lambda row: row[key]):
+    labelled = format_rows(rows, axis=key)
+    for row in sorted(labelled, key=lambda row: row[key]):
         lines.setdefault(row["label"], []).append(row)
-    names = dict.fromkeys(row["label"] for row in format_rows(rows))
+    names = dict.fromkeys(row["label"] for row in labelled)
     lines = {name: lines[name] for name in names if len(lines[name]) > 1}
     values = sorted({row[key] for line in lines.values() for row in line})
     with paper_style():
@@ -173,8 +175,23 @@ def _place(quant: str) -> int:
     return [*FORMAT_COLOURS, quant].index(quant)
 
 
-def _name(quant: str, aqn: str) -> str:
-    return f"{quant.upper()}, {'no noise' if aqn == 'none' else f'AQN {aqn}'}"
+def _name(row: Row, telling: Sequence[str]) -> str:
+    noise = "no noise" if row["aqn.name"] == "none" else f"AQN {row['aqn.name']}"
+    return f"{row['quant.name'].upper()}, {noise}{_details(row, telling)}"
+
+
+def _telling(rows: Sequence[Row], axis: str = "") -> list[str]:
+    """Of DETAILS but `axis` those in which `rows` differ; 16-bit weights have no quantizer to differ in."""
+    quantized = [row for row in rows if row["quant.name"] != "bf16"]
+    found = {key: {row["runs"][0].option(key) for row in rows} for key in DETAILS}
+    found["quantizer.name"] = {row["runs"][0].option("quantizer.name") for row in quantized}
+    return [key for key, values in found.items() if len(values) > 1 and key != axis]
+
+
+def _details(row: Row, telling: Sequence[str]) -> str:
+    run = row["runs"][0]
+    shown = [key for key in telling if not (key == "quantizer.name" and row["quant.name"] == "bf16")]
+    return "".join(f", {DETAILS[key].format(run.option(key))}" for key in shown)
 
 
 def _control(row: Row) -> str:

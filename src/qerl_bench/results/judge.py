@@ -5,7 +5,10 @@ the margin, the smallest one that would matter: a reversed effect and one too sm
 A claim that something does not matter is supported if the effect is within the margin, contradicted if it is outside.
 Both are one-sided tests at 2.5 %, adjusted by Holm's method over every contrast, once for all that is called supported
 and once for all that is called contradicted: the chance of any false verdict is at most 5 %. Everything else is
-*undecided*, and so is every number of a single seed.
+*undecided*, and so is every number of a single seed, or of seeds that all gave the same.
+
+The verdict on a claim is that on its matched contrasts. Where the paper compared recipes that differ in more than the
+claim is about, these recipes are contrasted too, judged in a family of their own, and decide nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ import pandas as pd
 
 from qerl_bench.errors import BadInput, require
 from qerl_bench.results.load import Run
-from qerl_bench.results.match import Contrast, Stratum, Where, labels, match, missing
+from qerl_bench.results.match import Contrast, Stratum, Where, confounders, labels, match, missing
 from qerl_bench.results.measure import Measure
 from qerl_bench.results.stats import Mean, crossed, holm, interval
 
 LEVEL = 0.025  # of each one-sided family of tests
+NO_RUNS = "no runs"
 Verdict = Literal["supported", "contradicted", "undecided"]
 
 
@@ -43,7 +47,8 @@ class Claim:
     margin: float  # smallest effect that matters, in units of the measure; a logarithm for ratios
     where: tuple[Where, ...]
     contrasts: tuple[Contrast, ...]
-    command: str  # makes the runs
+    command: str  # makes the runs, of the built-in world unless the claim is about a GPU
+    at_scale: str  # makes the runs, on the models of the paper, that its own designs lack for a matched contrast
     beside: tuple[
         tuple[str, Callable[[Run, Run], float]], ...
     ] = ()  # numbers of pairs that are shown without a verdict
@@ -60,10 +65,16 @@ class Result:
     effect: Mean | None = None
     questions: int = 1  # that the effect was averaged over; 1 for a number of the whole run
     parts: tuple[Mean, ...] = ()  # the effect in each stratum
+    levels: tuple[tuple[float, ...], ...] = ()  # in each stratum the mean of each arm, over seeds and questions
     beside: tuple[tuple[str, Mean], ...] = ()
     p_for: float = float("nan")  # adjusted
     p_against: float = float("nan")
     verdict: Verdict = "undecided"
+
+    @property
+    def confounders(self) -> list[str]:
+        """What the arms differ in besides what the claim is about, with values; empty for matched ones."""
+        return confounders(self.contrast, self.strata)
 
 
 @dataclass(frozen=True)
@@ -73,8 +84,8 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """Contradicted if one contrast contradicts it, supported if all of them support it."""
-        verdicts = {result.verdict for result in self.results}
+        """Contradicted if one matched contrast contradicts it, supported if all of them support it."""
+        verdicts = {result.verdict for result in self.results if not result.contrast.confounded}
         return (
             "contradicted" if "contradicted" in verdicts else "supported" if verdicts == {"supported"} else "undecided"
         )
@@ -83,13 +94,13 @@ class Judgement:
 def judge(claims: Sequence[Claim], runs: Sequence[Run]) -> list[Judgement]:
     """The verdict on each claim from the finished ones of `runs`. Raises BadInput, naming runs that lack a number."""
     finished = [run for run in runs if run.finished]
-    found = [[_estimate(claim, contrast, finished) for contrast in claim.contrasts] for claim in claims]
-    tests = [_tests(claim, result.effect) for claim, results in zip(claims, found, strict=True) for result in results]
-    adjusted = iter(zip(holm([p for p, _ in tests]), holm([p for _, p in tests]), strict=True))
-    return [
-        Judgement(claim, tuple(_decide(claim, result, *map(float, next(adjusted))) for result in results))
-        for claim, results in zip(claims, found, strict=True)
-    ]
+    found = [(claim, _estimate(claim, contrast, finished)) for claim in claims for contrast in claim.contrasts]
+    p_values = np.array([_tests(claim, result.effect) for claim, result in found])  # (contrasts, for and against)
+    recipes = np.array([bool(result.contrast.confounded) for _, result in found])
+    for family in (recipes, ~recipes):
+        p_values[family] = np.stack([holm(column) for column in p_values[family].T], axis=1)
+    decided = iter([_decide(*pair, *both) for pair, both in zip(found, p_values.tolist(), strict=True)])
+    return [Judgement(claim, tuple(next(decided) for _ in claim.contrasts)) for claim in claims]
 
 
 def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
@@ -99,7 +110,7 @@ def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
         silent = match(contrast, claim.where, runs) if len(able) < len(runs) else []
         used = sum(len(seeds) for stratum in silent for seeds in stratum.arms)
         return Result(
-            contrast, f"{used} matched runs, but on a CPU: they cannot speak for a GPU" if used else "no runs"
+            contrast, f"{used} matched runs, but on a CPU: they cannot speak for a GPU" if used else NO_RUNS
         )
     if lacking := missing(contrast, strata):
         return Result(contrast, f"incomplete grid, not compared; missing: {'; '.join(lacking)}")
@@ -118,7 +129,10 @@ def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
         for name, of in claim.beside
     )
     whole = _mean(np.mean([table.to_numpy() for table in tables], axis=0))
-    return Result(contrast, "", tuple(strata), tuple(labels(strata)), whole, len(tables[0]), parts, beside)
+    levels = tuple(
+        tuple(fmean(values[run.path].mean() for run in runs.values()) for runs in stratum.arms) for stratum in strata
+    )
+    return Result(contrast, "", tuple(strata), tuple(labels(strata)), whole, len(tables[0]), parts, levels, beside)
 
 
 def _differences(contrast: Contrast, stratum: Stratum, seeds: list[int], values: dict[Path, pd.Series]) -> pd.DataFrame:
@@ -137,7 +151,7 @@ def _mean(table: np.ndarray) -> Mean:
 
 
 def _tests(claim: Claim, effect: Mean | None) -> tuple[float, float]:
-    """p-values for the claim and against it; NaN where a single seed, or nothing, speaks."""
+    """p-values for the claim and against it; NaN where a single seed, several that are alike, or nothing speaks."""
     if effect is None or effect.n < 2:
         return float("nan"), float("nan")
     if claim.expected == "same":
@@ -153,12 +167,16 @@ def _decide(claim: Claim, result: Result, p_for: float, p_against: float) -> Res
     small = p_against <= LEVEL and claim.expected != "same"
     if result.effect.n < 2:
         verdict, reason = "undecided", "a single seed decides nothing"
+    elif result.effect.identical:
+        verdict, reason = "undecided", "no spread over seeds: copies of a run, or a number that no seed moves?"
     elif p_for <= LEVEL:
         verdict, reason = "supported", "there, but smaller than what would matter" if small else ""
     elif p_against <= LEVEL:
         reversed_ = claim.expected != "same" and (result.effect.mean < 0) == (claim.expected == "more")
         clear = reversed_ and result.effect.excludes_zero
         verdict, reason = "contradicted", "the reverse" if clear else "no effect that would matter" if small else ""
+    elif min(_tests(claim, result.effect)) <= LEVEL:
+        verdict, reason = "undecided", "significant alone, not after Holm's correction"
     else:
         verdict, reason = "undecided", "too few seeds for this spread"
     return replace(result, p_for=p_for, p_against=p_against, verdict=verdict, reason=reason)

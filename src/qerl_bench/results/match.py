@@ -18,6 +18,8 @@ Facts = dict[str, Any]  # dotted config keys, the device, and what is derived fr
 # Not written to any config, but said about a run: its learning rate over that of its model's YAML.
 DERIVED: dict[str, Callable[[Facts], float]] = {"lr_factor": lambda facts: facts["optim.lr"] / facts["model.lr"]}
 
+HEADS = {"lora": "lora.rank"}  # what a group of keys is known by, if not by its name
+
 
 @dataclass(frozen=True)
 class Where:
@@ -50,14 +52,19 @@ class Arm:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Arms that differ in the config keys that begin with one of `factor`, and in no others."""
+    """Arms that differ in the config keys that begin with one of `factor`, and in no others.
+
+    But for those of `confounded`: keys in which the arms differ too, although they are not what is asked about. A
+    contrast that has any is one of recipes; it says what they make of each other, and not why.
+    """
 
     label: str
     factor: tuple[str, ...]
     arms: tuple[Arm, ...]
+    confounded: tuple[str, ...] = ()
 
     def varies(self, key: str) -> bool:
-        return key.startswith(self.factor)
+        return key.startswith(self.factor + self.confounded)
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,9 @@ def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> li
     """Every setting in which each arm of `contrast` has a run, in order of their labels.
 
     Raises BadInput if a setting has two runs of one seed.
-    Where an arm was run with several values of the factor (noise of two strengths, say), each gives a stratum; where
-    there are more than two arms, a key of the factor takes two values at most, as in a design of two by two.
+    Where an arm was run with several values of the factor (noise of two strengths, say), each gives a stratum. Of two
+    arms, each variant of the first meets those of the second that are alike in most keys; where there are more, a key
+    of the factor takes two values at most, as in a design of two by two. Recipes that happen to be matched are none.
     """
     settings: dict[tuple[Any, ...], list[dict[tuple[Any, ...], dict[int, Run]]]] = {}
     for run in runs:
@@ -97,16 +105,62 @@ def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> li
                 )
     found = []
     for shared, arms in settings.items():
+        candidates = []
         for chosen in product(*(arm.items() for arm in arms)):
             variants = tuple(dict(variant) for variant, _ in chosen)
-            keys = {key for variant in variants for key in variant}
-            if all(len({variant.get(key) for variant in variants}) <= 2 for key in keys):
-                found.append(Stratum(dict(shared), variants, tuple(seeds for _, seeds in chosen)))
+            if all(len({variant.get(key) for variant in variants}) <= 2 for key in _keys(variants)):
+                stratum = Stratum(dict(shared), variants, tuple(seeds for _, seeds in chosen))
+                if bool(confounders(contrast, [stratum])) == bool(contrast.confounded):
+                    candidates.append(stratum)
+        found += _closest(candidates) if len(contrast.arms) == 2 else candidates
     return [found[place] for _, place in sorted(zip(labels(found), range(len(found)), strict=True))]
 
 
+def _closest(candidates: Sequence[Stratum]) -> list[Stratum]:
+    """For each variant of the first arm, the strata whose other arm differs from it in the fewest keys."""
+    apart = [sum(map(len, _differing(stratum.variants).values())) for stratum in candidates]
+    fewest: dict[tuple[Any, ...], int] = {}
+    for stratum, count in zip(candidates, apart, strict=True):
+        first = _frozen(stratum.variants[0])
+        fewest[first] = min(count, fewest.get(first, count))
+    return [s for s, count in zip(candidates, apart, strict=True) if count == fewest[_frozen(s.variants[0])]]
+
+
+def confounders(contrast: Contrast, strata: Sequence[Stratum]) -> list[str]:
+    """What else the arms differ in, with the value of each: keys of `contrast.confounded`, a named group by its name.
+
+    How noise is put in (`inject.`) is left out where the noise itself differs.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for stratum in strata:
+        different = _differing(stratum.variants)
+        for group, keys in different.items():
+            name = [f"{group}.name"] if f"{group}.name" in keys else keys
+            for key in name if not (group == "inject" and "aqn" in different) else ():
+                if key.startswith(contrast.confounded):
+                    values = dict.fromkeys(_text(variant.get(key)) for variant in stratum.variants)
+                    found.setdefault(key, {})[" / ".join(values)] = None
+    return [f"{key} ({' and '.join(values)})" for key, values in found.items()]
+
+
+def _differing(variants: Sequence[Facts]) -> dict[str, list[str]]:
+    """The keys in which `variants` differ, sorted, by their first part."""
+    groups: dict[str, list[str]] = {}
+    for key in sorted(_keys(variants)):
+        if len({_text(variant.get(key)) for variant in variants}) > 1:
+            groups.setdefault(key.split(".")[0], []).append(key)
+    return groups
+
+
+def _keys(variants: Sequence[Facts]) -> set[str]:
+    return {key for variant in variants for key in variant}
+
+
 def labels(strata: Sequence[Stratum]) -> list[str]:
-    """For each stratum what tells it from the others: the config keys in which they differ."""
+    """For each stratum what tells it from the others: the config keys in which they differ.
+
+    A key that is settled by the name of its group, or by the rank of the adapter, is left out.
+    """
     described = [
         stratum.facts
         | {
@@ -118,11 +172,22 @@ def labels(strata: Sequence[Stratum]) -> list[str]:
     ]
     keys = list(dict.fromkeys(key for facts in described for key in facts))
     telling = [key for key in keys if len({_text(facts.get(key)) for facts in described}) > 1 and "_target_" not in key]
+    telling = [key for key in telling if not any(_settles(other, key, described) for other in telling)]
     return [
         ", ".join(dict.fromkeys(f"{key.split(' (')[0]}={_text(facts[key])}" for key in telling if key in facts))
         or "all"
         for facts in described
     ]
+
+
+def _settles(head: str, key: str, described: Sequence[Facts]) -> bool:
+    """Whether `head` names the group of `key`, and each of its values goes with a single one of `key`."""
+    (name, _, arm), (own, _, its_arm) = head.partition(" ("), key.partition(" (")
+    group = own.split(".")[0]
+    if head == key or arm != its_arm or name != HEADS.get(group, f"{group}.name"):
+        return False
+    pairs = {(_text(facts.get(head)), _text(facts.get(key))) for facts in described}
+    return len(pairs) == len({value for value, _ in pairs})
 
 
 def missing(contrast: Contrast, strata: Sequence[Stratum]) -> list[str]:

@@ -39,10 +39,16 @@ class Measure:
         """An effect, or a margin, as a reader sees it."""
         return f"×{math.exp(effect):.3f}" if self.ratio else f"{self.scale * effect:+.{2 if self.scale > 1 else 4}f}"
 
+    def level(self, mean: float) -> str:
+        """What one arm came to by itself."""
+        return f"{math.exp(mean) if self.ratio else self.scale * mean:.4g}"
+
     def describe(self, mean: Mean) -> str:
         """Effect and interval; a single seed is called that, since its interval, if any, knows no other seed."""
         if mean.n == 1:
             return f"{self.show(mean.mean)} {self.unit}".strip() + " (a single seed)"
+        if mean.identical:
+            return f"{self.show(mean.mean)} {self.unit}".strip() + f" (the same in all {mean.n} seeds)"
         return f"{self.show(mean.mean)} [{self.show(mean.low)}, {self.show(mean.high)}] {self.unit}".strip()
 
 

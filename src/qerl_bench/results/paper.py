@@ -1,16 +1,33 @@
 """The claims of QeRL (arXiv 2510.11696v1) as data: what is compared, which way it should go, the paper's own numbers.
 
 The margins are ours, and judgements: a point of accuracy, a fiftieth of the reward for a right answer, two per cent of
-an entropy and five of a time or a memory are the smallest differences that anybody would choose a setting by. Unless a
-claim is about it, arms have one learning rate, no noise, and at most five times the rate of the model's YAML.
+an entropy and five of a time or a memory are the smallest differences that anybody would choose a setting by.
 """
 
 from __future__ import annotations
 
 import math
 
+from qerl_bench.results.contrasts import (
+    ADAPTER,
+    ANSWERING,
+    EVALUATED,
+    FORMAT,
+    LEARNING,
+    LEARNS,
+    NOISE,
+    NVFP4,
+    ON_POLICY,
+    USUAL_RATE,
+    formats,
+    high_rate,
+    noise,
+    published,
+    ranks,
+    schedules,
+)
 from qerl_bench.results.judge import Claim
-from qerl_bench.results.match import Arm, Contrast, Where
+from qerl_bench.results.match import Where
 from qerl_bench.results.measure import (
     Measure,
     area,
@@ -32,51 +49,9 @@ ROLLOUT = Measure("completion tokens per second", typical("speed/rollout_tok_s")
 STEP = Measure("seconds per step", typical("time/step_s"), ratio=True, gpu=True)
 MEMORY = Measure("peak memory", largest("memory/peak_gib"), ratio=True, gpu=True)
 
-ON_POLICY = Where("algo.name", excluding=("sft",))
-NO_NOISE = Where("aqn.name", among=("none",))
-ADAPTER = Where("lora.rank", low=1, high=math.inf)
-USUAL_RATE = Where("lr_factor", low=0.9, high=5.0)
-NVFP4 = Where("quant.name", among=("nvfp4",))
-PLAIN = (ON_POLICY, NO_NOISE, ADAPTER, USUAL_RATE)
-
-
-def against(key: str, treated: str, control: str, *factor: str) -> Contrast:
-    """`treated` minus `control`, two values of a config key; everything under `factor` may differ with it."""
-    arms = (Arm(treated, +1, (Where(key, among=(treated,)),)), Arm(control, -1, (Where(key, among=(control,)),)))
-    return Contrast(f"{treated} - {control}", factor, arms)
-
-
-def formats(control: str, *treated: str) -> tuple[Contrast, ...]:
-    return tuple(against("quant.name", quant, control, "quant.") for quant in treated)
-
-
-def schedules(treated: str, *controls: str) -> tuple[Contrast, ...]:
-    """Same first and last noise, same stages: only the shape differs."""
-    return tuple(against("aqn.name", treated, control, "aqn.name", "aqn._target_") for control in controls)
-
-
-def ranks(label: str, low: float, high: float) -> Contrast:
-    arms = (
-        Arm(label, +1, (Where("lora.rank", low=low, high=high),)),
-        Arm("rank 32", -1, (Where("lora.rank", among=(32,)),)),
-    )
-    return Contrast(f"{label} - rank 32", ("lora.rank", "lora.alpha"), arms)
-
-
-def high_rate() -> Contrast:
-    """What a learning rate of five to twenty times the model's does to NVFP4, minus what it does to BF16."""
-    high, usual = Where("lr_factor", low=5.0, high=20.0), Where("lr_factor", low=0.99, high=1.01)
-    arms = tuple(
-        Arm(f"{quant} at {rate}", sign if quant == "nvfp4" else -sign, (Where("quant.name", among=(quant,)), where))
-        for quant in ("nvfp4", "bf16")
-        for rate, sign, where in (("a high rate", 1, high), ("the usual rate", -1, usual))
-    )
-    return Contrast("(nvfp4 high - usual) - (bf16 high - usual)", ("quant.", "optim.lr"), arms)
-
-
-GPU_RUNS = (
-    "python src/run.py model=qwen2.5-7b-instruct task=gsm8k device=cuda steps=30 quant=bf16,nf4,nvfp4 -m seed=0,1,2,3,4"
-)
+MAIN = "python src/run.py experiment=tiny/main -m"
+TABLE_1 = "python src/run.py experiment=paper/table1"
+SPEED = "python src/run.py experiment=paper/tables3_5_to_8 -m"
 
 CLAIMS = (
     Claim(
@@ -87,23 +62,29 @@ CLAIMS = (
         expected="more",
         measure=INITIAL_ENTROPY,
         margin=math.log(1.02),
-        where=PLAIN,
-        contrasts=formats("bf16", "nvfp4", "mxfp4", "nf4"),
-        command="python src/run.py experiment=tiny/main -m",
+        where=LEARNING,
+        contrasts=formats("bf16", "nvfp4", "mxfp4", "nf4", factor=(*FORMAT, "optim.lr")),  # no update yet: any rate
+        command=MAIN,
+        at_scale="python src/run.py experiment=paper/figure4_grpo -m",
     ),
     Claim(
         title="Faster reward growth than 16-bit LoRA",
         statement="Reward grows faster with NVFP4 weights and LoRA than with 16-bit weights and LoRA.",
         paper="200 steps against over 500",
-        source="Fig. 7 (7B, BigMath); Fig. 4 (7B, GSM8K): peak near step 80 against 110. The paper gave NVFP4 twice "
-        "the learning rate (1e-5 against 5e-6); here both have the same. A lower start makes the area smaller, and "
-        "leaves more to gain: hence the gain above the own start, beside it",
+        source="Fig. 7 (7B, BigMath); Fig. 4 (7B, GSM8K): peak near step 80 against 110. The paper gave its 4-bit "
+        "arms twice the learning rate (1e-5 against 5e-6); matched arms have the same. A lower start makes the area "
+        "smaller, and leaves more to gain: hence the gain above the own start, beside it",
         expected="more",
         measure=REWARD,
         margin=0.02,
-        where=PLAIN,
-        contrasts=formats("bf16", "nvfp4"),
-        command="python src/run.py experiment=tiny/main -m",
+        where=LEARNING,
+        contrasts=(
+            *formats("bf16", "nvfp4"),
+            published("NVFP4-LoRA", "LoRA", differ=("optim.lr",)),
+            published("QeRL", "LoRA", differ=("optim.lr", *NOISE)),
+        ),
+        command=MAIN,
+        at_scale=f"{TABLE_1} recipe=method/lora,method/nvfp4 optim.lr=1e-5 -m",
         beside=(
             ("mean reward above the run's own start, difference", difference(climb("reward/mean"))),
             ("steps saved to 90 % of BF16's gain", steps_saved),
@@ -118,9 +99,14 @@ CLAIMS = (
         expected="more",
         measure=ACCURACY,
         margin=0.01,
-        where=PLAIN,
-        contrasts=formats("bf16", "nvfp4"),
-        command="python src/run.py experiment=tiny/main -m",
+        where=ANSWERING,
+        contrasts=(
+            *formats("bf16", "nvfp4"),
+            published("NVFP4-LoRA", "LoRA", differ=("optim.lr",)),
+            published("QeRL", "LoRA", differ=("optim.lr", *NOISE)),
+        ),
+        command=MAIN,
+        at_scale=f"{TABLE_1} recipe=method/lora,method/nvfp4 optim.lr=1e-5 -m",
     ),
     Claim(
         title="AQN adds to it",
@@ -130,9 +116,10 @@ CLAIMS = (
         expected="more",
         measure=ACCURACY,
         margin=0.01,
-        where=(ON_POLICY, NVFP4, ADAPTER, USUAL_RATE),
-        contrasts=(against("aqn.name", "exp", "none", "aqn."),),
-        command="python src/run.py experiment=tiny/main -m",
+        where=(*ANSWERING, NVFP4, USUAL_RATE),
+        contrasts=(noise(),),
+        command=MAIN,
+        at_scale=f"{TABLE_1} recipe=method/nvfp4,method/qerl -m",
     ),
     Claim(
         title="Exponential decay is best",
@@ -142,9 +129,10 @@ CLAIMS = (
         expected="more",
         measure=LATE_REWARD,
         margin=0.02,
-        where=(ON_POLICY, NVFP4, ADAPTER, USUAL_RATE),
+        where=(*LEARNING, NVFP4, USUAL_RATE),
         contrasts=schedules("exp", "linear", "cosine", "log"),
         command="python src/run.py experiment=tiny/schedules -m",
+        at_scale="python src/run.py experiment=paper/figure9 -m",
     ),
     Claim(
         title="Rank matters little",
@@ -154,9 +142,10 @@ CLAIMS = (
         expected="same",
         measure=REWARD,
         margin=0.02,
-        where=(ON_POLICY, NVFP4, NO_NOISE, USUAL_RATE),
+        where=(*LEARNING, NVFP4, USUAL_RATE),
         contrasts=(ranks("lower rank", 1, 31), ranks("higher rank", 33, math.inf)),
         command="python src/run.py experiment=tiny/ranks -m",
+        at_scale="python src/run.py experiment=paper/figure10 -m",
     ),
     Claim(
         title="Quantized policies bear a higher learning rate",
@@ -166,9 +155,15 @@ CLAIMS = (
         expected="more",
         measure=LATE_REWARD,
         margin=0.02,
-        where=(ON_POLICY, NO_NOISE, ADAPTER),
-        contrasts=(high_rate(),),
+        where=LEARNING,
+        contrasts=(
+            high_rate(
+                "NVFP4-LoRA", "LoRA", Where("lr_factor", low=5.0, high=20.0), Where("lr_factor", low=0.99, high=1.01)
+            ),
+            high_rate("QeRL", "LoRA", Where("optim.lr", among=(3e-5,)), Where("optim.lr", among=(5e-6,)), NOISE),
+        ),
         command="python src/run.py experiment=tiny/learning_rates -m",
+        at_scale="python src/run.py experiment=paper/figure16 recipe=method/lora,method/nvfp4 optim.lr=1e-5,6e-5 -m",
     ),
     Claim(
         title="NF4 trails",
@@ -178,9 +173,13 @@ CLAIMS = (
         expected="less",
         measure=ACCURACY,
         margin=0.01,
-        where=PLAIN,
-        contrasts=formats("nvfp4", "nf4"),
-        command="python src/run.py experiment=tiny/main -m",
+        where=ANSWERING,
+        contrasts=(
+            *formats("nvfp4", "nf4", factor=("quant.",)),
+            published("QLoRA", "NVFP4-LoRA", differ=("quantizer.",), factor=("quant.",)),
+        ),
+        command=MAIN,
+        at_scale=f"{TABLE_1} recipe=method/qlora,method/nvfp4 quantizer=rtn -m",
     ),
     Claim(
         title="The reverse holds for supervised fine-tuning",
@@ -190,9 +189,11 @@ CLAIMS = (
         expected="less",
         measure=ACCURACY,
         margin=0.01,
-        where=(Where("algo.name", among=("sft",)), ADAPTER, USUAL_RATE),
+        where=(Where("algo.name", among=("sft",)), ADAPTER, LEARNS, EVALUATED),
         contrasts=formats("bf16", "nvfp4", "nf4"),
         command="python src/run.py experiment=tiny/sft -m",
+        at_scale="python src/run.py model=qwen2.5-7b-instruct task=gsm8k algo=sft eval=paper quant=bf16,nvfp4,nf4 "
+        "seed=0,1,2 -m",
     ),
     Claim(
         title="Faster rollouts",
@@ -202,9 +203,15 @@ CLAIMS = (
         expected="more",
         measure=ROLLOUT,
         margin=math.log(1.05),
-        where=PLAIN,
-        contrasts=(*formats("bf16", "nvfp4"), *formats("nf4", "nvfp4")),
-        command=GPU_RUNS,
+        where=(ON_POLICY, ADAPTER),
+        contrasts=(
+            *formats("bf16", "nvfp4"),
+            *formats("nf4", "nvfp4"),
+            published("QeRL", "LoRA", differ=NOISE),
+            published("QeRL", "QLoRA", differ=NOISE),
+        ),
+        command=SPEED,
+        at_scale=SPEED,
     ),
     Claim(
         title="Faster steps, end to end",
@@ -214,9 +221,10 @@ CLAIMS = (
         expected="less",
         measure=STEP,
         margin=math.log(1.05),
-        where=PLAIN,
-        contrasts=formats("bf16", "nvfp4"),
-        command=GPU_RUNS,
+        where=(ON_POLICY, ADAPTER),
+        contrasts=(*formats("bf16", "nvfp4"), published("QeRL", "LoRA", differ=NOISE)),
+        command=SPEED,
+        at_scale=SPEED,
     ),
     Claim(
         title="Less memory",
@@ -226,8 +234,9 @@ CLAIMS = (
         expected="less",
         measure=MEMORY,
         margin=math.log(1.05),
-        where=PLAIN,
-        contrasts=formats("bf16", "nvfp4"),
-        command=GPU_RUNS,
+        where=(ON_POLICY, ADAPTER),
+        contrasts=(*formats("bf16", "nvfp4"), published("QeRL", "LoRA", differ=NOISE)),
+        command=SPEED,
+        at_scale=SPEED,
     ),
 )

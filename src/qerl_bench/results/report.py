@@ -9,12 +9,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from statistics import fmean
 from textwrap import fill
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from qerl_bench.results.judge import LEVEL, Judgement, Result
+from qerl_bench.results.judge import LEVEL, NO_RUNS, Claim, Judgement, Result
 from qerl_bench.results.load import Run
 from qerl_bench.results.measure import Measure
 from qerl_bench.results.stats import Mean
@@ -27,7 +28,13 @@ RULES = (
     "*Contradicted*: it is below the margin, the smallest effect that would matter, be it reversed or only too small. "
     "A claim that something matters little is supported within the margin and contradicted outside. p-values are "
     "one-sided and adjusted by Holm's method over all contrasts of one model and task; the limit is "
-    f"{LEVEL:g}. Everything else is *undecided*."
+    f"{LEVEL:g}. *p for* is small where the claim holds, *p against* where it is contradicted. Everything else is "
+    "*undecided*."
+)
+PUBLISHED = (
+    "Contrasts *as published* are of the paper's own methods, which differ in more than the claim is about; in what, "
+    "stands beside them. They may repeat the paper's finding, and cannot say what made it: their p-values are adjusted "
+    "among themselves, and they do not enter the verdict on the claim."
 )
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -80,10 +87,13 @@ def report(judged: dict[str, list[Judgement]], runs: Sequence[Run]) -> list[Bloc
         Paragraph(_material(runs)),
         Paragraph(RULES),
     ]
+    if any(result.confounders for judgements in judged.values() for one in judgements for result in _shown(one)):
+        blocks.append(Paragraph(PUBLISHED))
     for scope, judgements in judged.items():
         blocks += [Heading(scope, 2), summary(judgements)]
         for number, judgement in enumerate(judgements, start=1):
-            blocks += _section(number, judgement)
+            claim = judgement.claim
+            blocks += _section(number, judgement, claim.command if scope.startswith("tiny ") else claim.at_scale)
     return blocks
 
 
@@ -92,19 +102,21 @@ def summary(judgements: Sequence[Judgement]) -> Table:
     rows = []
     for number, judgement in enumerate(judgements, start=1):
         claim = judgement.claim
-        for result in judgement.results:
+        for result in _shown(judgement):
             heads = result is judgement.results[0]
             rows.append(
                 (
                     f"{number}. {claim.title}: **{judgement.verdict}**" if heads else "",
-                    result.contrast.label,
+                    _contrast(result),
                     claim.measure.describe(result.effect) if result.effect else result.reason.split(";")[0],
                     str(result.effect.n) if result.effect else "-",
+                    _settings(claim.measure, result),
                     result.verdict,
                     claim.paper if heads else "",
                 )
             )
-    return Table(("claim", "contrast", "effect [95 % interval]", "seeds", "on the contrast", "the paper"), tuple(rows))
+    header = ("claim", "contrast", "effect [95 % interval]", "seeds", "settings: effects in them", "on the contrast")
+    return Table((*header, "the paper"), tuple(rows))
 
 
 def markdown(blocks: Sequence[Block]) -> str:
@@ -124,15 +136,29 @@ def page(blocks: Sequence[Block]) -> str:
 
 def _material(runs: Sequence[Run]) -> str:
     unfinished = [run.name for run in runs if not run.finished]
-    left_out = (
-        f" {len(unfinished)} of them are not finished and left out: {', '.join(unfinished)}." if unfinished else ""
-    )
+    left_out = f" Not finished and left out ({len(unfinished)}): {', '.join(unfinished)}." if unfinished else ""
     devices, codes = sorted({run.device for run in runs}), sorted({run.code for run in runs})
     return f"{len(runs)} runs were read, made on {', '.join(devices)} by code {', '.join(codes)}.{left_out}"
 
 
-def _section(number: int, judgement: Judgement) -> list[Block]:
-    claim, results = judgement.claim, judgement.results
+def _shown(judgement: Judgement) -> list[Result]:
+    """Its results, without contrasts of the paper's methods of which there are no runs."""
+    return [r for r in judgement.results if not (r.contrast.confounded and r.reason == NO_RUNS)]
+
+
+def _contrast(result: Result) -> str:
+    return result.contrast.label + (", as published" if result.contrast.confounded else "")
+
+
+def _settings(measure: Measure, result: Result) -> str:
+    """How many there are, and the smallest and the largest effect in them."""
+    effects = [part.mean for part in result.parts]
+    between = f": {measure.show(min(effects))} to {measure.show(max(effects))}" if len(effects) > 1 else ""
+    return f"{len(effects) or '-'}{between}"
+
+
+def _section(number: int, judgement: Judgement, command: str) -> list[Block]:
+    claim, results = judgement.claim, _shown(judgement)
     blocks: list[Block] = [
         Heading(f"{number}. {claim.title}: {judgement.verdict}", 3),
         Paragraph(
@@ -149,30 +175,49 @@ def _section(number: int, judgement: Judgement) -> list[Block]:
     if compared:
         drawn = Drawing(_svg(forest(claim.measure, claim.margin, compared)), f"{claim.title}: effects by setting")
         blocks.append(drawn)
-    if any(len(result.parts) > 1 for result in compared):
         settings = (
-            (result.contrast.label, label, claim.measure.describe(part))
+            (_contrast(result), label, " / ".join(map(claim.measure.level, levels)), claim.measure.describe(part))
             for result in compared
-            for label, part in zip(result.labels, result.parts, strict=True)
+            for label, levels, part in zip(result.labels, result.levels, result.parts, strict=True)
         )
-        blocks.append(Table(("contrast", "setting", "effect [95 % interval], not adjusted"), tuple(settings)))
+        header = ("contrast", "setting", "mean of each arm", "effect [95 % interval], not adjusted")
+        blocks.append(Table(header, tuple(settings)))
+        blocks += [Paragraph(text) for result in compared if (text := _driver(claim, result))]
     for result in compared:
         blocks += [Paragraph(f"Beside it, without a verdict: {name} {_number(mean)}.") for name, mean in result.beside]
     if any(result.effect is None for result in results):
-        blocks.append(Paragraph(f"To decide it, run `{claim.command}` and then this report again."))
+        blocks.append(Paragraph(f"To decide it, run `{command}` and then this report again."))
     used = tuple(line for result in compared for line in _matched(result))
     return [*blocks, Folded("matched runs", used)] if used else blocks
 
 
 def _row(measure: Measure, result: Result) -> tuple[str, ...]:
     verdict = f"**{result.verdict}**" + (f": {result.reason}" if result.reason else "")
+    if result.confounders:
+        verdict += f". The arms also differ in {', '.join(result.confounders)}"
     if result.effect is None:
-        return result.contrast.label, "-", "-", "-", "-", verdict
+        return _contrast(result), "-", "-", "-", "-", verdict
     asked = f" × {result.questions} questions" if result.questions > 1 else ""
     settings = f", {len(result.parts)} settings" if len(result.parts) > 1 else ""
     seeds = f"{result.effect.n} seed{'s' if result.effect.n > 1 else ''}"
     effect, p_values = measure.describe(result.effect), (_p(result.p_for), _p(result.p_against))
-    return result.contrast.label, effect, f"{seeds}{asked}{settings}", *p_values, verdict
+    return _contrast(result), effect, f"{seeds}{asked}{settings}", *p_values, verdict
+
+
+def _driver(claim: Claim, result: Result) -> str:
+    """The setting that moves the average most, and the average without it; empty if that is as good as the same."""
+    if len(result.parts) < 3:
+        return ""
+    without = [fmean(part.mean for part in result.parts if part is not one) for one in result.parts]
+    apart = [abs(part.mean - others) for part, others in zip(result.parts, without, strict=True)]
+    place = apart.index(max(apart))
+    others = f"{claim.measure.show(without[place])} {claim.measure.unit}".strip()
+    return (
+        f"{_contrast(result)}: of the {len(apart)} settings, {result.labels[place]} moves the average most; the others "
+        f"average to {others}."
+        if apart[place] > claim.margin
+        else ""
+    )
 
 
 def _matched(result: Result) -> list[str]:
@@ -184,7 +229,7 @@ def _matched(result: Result) -> list[str]:
             seed, run = next(iter(runs.items()))
             name = run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-")
             names = name if name != run.name else ", ".join(one.name for one in runs.values())
-            lines.append(f"{result.contrast.label}, {label}, {arm.label}: {names}")
+            lines.append(f"{_contrast(result)}, {label}, {arm.label}: {names}")
     return lines
 
 
@@ -193,7 +238,7 @@ def forest(measure: Measure, margin: float, results: Sequence[Result]) -> Figure
     rows = []
     for result in results:
         assert result.effect is not None
-        rows.append((result.contrast.label, result.effect, True))
+        rows.append((_contrast(result), result.effect, True))
         if len(result.parts) > 1:
             rows += [(fill(label, LABEL), part, False) for label, part in zip(result.labels, result.parts, strict=True)]
     lines = [label.count("\n") + 1 for label, *_ in rows]
@@ -230,7 +275,8 @@ def _margin(measure: Measure, margin: float) -> str:
 
 
 def _number(mean: Mean) -> str:
-    interval = " (a single seed)" if mean.n == 1 else f" [{mean.low:+.3f}, {mean.high:+.3f}]"
+    alike = "a single seed" if mean.n == 1 else f"the same in all {mean.n} seeds"
+    interval = f" [{mean.low:+.3f}, {mean.high:+.3f}]" if mean.error > 0 else f" ({alike})"
     return f"{mean.mean:+.3f}{interval}"
 
 

@@ -38,7 +38,11 @@ def draw_figure(
     Runs that are not finished are left out, unless `unfinished`. Says on stderr which these are, and how
     many of the others are drawn.
     """
-    options = parser_for(description).parse_args(arguments)
+    parser = parser_for(description)
+    also = "config keys that may differ too: the paper's methods have an optim.lr each"
+    parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
+    options = parser.parse_args(arguments)
+    factors = [*factors, *options.also]
     runs = load_runs(options.runs, options.mixed_code)
     for run in runs:
         if not run.finished:

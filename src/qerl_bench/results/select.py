@@ -20,14 +20,16 @@ Row = dict[str, Any]  # a setting: dotted config keys, `runs`, and what a figure
 def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
     """The largest set of `runs` that differ only in the seed and in config keys that begin with one of `factors`.
 
-    A key that a setting does not have (sigma, without noise) does not tell it from others. Of sets with as many
-    settings and runs the one without noise counts, then the one whose learning rate is nearest to its model's own, then
-    the first by the text of its config. Raises BadInput if there is no run, or if no set has two settings.
+    A key that a setting does not have (sigma, or how noise is put in, without noise) does not tell it from others. Of
+    sets with as many settings and runs the one without noise counts, then the one whose learning rate is nearest to its
+    model's own, then the first by the text of its config. Raises BadInput if there is no run, or if no set has two
+    settings.
     """
     require(bool(runs), "no finished run to draw: pass folders that hold some")
     alike: dict[frozenset[tuple[str, str]], list[Run]] = {}
     for run in runs:
-        shared = {(key, repr(value)) for key, value in facts_of(run).items() if not key.startswith(factors)}
+        idle = factors if run.option("aqn.name") != "none" else (*factors, "inject.")
+        shared = {(key, repr(value)) for key, value in facts_of(run).items() if not key.startswith(idle)}
         alike.setdefault(frozenset(shared), []).append(run)
     sets = {keys: [run for fewer, group in alike.items() if fewer <= keys for run in group] for keys in alike}
     keys = min(sets, key=lambda keys: (*_order(sets[keys]), sorted(keys)))

@@ -26,7 +26,8 @@ LEVEL = 0.95  # of every interval
 class Mean:
     """A mean, its standard error and their degrees of freedom; `n` is the number of seeds, or of what was repeated.
 
-    The error is NaN where nothing was repeated. With n = 1 and an error, that error is of the questions alone.
+    The error is NaN where nothing was repeated. With n = 1 and an error, that error is of the questions alone. An error
+    of 0 means that all repetitions gave the same: they say nothing about chance, and no test is made of them.
     """
 
     mean: float
@@ -48,14 +49,17 @@ class Mean:
         return self.mean + self.half
 
     @property
+    def identical(self) -> bool:
+        """Whether there are several repetitions, and no spread among them: copies, or a number that no seed moves."""
+        return self.n > 1 and self.error == 0
+
+    @property
     def excludes_zero(self) -> bool:
         return abs(self.mean) > self.half
 
     def p_above(self, bound: float) -> float:
-        """One-sided p-value of the hypothesis that the true mean is `bound` or less; NaN without an error."""
-        if self.error == 0:
-            return float(self.mean <= bound)
-        return float(stats.t.sf((self.mean - bound) / self.error, self.df))
+        """One-sided p-value of the hypothesis that the true mean is `bound` or less; NaN without an error or spread."""
+        return float(stats.t.sf((self.mean - bound) / self.error, self.df)) if self.error > 0 else math.nan
 
     def p_below(self, bound: float) -> float:
         """One-sided p-value of the hypothesis that the true mean is `bound` or more."""
@@ -67,7 +71,7 @@ class Mean:
 
     def p_outside(self, margin: float) -> float:
         """One-sided p-value, doubled for the choice of side, of the hypothesis that it lies within `margin` of 0."""
-        return min(1.0, 2 * min(self.p_above(margin), self.p_below(-margin)))
+        return min(2 * min(self.p_above(margin), self.p_below(-margin)), 1.0)
 
 
 def interval(values: Sequence[float] | np.ndarray) -> Mean:
@@ -83,10 +87,12 @@ def crossed(values: np.ndarray) -> Mean:
 
     The variance is the sum of that between questions, averaged over seeds, and that between seeds, averaged over
     questions: a little too wide, as either holds a share of what is left. Degrees of freedom after Welch and
-    Satterthwaite. With one seed the questions alone count.
+    Satterthwaite. With one seed the questions alone count; several that agree on every question have an error of 0.
     """
     table = values.reshape(len(values), -1).astype(float)  # (questions, seeds)
     require(len(table) > 1, f"a comparison by question needs at least two questions, got {len(table)}")
+    if table.shape[1] > 1 and (table == table[:, :1]).all():
+        return Mean(float(table[:, 0].mean()), 0.0, 1.0, table.shape[1])
     parts = [
         (_standard_error(means) ** 2, len(means) - 1) for means in (table.mean(1), table.mean(0)) if len(means) > 1
     ]
@@ -193,4 +199,6 @@ def require_complete(settings: Mapping[str, Collection[int]]) -> None:
 
 
 def _standard_error(values: np.ndarray) -> float:
+    if (values == values[0]).all():
+        return 0.0  # and not what rounding makes of it
     return float(values.std(ddof=1)) / math.sqrt(len(values))

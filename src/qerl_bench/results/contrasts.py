@@ -1,0 +1,83 @@
+"""Which arms the claims of the paper contrast: matched ones, and the paper's own methods, which differ in more.
+
+Unless a claim is about it, matched arms have one learning rate, no noise, and from half to five times the rate of the
+model's YAML. Formats against BF16 may have any quantizer: 16-bit weights have none. The paper's methods
+(`recipe=method/...`) differ in format, rate and noise at once; a contrast of them says which of these confound it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from qerl_bench.results.match import Arm, Contrast, Where
+
+ON_POLICY = Where("algo.name", excluding=("sft",))
+ADAPTER = Where("lora.rank", low=1, high=math.inf)
+LEARNS = Where("steps", low=40, high=math.inf)  # shorter runs measure speed
+EVALUATED = Where("eval.name", excluding=("none",))
+NO_NOISE = Where("aqn.name", among=("none",))
+USUAL_RATE = Where("lr_factor", low=0.4, high=5.0)
+NVFP4 = Where("quant.name", among=("nvfp4",))
+LEARNING = (ON_POLICY, ADAPTER, LEARNS)
+ANSWERING = (*LEARNING, EVALUATED)
+
+FORMAT = ("quant.", "quantizer.")
+NOISE = ("aqn.", "inject.")
+# The paper's methods but for their learning rates, and these.
+METHODS = {
+    "QeRL": (NVFP4, Where("aqn.name", among=("exp_paper",))),
+    "NVFP4-LoRA": (NVFP4, NO_NOISE),
+    "QLoRA": (Where("quant.name", among=("nf4",)), NO_NOISE),
+    "LoRA": (Where("quant.name", among=("bf16",)), NO_NOISE),
+}
+RATES = {"QeRL": 1e-5, "NVFP4-LoRA": 1e-5, "QLoRA": 1e-5, "LoRA": 5e-6}
+
+
+def against(key: str, treated: str, control: str, factor: tuple[str, ...], *where: Where) -> Contrast:
+    """`treated` minus `control`, two values of a config key; everything under `factor` may differ with it."""
+    arms = tuple(
+        Arm(value, sign, (Where(key, among=(value,)), *where)) for value, sign in ((treated, +1), (control, -1))
+    )
+    return Contrast(f"{treated} - {control}", factor, arms)
+
+
+def formats(control: str, *treated: str, factor: tuple[str, ...] = FORMAT) -> tuple[Contrast, ...]:
+    return tuple(against("quant.name", quant, control, factor, NO_NOISE, USUAL_RATE) for quant in treated)
+
+
+def noise() -> Contrast:
+    """Noise that decays exponentially, in any variant of it, and none: how it is put in matters where it is."""
+    arms = (Arm("exp", +1, (Where("aqn.name", among=("exp", "exp_paper", "exp_repo")),)), Arm("none", -1, (NO_NOISE,)))
+    return Contrast("exp - none", NOISE, arms)
+
+
+def published(treated: str, control: str, differ: tuple[str, ...], factor: tuple[str, ...] = FORMAT) -> Contrast:
+    """Methods of the paper, which differ in `differ` besides `factor`; each at its own learning rate if that is one."""
+    arms = tuple(
+        Arm(name, sign, METHODS[name] + ((Where("optim.lr", among=(RATES[name],)),) if "optim.lr" in differ else ()))
+        for name, sign in ((treated, +1), (control, -1))
+    )
+    return Contrast(f"{treated} - {control}", factor, arms, differ)
+
+
+def schedules(treated: str, *controls: str) -> tuple[Contrast, ...]:
+    """Same first and last noise, same stages: only the shape differs."""
+    return tuple(against("aqn.name", treated, control, ("aqn.name", "aqn._target_")) for control in controls)
+
+
+def ranks(label: str, low: float, high: float) -> Contrast:
+    arms = (
+        Arm(label, +1, (Where("lora.rank", low=low, high=high),)),
+        Arm("rank 32", -1, (Where("lora.rank", among=(32,)),)),
+    )
+    return Contrast(f"{label} - rank 32", ("lora.rank", "lora.alpha"), arms)
+
+
+def high_rate(treated: str, control: str, high: Where, usual: Where, differ: tuple[str, ...] = ()) -> Contrast:
+    """What a high learning rate does to the method `treated`, minus what it does to `control`."""
+    arms = tuple(
+        Arm(f"{name} at {rate}", sign if name == treated else -sign, (*METHODS[name], where))
+        for name in (treated, control)
+        for rate, sign, where in (("a high rate", 1, high), ("the usual rate", -1, usual))
+    )
+    return Contrast(f"({treated} high - usual) - ({control} high - usual)", (*FORMAT, "optim.lr"), arms, differ)
