@@ -29,7 +29,7 @@ from qerl_bench.results.style import (
 
 Number = Callable[[Run], float]
 CONTROLS = ("none", "exp", "format_error")  # noise that is compared with and without quantization
-DETAILS = {"quantizer.name": "{}", "optim.lr": "lr {:g}"}  # named in labels where they differ
+DETAILS = {"model.name": "{}", "quantizer.name": "{}", "optim.lr": "lr {:g}"}  # named in labels where they differ
 # The one figure in which colour is not the format: its runs have the same.
 SCHEDULES = {"none": "#7F7F7F", "exp": "#D55E00", "linear": "#56B4E9", "cosine": "#E69F00", "log": "#CC79A7"}
 

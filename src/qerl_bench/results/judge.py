@@ -175,8 +175,9 @@ def _decide(claim: Claim, result: Result, p_for: float, p_against: float) -> Res
         reversed_ = claim.expected != "same" and (result.effect.mean < 0) == (claim.expected == "more")
         clear = reversed_ and result.effect.excludes_zero
         verdict, reason = "contradicted", "the reverse" if clear else "no effect that would matter" if small else ""
-    elif min(_tests(claim, result.effect)) <= LEVEL:
-        verdict, reason = "undecided", "significant alone, not after Holm's correction"
+    elif min(alone := _tests(claim, result.effect)) <= LEVEL:
+        which = "supported" if alone[0] <= LEVEL else "contradicted"
+        verdict, reason = "undecided", f"{which} if it were the only contrast, not after Holm's correction"
     else:
         verdict, reason = "undecided", "too few seeds for this spread"
     return replace(result, p_for=p_for, p_against=p_against, verdict=verdict, reason=reason)

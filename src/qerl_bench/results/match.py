@@ -138,8 +138,7 @@ def confounders(contrast: Contrast, strata: Sequence[Stratum]) -> list[str]:
             name = [f"{group}.name"] if f"{group}.name" in keys else keys
             for key in name if not (group == "inject" and "aqn" in different) else ():
                 if key.startswith(contrast.confounded):
-                    values = dict.fromkeys(_text(variant.get(key)) for variant in stratum.variants)
-                    found.setdefault(key, {})[" / ".join(values)] = None
+                    found.setdefault(key, {})[_values(key, stratum.variants)] = None
     return [f"{key} ({' and '.join(values)})" for key, values in found.items()]
 
 
@@ -152,6 +151,10 @@ def _differing(variants: Sequence[Facts]) -> dict[str, list[str]]:
     return groups
 
 
+def _values(key: str, variants: Sequence[Facts]) -> str:
+    return " / ".join(dict.fromkeys(_text(variant.get(key)) for variant in variants))
+
+
 def _keys(variants: Sequence[Facts]) -> set[str]:
     return {key for variant in variants for key in variant}
 
@@ -159,8 +162,16 @@ def _keys(variants: Sequence[Facts]) -> set[str]:
 def labels(strata: Sequence[Stratum]) -> list[str]:
     """For each stratum what tells it from the others: the config keys in which they differ.
 
-    A key that is settled by the name of its group, or by the rank of the adapter, is left out.
+    A key that is settled by the name of its group, or by the rank of the adapter, is left out. A single stratum is told
+    by what its arms differ in, if that has no name: ranks, rates.
     """
+    if len(strata) == 1:
+        nameless = [
+            key
+            for group, keys in _differing(strata[0].variants).items()
+            for key in ([HEADS[group]] if group in HEADS else keys if f"{group}.name" not in keys else ())
+        ]
+        return [", ".join(f"{key}={_values(key, strata[0].variants)}" for key in nameless) or "all"]
     described = [
         stratum.facts
         | {

@@ -37,14 +37,14 @@ PUBLISHED = (
     "among themselves, and they do not enter the verdict on the claim."
 )
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem } th { text-align: left }
 th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.8rem 0.3rem 0; vertical-align: top }
 code { background: #f3f3f3; padding: 0.1rem 0.3rem; overflow-wrap: anywhere } h2 { margin-top: 2.5rem }
 .supported { color: #00694d } .contradicted { color: #a34700 } .undecided { color: #666 }
-img { max-width: 100% } details { font-size: 0.85rem; margin: 0.5rem 0 } nav { font-size: 0.9rem }
+img { max-width: 100% } details { font-size: 0.85rem; margin: 0.5rem 0 }
 """
-LABEL = 44  # characters of a setting in one line of a figure
+LABEL = 50  # characters of a setting in one line of a figure
 VERDICT = re.compile(r"\*\*(supported|contradicted|undecided)\*\*")
 
 
@@ -115,7 +115,7 @@ def summary(judgements: Sequence[Judgement]) -> Table:
                     claim.paper if heads else "",
                 )
             )
-    header = ("claim", "contrast", "effect [95 % interval]", "seeds", "settings: effects in them", "on the contrast")
+    header = ("claim", "contrast", "effect [95 % interval]", "seeds", "settings (effects in them)", "on the contrast")
     return Table((*header, "the paper"), tuple(rows))
 
 
@@ -153,7 +153,7 @@ def _contrast(result: Result) -> str:
 def _settings(measure: Measure, result: Result) -> str:
     """How many there are, and the smallest and the largest effect in them."""
     effects = [part.mean for part in result.parts]
-    between = f": {measure.show(min(effects))} to {measure.show(max(effects))}" if len(effects) > 1 else ""
+    between = f" ({measure.show(min(effects))} to {measure.show(max(effects))})" if len(effects) > 1 else ""
     return f"{len(effects) or '-'}{between}"
 
 

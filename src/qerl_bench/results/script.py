@@ -39,7 +39,7 @@ def draw_figure(
     many of the others are drawn.
     """
     parser = parser_for(description)
-    also = "config keys that may differ too: the paper's methods have an optim.lr each"
+    also = "config keys that may differ too: optim.lr for the methods of the paper, model. for sizes side by side"
     parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
     options = parser.parse_args(arguments)
     factors = [*factors, *options.also]
