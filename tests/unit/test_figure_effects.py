@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.container import ErrorbarContainer
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.errors import BadInput
 from qerl_bench.results import effects
+from qerl_bench.results.aggregate import overview, scores
 from qerl_bench.results.effects import Column, final
 from qerl_bench.results.figures import by_format
 from qerl_bench.results.load import Run, load_run, load_runs, tidy
@@ -45,6 +47,7 @@ def make(
         "quantizer": {"name": changes.get("quantizer", "rtn")},
         "aqn": noise,
         "algo": {"name": "grpo"},
+        "eval": {"name": "task"},
         "lora": {"name": "default", "rank": rank, "alpha": rank},
         "model": {"name": "tiny", "lr": 3e-4},
         "task": {"name": "arithmetic"},
@@ -253,6 +256,37 @@ def test_noise_on_and_off_stand_in_one_panel_per_format(study: Path) -> None:
     assert lines["NVFP4, AQN exp"].get_ydata() == pytest.approx([0.1, 0.2, 0.3])
 
 
+def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study: Path, tmp_path: Path) -> None:
+    """Two seeds: 0.5 + rank / 1000 + seed / 100. In the study nf4 was run at one setting, without it there are more."""
+    runs = load_runs([study])
+    found = scores(runs, final("sampled"))
+    assert list(found) == ["bf16", "nf4", "nvfp4"]
+    assert all(table == pytest.approx(np.array([[0.532], [0.542]])) for table in found.values())
+    two = scores([run for run in runs if run.option("quant.name") != "nf4"], final("sampled"))
+    assert two["bf16"].shape == (2, 6)  # noise, three rates, two other ranks
+    with pytest.raises(BadInput, match=r"grid is incomplete.*seed=1"):
+        scores([run for run in runs if (run.option("quant.name"), run.option("seed")) != ("nf4", 1)], final("sampled"))
+    with pytest.raises(BadInput, match="no setting was run with each of the formats bf16, mxfp4, nf4, nvfp4"):
+        scores([*runs, make(tmp_path, 0, "mxfp4", rank=5)], final("sampled"))
+    with pytest.raises(BadInput, match="are one setting, format and seed"):
+        scores([*runs, make(tmp_path, 0, "nf4", quantizer="awq")], final("sampled"))
+
+
+def test_the_overview_shows_middle_chance_and_profile() -> None:
+    """Of eight runs the middle four count; nvfp4 wins against two of three quarters; profiles fall from 1 to 0."""
+    found = {"bf16": np.arange(8.0).reshape(4, 2) / 10, "nvfp4": np.full((4, 2), 0.45)}
+    middle, better, profile = overview(found, "held-out", np.random.default_rng(0)).axes
+    assert {name: dot[:2] for name, dot in dots_of(middle).items()} == {
+        "_bf16": (0, pytest.approx(0.35)), "_nvfp4": (1, pytest.approx(0.45)),
+    }  # fmt: skip
+    assert dots_of(middle)["_nvfp4"][2] == pytest.approx(0)
+    # against 0, .2, .4, .6 (three below) and .1, .3, .5, .7 (two below)
+    assert dots_of(better) == {"_nvfp4": (1, pytest.approx(5 / 8), pytest.approx(0, abs=0.5))}
+    lines = {str(line.get_label()): line.get_ydata() for line in profile.get_lines()}
+    assert list(lines) == ["BF16", "NVFP4"] and set(lines["NVFP4"]) == {0.0, 1.0}
+    assert [lines["BF16"][0], lines["BF16"][-1]] == [7 / 8, 0.0]
+
+
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +321,12 @@ def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
         script("fig_accuracy").main(arguments)
     script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
     assert (tmp_path / "out" / "accuracy.png").is_file() and "compared" not in capsys.readouterr().err
+
+
+def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path) -> None:
+    for out in (tmp_path / "one", tmp_path / "two"):
+        script("fig_overview").main([str(study), "--out", str(out)])
+    assert (tmp_path / "one" / "overview.png").read_bytes() == (tmp_path / "two" / "overview.png").read_bytes()
 
 
 def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

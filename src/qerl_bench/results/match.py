@@ -16,7 +16,9 @@ from qerl_bench.rundir import flat
 
 Facts = dict[str, Any]  # dotted config keys, the device, and what is derived from them
 # Not written to any config, but said about a run: its learning rate over that of its model's YAML.
-DERIVED: dict[str, Callable[[Facts], float]] = {"lr_factor": lambda facts: facts["optim.lr"] / facts["model.lr"]}
+DERIVED: dict[str, Callable[[Facts], float]] = {
+    "lr_factor": lambda facts: facts["optim.lr"] / facts.get("model.lr", math.nan)
+}
 
 HEADS = {"lora": "lora.rank"}  # what a group of keys is known by, if not by its name
 
