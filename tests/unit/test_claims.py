@@ -271,6 +271,22 @@ def test_a_cpu_cannot_speak_for_a_gpu(study: Study) -> None:
     assert len(verdicts(runs)[GROWTH].results[0].strata) == 2  # one for each device, never across
 
 
+@pytest.mark.parametrize(
+    ("override", "excuse"),
+    [
+        ("steps=30", "of fewer than 40 steps: they measure speed alone"),
+        ("eval=none", "without evaluation: run them with eval=task"),
+    ],
+)
+def test_runs_that_cannot_speak_are_not_called_missing(study: Study, override: str, excuse: str) -> None:
+    for quant in ("bf16", "nvfp4"):
+        runs = study([f"quant={quant}", override], seeds=(0, 1))
+    found = verdicts(runs)
+    assert only(found[ACCURACY]).reason == f"4 matched runs, but {excuse}"
+    assert only(found[AQN]).reason == "no runs"
+    assert (only(found[GROWTH]).effect is not None) == (override == "eval=none")
+
+
 def test_rank_matters_little_within_the_margin_and_much_outside_of_it(study: Study) -> None:
     study(["quant=nvfp4", "lora.rank=32"])
     study(["quant=nvfp4", "lora.rank=8"], reward=0.005)

@@ -107,11 +107,7 @@ def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
     able = [run for run in runs if not claim.measure.gpu or run.environment.get("device") == "cuda"]
     strata = match(contrast, claim.where, able)
     if not strata:
-        silent = match(contrast, claim.where, runs) if len(able) < len(runs) else []
-        used = sum(len(seeds) for stratum in silent for seeds in stratum.arms)
-        return Result(
-            contrast, f"{used} matched runs, but on a CPU: they cannot speak for a GPU" if used else NO_RUNS
-        )
+        return Result(contrast, _silence(claim, contrast, runs, able))
     if lacking := missing(contrast, strata):
         return Result(contrast, f"incomplete grid, not compared; missing: {'; '.join(lacking)}")
     seeds = sorted(strata[0].arms[0])
@@ -133,6 +129,21 @@ def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
         tuple(fmean(values[run.path].mean() for run in runs.values()) for runs in stratum.arms) for stratum in strata
     )
     return Result(contrast, "", tuple(strata), tuple(labels(strata)), whole, len(tables[0]), parts, levels, beside)
+
+
+def _silence(claim: Claim, contrast: Contrast, runs: list[Run], able: list[Run]) -> str:
+    """Why nothing is compared: no runs, or matched ones that one condition of the claim keeps out."""
+    tries = [("on a CPU: they cannot speak for a GPU", claim.where, runs if len(able) < len(runs) else [])]
+    tries += [
+        (condition.otherwise, tuple(other for other in claim.where if other is not condition), able)
+        for condition in claim.where
+        if condition.otherwise
+    ]
+    for excuse, where, chosen in tries:
+        kept_out = {run.path for s in match(contrast, where, chosen) for arm in s.arms for run in arm.values()}
+        if kept_out:
+            return f"{len(kept_out)} matched runs, but {excuse}"
+    return NO_RUNS
 
 
 def _differences(contrast: Contrast, stratum: Stratum, seeds: list[int], values: dict[Path, pd.Series]) -> pd.DataFrame:

@@ -25,13 +25,17 @@ HEADS = {"lora": "lora.rank"}  # what a group of keys is known by, if not by its
 
 @dataclass(frozen=True)
 class Where:
-    """A condition on one key: among these values, or none of those, or between `low` and `high`."""
+    """A condition on one key: among these values, or none of those, or between `low` and `high`.
+
+    `otherwise` says of runs that fail it, and it alone, why they cannot speak.
+    """
 
     key: str
     among: tuple[Any, ...] = ()
     excluding: tuple[Any, ...] = ()
     low: float = -math.inf
     high: float = math.inf
+    otherwise: str = ""
 
     def holds(self, facts: Facts) -> bool:
         value = DERIVED[self.key](facts) if self.key in DERIVED else facts.get(self.key)

@@ -111,7 +111,7 @@ def sigma_figure(table: pd.DataFrame) -> Figure:
         axes[0, 1].set_ylabel("accuracy")
         axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
         axes[0, 2].set_yscale("log")
-        note = "solid: sampled with noise; dashed: noise off (accuracy: held out)"
+        note = "95% intervals over seeds; solid: noise in, dashed: noise off (accuracy: held out)"
         legend_above(figure, [axes[0, 0]], [note])
     return figure
 
