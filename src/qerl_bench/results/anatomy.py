@@ -52,6 +52,6 @@ def draw(table: pd.DataFrame) -> Figure:
             ax.set_title(f"{quant.upper()}, {quantizer}")
             ax.set_xlim(-0.5, len(rows) - 0.5)
         figure.supxlabel("layer, in the model's order (shaded: every other block)", fontsize="medium")
-        figure.supylabel("squared error, % of the weights' energy", fontsize="medium")
+        figure.supylabel("squared error, %\nof the weights' energy", fontsize="medium")
         legend_above(figure, [axes[0, 0]], [])
     return figure
