@@ -272,6 +272,8 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="measure configurations first")
     parser.add_argument("--table", type=Path, help="where --search writes; the user's cache by default")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures kernels on an NVIDIA GPU, and PyTorch finds none here")
     tokens = [int(m) for m in options.tokens.split(",")]
     layers = {name: s for name, s in LAYERS.items() if any(part in name for part in options.layers.split(","))}
     if options.search:

@@ -241,6 +241,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.1, help="time for each measurement")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures kernels on an NVIDIA GPU, and PyTorch finds none here")
     import pandas as pd
 
     bandwidth, rate = ceilings()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -291,4 +292,7 @@ def spec(cfg: DictConfig, key: str) -> Any:
         if isinstance(cause, BadInput | OmegaConfBaseException):
             raise cause from None
         given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
+        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
+            reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
+            raise BadInput(f"{reason}; leave it out, or the experiment that sets it") from error
         raise BadInput(f"{key} does not work with {given}: {cause or error}") from error

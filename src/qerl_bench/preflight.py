@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.errors import BadInput, TrainingStopped, require
 from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
 
@@ -132,9 +133,26 @@ def explain(error: Exception) -> str:
     if unknown is None:
         return "error: " + " ".join(text.split())
     key = unknown.group(1)
-    close = difflib.get_close_matches(key, known_keys(), n=1)
+    group = key.split(".")[0]
+    elsewhere = keys_of_group(group)
+    if key in elsewhere:
+        return (
+            f"error: the {group} that is chosen has no option {key}; it belongs to {group}={'|'.join(elsewhere[key])}"
+        )
+    close = difflib.get_close_matches(key, [*known_keys(), *elsewhere], n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return f"error: there is no option {key}.{hint} All options: python src/run.py --cfg job"
+
+
+def keys_of_group(group: str) -> dict[str, list[str]]:
+    """Every dotted key of the files in a folder of conf/, with the options that have it; none if there is no folder."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((CONF_DIR / group).glob("*.yaml")):
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(tree, dict)
+        for key in flat({str(name): value for name, value in tree.items() if name not in ("_target_", "defaults")}):
+            found[f"{group}.{key}"].append(path.stem)
+    return found
 
 
 def known_keys() -> list[str]:

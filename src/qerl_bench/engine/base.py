@@ -81,6 +81,6 @@ def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling) -> N
     require(
         too_long == 0,
         f"{too_long} of {len(prompts)} prompts do not fit: the model reads {context} tokens, the longest prompt has "
-        f"{longest}, and a completion may have {sampling.max_tokens}; use "
-        "a model of longer context, a smaller task.max_completion_tokens, or leave out long questions",
+        f"{longest}, and a completion may have {sampling.max_tokens}; use a model of longer context, a smaller limit "
+        "(task.max_completion_tokens, or eval.max_tokens where an evaluation sets it), or leave out long questions",
     )

@@ -23,7 +23,8 @@ USAGE = f"usage: python -m qerl_bench.evals RUN_DIR eval=... [{' '.join(f'{key}=
 def main(argv: list[str]) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logging.getLogger("qerl_bench").setLevel(logging.INFO)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of what nothing here uses
+    for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
+        logging.getLogger(package).setLevel(logging.ERROR)
     register_resolvers()
     require(bool(argv) and "=" not in argv[0], f"the first word must be the folder of a run; {USAGE}")
     run_dir, words = Path(argv[0]), argv[1:]

@@ -58,7 +58,8 @@ class WandbSink:
             )
         except Error as error:
             raise BadInput(
-                f"logger=wandb cannot start: {error}. Log in with `wandb login`, or use logger.mode=offline"
+                f"logger=wandb cannot start: {str(error).rstrip('.')}. Log in with `wandb login`, or use "
+                "logger.mode=offline"
             ) from error
         for record in run.metrics():
             metrics = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}

@@ -1,0 +1,61 @@
+"""Every command that the documentation shows is accepted: it composes, and its options can work together.
+
+What runs them is tests/e2e/test_run.py, for the README. Left out: docs/LOG.md, whose commands are of their day, and the
+data files, packages and machines that commands need.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from qerl_bench.config import build, compose
+from qerl_bench.evals.again import asked_again
+from qerl_bench.preflight import flags_first
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]
+SHOWN = [
+    (str(page.relative_to(ROOT)), match[0])
+    for page in sorted(PAGES)
+    if page.name != "LOG.md"
+    for match in re.finditer(r"python (?:src|analysis|kernels|-m qerl)[^\n`#;]*", page.read_text().replace("\\\n", " "))
+]
+
+
+def points(words: list[str]) -> list[list[str]]:
+    """The corners of a sweep: the first values of all its keys, the second ones, and so on."""
+    parsed = OverridesParser.create().parse_overrides(words)
+    values = [[*o.sweep_string_iterator()] if o.is_sweep_override() else [o.get_value_element_as_str()] for o in parsed]
+    keys = [str(o.input_line).split("=")[0] for o in parsed]
+    rows = zip_longest(*values)
+    return [
+        [f"{key}={given[0] if value is None else value}" for key, given, value in zip(keys, values, row, strict=True)]
+        for row in rows
+    ]
+
+
+def test_the_pages_show_commands() -> None:
+    assert len(SHOWN) > 50 and len({page for page, _ in SHOWN}) > 15
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(SHOWN)))
+def test_a_shown_command_is_accepted(page: str, command: str) -> None:
+    program, *words = shlex.split(command)[1:]
+    if program == "-m":
+        module, *words = words
+        assert (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").exists() or (
+            ROOT / "src" / module.replace(".", "/") / "__main__.py"
+        ).exists()
+        if module == "qerl_bench.evals":
+            build(asked_again(compose(), [word for word in words[1:] if not word.startswith("out=")]))
+        return
+    assert (ROOT / program).exists()
+    if program == "src/run.py" and "--cfg" not in words:
+        for point in points([word for word in flags_first(words) if word != "-m"]) or [[]]:
+            build(compose(point))
