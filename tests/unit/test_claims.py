@@ -271,6 +271,18 @@ def test_a_cpu_cannot_speak_for_a_gpu(study: Study) -> None:
     assert len(verdicts(runs)[GROWTH].results[0].strata) == 2  # one for each device, never across
 
 
+@pytest.mark.parametrize(("memory", "verdict"), [(0.5, "supported"), (0.99, "supported"), (1.2, "contradicted")])
+def test_peak_memory_that_no_seed_moves_is_known(study: Study, memory: float, verdict: str) -> None:
+    """Speeds without spread are copies; bytes without spread are what an allocator counts."""
+    study(["quant=bf16"], device="cuda", spread=0.0)
+    found = verdicts(study(["quant=nvfp4"], speed=1.3, memory=memory, device="cuda", spread=0.0))
+    known = only(found[MEMORY])
+    assert known.effect is not None and known.effect.identical
+    assert (known.verdict, known.p_for) == (verdict, 0.0 if verdict == "supported" else 1.0)
+    assert (known.reason == "there, but smaller than what would matter") == (memory == 0.99)
+    assert only(found[STEP]).verdict == "undecided"
+
+
 @pytest.mark.parametrize(
     ("override", "excuse"),
     [

@@ -14,6 +14,7 @@ claim is about, these recipes are contrasted too, judged in a family of their ow
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,9 +163,14 @@ def _mean(table: np.ndarray) -> Mean:
 
 
 def _tests(claim: Claim, effect: Mean | None) -> tuple[float, float]:
-    """p-values for the claim and against it; NaN where a single seed, several that are alike, or nothing speaks."""
+    """p-values for the claim and against it; NaN where a single seed, several that are alike, or nothing speaks.
+
+    Alike is as it should be for an exact number, whose p-values are 0 and 1.
+    """
     if effect is None or effect.n < 2:
         return float("nan"), float("nan")
+    if effect.identical and claim.measure.exact:
+        effect = replace(effect, error=sys.float_info.min)
     if claim.expected == "same":
         return effect.p_within(claim.margin), effect.p_outside(claim.margin)
     if claim.expected == "more":
@@ -178,7 +184,7 @@ def _decide(claim: Claim, result: Result, p_for: float, p_against: float) -> Res
     small = p_against <= LEVEL and claim.expected != "same"
     if result.effect.n < 2:
         verdict, reason = "undecided", "a single seed decides nothing"
-    elif result.effect.identical:
+    elif result.effect.identical and not claim.measure.exact:
         verdict, reason = "undecided", "no spread over seeds: copies of a run, or a number that no seed moves?"
     elif p_for <= LEVEL:
         verdict, reason = "supported", "there, but smaller than what would matter" if small else ""

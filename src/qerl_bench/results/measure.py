@@ -24,8 +24,8 @@ class Measure:
     """`of` gives a run's number, or a Series of them by question.
 
     With `ratio`, arms are compared by quotient: the numbers are positive, and their logarithms are averaged. With
-    `gpu`, runs on a CPU cannot speak. `scale` and `unit` are for readers: what a difference is multiplied by, and
-    called.
+    `gpu`, runs on a CPU cannot speak. An `exact` number may have no chance in it: where all seeds agree, it is known.
+    `scale` and `unit` are for readers: what a difference is multiplied by, and called.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Measure:
     scale: float = 1.0
     ratio: bool = False
     gpu: bool = False
+    exact: bool = False
 
     def show(self, effect: float) -> str:
         """An effect, or a margin, as a reader sees it."""

@@ -47,7 +47,7 @@ LATE_REWARD = Measure("mean reward over the last fifth of the steps", late("rewa
 ACCURACY = Measure("held-out accuracy after training, sampled", held_out("sampled"), unit="points", scale=100.0)
 ROLLOUT = Measure("completion tokens per second", typical("speed/rollout_tok_s"), ratio=True, gpu=True)
 STEP = Measure("seconds per step", typical("time/step_s"), ratio=True, gpu=True)
-MEMORY = Measure("peak memory", largest("memory/peak_gib"), ratio=True, gpu=True)
+MEMORY = Measure("peak memory", largest("memory/peak_gib"), ratio=True, gpu=True, exact=True)
 
 MAIN = "python src/run.py experiment=tiny/main -m"
 TABLE_1 = "python src/run.py experiment=paper/table1"
