@@ -18,7 +18,7 @@ from qerl_kernels.checks import require_device, require_shape
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 KEYS = 64  # that a program of `attend` reads at once
 _SMALLEST_DOT = 16
-_PROGRAMS = 512  # that keep a large GPU busy
+_PROGRAMS = 256  # that keep a large GPU busy: two on each processor
 _MOST_SPLITS = 32
 
 
