@@ -26,13 +26,18 @@ def require_device(**tensors: torch.Tensor) -> None:
         )
 
 
-def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    """Raise ValueError unless `tensor` has this shape (-1 for any length) and one of `dtypes`, and is contiguous."""
+def require_shape(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, apart: bool = False
+) -> None:
+    """Raise ValueError unless `tensor` has this shape (-1 for any length) and one of `dtypes`, and is contiguous.
+
+    With `apart` only the last axis must be without gaps.
+    """
     fits = tensor.ndim == len(shape) and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
     if not fits:
         raise ValueError(f"{name} must have the shape {shape}, -1 for any length, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be of {wanted}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
-    if not tensor.is_contiguous():
+    if not (tensor.stride(-1) == 1 if apart else tensor.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; pass {name}.contiguous()")

@@ -25,15 +25,17 @@ def add_norm(
 
 
 @triton.jit
-def swiglu(gate, up, out, size, BLOCK: tl.constexpr):
-    """silu(gate) * up, elementwise."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    g = tl.load(gate + at, mask=inside, other=0.0)
-    u = tl.load(up + at, mask=inside, other=0.0)
+def swiglu(gate, up, out, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    """A part of one row of silu(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0)
     wide = g.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(g.dtype)
-    tl.store(out + at, (activated.to(tl.float32) * u.to(tl.float32)).to(g.dtype), mask=inside)
+    product = (activated.to(tl.float32) * u.to(tl.float32)).to(g.dtype)
+    tl.store(out + row * width + column, product, mask=inside)
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def rotate_head(source, target, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def rotate_store(
-    q, k, v, cos, sin, starts, slot, keys, values, turned, width,
+    q, k, v, cos, sin, starts, slot, keys, values, turned, width, q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: query to `turned`, key and value to the cache at `slot`."""
@@ -67,16 +69,17 @@ def rotate_store(
     place = tl.load(slot)
     angle = (place - tl.load(starts + row)) * D
     if head < HEADS:
-        at = (row * HEADS + head) * D
-        rotate_head(q + at, turned + at, cos + angle, sin + angle, D, HALF)
+        target = turned + (row * HEADS + head) * D
+        rotate_head(q + row * q_stride + head * D, target, cos + angle, sin + angle, D, HALF)
     elif head < HEADS + KV:
-        at = row * KV + head - HEADS
-        rotate_head(k + at * D, keys + (at * width + place) * D, cos + angle, sin + angle, D, HALF)
+        own = head - HEADS
+        target = keys + ((row * KV + own) * width + place) * D
+        rotate_head(k + row * k_stride + own * D, target, cos + angle, sin + angle, D, HALF)
     else:
-        at = row * KV + head - HEADS - KV
+        own = head - HEADS - KV
         column = tl.arange(0, DIM)
-        x = tl.load(v + at * D + column, mask=column < D, other=0.0)
-        tl.store(values + (at * width + place) * D + column, x, mask=column < D)
+        x = tl.load(v + row * v_stride + own * D + column, mask=column < D, other=0.0)
+        tl.store(values + ((row * KV + own) * width + place) * D + column, x, mask=column < D)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from qerl_kernels.checks import require_device, require_shape
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 KEYS = 64  # that a program of `attend` reads at once
 _SMALLEST_DOT = 16
-_PROGRAMS = 512  # that keep a large GPU busy
+_PROGRAMS = 256  # that keep a large GPU busy: two on each processor
 _MOST_SPLITS = 32
 
 
@@ -50,15 +50,16 @@ def add_norm(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both (n, I)."""
-    require_shape("gate", gate, (-1, -1), *FLOATS)
-    require_shape("up", up, tuple(gate.shape), gate.dtype)
+    """silu(gate) * up, both (n, I); rows may lie apart."""
+    rows, width = gate.shape
+    require_shape("gate", gate, (rows, width), *FLOATS, apart=True)
+    require_shape("up", up, (rows, width), gate.dtype, apart=True)
     require_device(gate=gate, up=up)
     from qerl_kernels import jit_step
 
-    out = torch.empty_like(gate)
+    out = gate.new_empty(rows, width)
     kernel: Any = jit_step.swiglu
-    kernel[(-(-gate.numel() // 1024),)](gate, up, out, gate.numel(), BLOCK=1024, num_warps=4)
+    kernel[(rows, -(-width // 1024))](gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=1024, num_warps=4)
     return out
 
 
@@ -75,15 +76,15 @@ def rotate_store(
 ) -> torch.Tensor:
     """The rotated queries (n, H, D); keys, rotated, and values go to the cache (N, KV, S, D), n rows of it, at `slot`.
 
-    q is (n, H * D), k and v (n, KV * D), `cos` and `sin` (S, D) by position, `starts` (n,) the slot of each row's
-    position 0, and `slot` (1,) the slot of all. Rotates the two halves of a head, as Llama does.
+    q is (n, H * D), k and v (n, KV * D), whose rows may lie apart; `cos` and `sin` (S, D) go by position, `starts` (n,)
+    is the slot of each row's position 0, `slot` (1,) that of all. Rotates the two halves of a head, as Llama does.
     """
     rows, (_, heads, width, size) = len(q), keys.shape
     queries = q.shape[1] // size
     _require_cache(rows, starts, slot, keys, values)
-    require_shape("q", q, (rows, queries * size), keys.dtype)
+    require_shape("q", q, (rows, queries * size), keys.dtype, apart=True)
     for name, tensor in (("k", k), ("v", v)):
-        require_shape(name, tensor, (rows, heads * size), keys.dtype)
+        require_shape(name, tensor, (rows, heads * size), keys.dtype, apart=True)
     for name, tensor in (("cos", cos), ("sin", sin)):
         require_shape(name, tensor, (width, size), *FLOATS)
     require_device(q=q, k=k, v=v, cos=cos, sin=sin, starts=starts, slot=slot, keys=keys, values=values)
@@ -92,7 +93,7 @@ def rotate_store(
     turned = q.new_empty(rows, queries, size)
     kernel: Any = jit_step.rotate_store
     kernel[(rows, queries + 2 * heads)](
-        q, k, v, cos, sin, starts, slot, keys, values, turned, width,
+        q, k, v, cos, sin, starts, slot, keys, values, turned, width, q.stride(0), k.stride(0), v.stride(0),
         HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), num_warps=1,
     )  # fmt: skip
     return turned

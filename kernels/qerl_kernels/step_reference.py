@@ -39,9 +39,9 @@ def rotate_store(
         low, high = x.chunk(2, dim=-1)
         return x * c + torch.cat((-high, low), dim=-1) * s
 
-    keys[:n].index_copy_(2, slot, turned(k.view(n, heads, size))[:, :, None])
-    values[:n].index_copy_(2, slot, v.view(n, heads, 1, size))
-    return turned(q.view(n, -1, size))
+    keys[:n].index_copy_(2, slot, turned(k.reshape(n, heads, size))[:, :, None])
+    values[:n].index_copy_(2, slot, v.reshape(n, heads, 1, size))
+    return turned(q.reshape(n, -1, size))
 
 
 def attend(

@@ -7,7 +7,7 @@ there is only the reference. Whatever was chosen is said, layer by layer: nothin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft.tuners import lora
 
-from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.linear import PackedLinear, join_in_place
 from qerl_kernels.decode import MOST_TOKENS, supported
 from qerl_kernels.training_linear import Adapter, packed_linear
 
@@ -76,6 +76,34 @@ def rounded_adapters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Non
     finally:
         for layer in layers:
             layer.rounded = None
+
+
+def side_by_side(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """What `layers` make of the same input: one matmul where they are packed alike, or else one each.
+
+    To be made, and used, inside `rounded_adapters`. Their adapters act as one: rows A above each other, and B's in
+    blocks along the diagonal.
+    """
+    adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
+    bases = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    packed = [base for base in bases if isinstance(base, PackedLinear)]
+    scalings = {layer.rounded.scaling for layer in adapted if layer.rounded is not None}
+    plain = all(layer.disable_adapters or layer.rounded is not None for layer in adapted) and len(scalings) <= 1
+    whole = join_in_place(packed) if plain and len(packed) == len(layers) else None
+    if whole is None:
+        return lambda x: tuple(layer(x) for layer in layers)
+    adapter = None
+    if scalings:
+        like = next(layer.rounded for layer in adapted if layer.rounded is not None)
+        found = [layer.rounded if isinstance(layer, AdaptedLinear) else None for layer in layers]
+        a = torch.cat([one.a for one in found if one is not None])
+        blocks = [
+            like.b.new_empty(base.out_features, 0) if one is None else one.b
+            for one, base in zip(found, packed, strict=True)
+        ]
+        adapter = Adapter(a, torch.block_diag(*blocks), like.scaling)
+    sizes = [base.out_features for base in packed]
+    return lambda x: whole(x, adapter).split(sizes, dim=-1)
 
 
 def fused_reason(kernel: str, device: torch.device) -> str | None:

@@ -107,7 +107,8 @@ def test_step(arch: int) -> None:
         "turned",
     )
     types = dict.fromkeys(names, "*bf16") | dict.fromkeys(("weight", "partial", "most", "total_"), "*fp32")
-    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "size": "i32", "epsilon": "fp32", "factor": "fp32"}
+    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
+    types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
     shape = {"KV": 4, "D": 128, "DIM": 128}
 
     def built(kernel: Any, constants: dict[str, Any], warps: int, **changed: Any) -> Compiled:

@@ -12,7 +12,7 @@ import torch
 from qerl_bench.batch import make_batch
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
-from qerl_bench.kernel_choice import AdaptedLinear, rounded_adapters
+from qerl_bench.kernel_choice import AdaptedLinear, rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
@@ -129,6 +129,57 @@ def test_rounded_adapters_last_as_long_as_the_context(make_policy: MakePolicy) -
     assert layers[0].rounded is None
     with policy.without_adapter(), rounded_adapters(policy.model, torch.bfloat16):
         assert layers[0].rounded is None
+
+
+# --- layers side by side ---------------------------------------------------------------------------------------------
+
+
+def _attention(policy: Policy) -> list[torch.nn.Module]:
+    block = policy.model.get_submodule("model.layers.0.self_attn")
+    return [block.get_submodule(f"{name}_proj") for name in "qkv"]
+
+
+@pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("targets", ["[q_proj,k_proj,v_proj]", "[v_proj]", "[o_proj]"])
+def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) -> None:
+    """One matmul over one copy, with all, some or none of the adapters; the parts still are what they were."""
+    policy = make_policy("model.kv_heads=2", f"lora.targets={targets}", quant=quant, width=64, adapted=True)
+    layers, x = _attention(policy), torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    if quant == "mxfp4":  # block scales of k_proj eight times as large: the layout keeps them relative to the largest
+        bases[1].get_buffer("weight_scale").add_(3)
+    for base in bases:
+        base.use_kernels()
+    assert quant != "mxfp4" or bases[0].kernel_weight.exponent != bases[1].kernel_weight.exponent
+    before = [{name: tensor.clone() for name, tensor in base.packed().items()} for base in bases]
+    for layer in layers:
+        layer.fused = True
+    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
+        wanted = [layer(x) for layer in layers]
+        for _ in range(2):  # the second time nothing has to be moved
+            places = [base.get_buffer("kernel_words").data_ptr() for base in bases]
+            found = side_by_side(layers)(x)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    words = [base.get_buffer("kernel_words") for base in bases]
+    assert [tensor.data_ptr() for tensor in words] == places
+    assert words[0].untyped_storage().nbytes() == sum(tensor.nbytes for tensor in words)
+    assert all(tensor.untyped_storage().data_ptr() == words[0].untyped_storage().data_ptr() for tensor in words)
+    for base, packed in zip(bases, before, strict=True):
+        assert all(torch.equal(base.packed()[name], tensor) for name, tensor in packed.items())
+    policy.model.get_submodule("model.layers.0.self_attn").half()
+    assert not any(tensor.is_inference() for tensor in words)
+
+
+def test_layers_that_differ_stay_apart(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, x = make_policy("model.kv_heads=2", adapted=True), torch.randn(3, 32)
+    layers: list[Any] = _attention(policy)
+    joined: list[Any] = []
+    monkeypatch.setattr("qerl_bench.kernel_choice.join_in_place", lambda parts: joined.append(parts))
+    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
+        for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
+            assert torch.equal(one, layer(x))
+    assert not joined  # adapters that only PEFT can apply
 
 
 # --- when it is used -------------------------------------------------------------------------------------------------

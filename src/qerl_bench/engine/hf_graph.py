@@ -16,7 +16,7 @@ import torch
 
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import Completion, read_prompts
-from qerl_bench.kernel_choice import rounded_adapters
+from qerl_bench.kernel_choice import rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels import step as fused_operations
@@ -83,6 +83,9 @@ class Decoding:
         width = read.mask.shape[1]
         slots = -(-(width + most) // STRIDE) * STRIDE  # S
         self.caches = [_widened(layer, samples, slots) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
+        blocks = policy.model.model.layers
+        self.qkv = [side_by_side([b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj]) for b in blocks]
+        self.gate_up = [side_by_side([b.mlp.gate_proj, b.mlp.up_proj]) for b in blocks]
         places = torch.arange(slots, device=device)[None]
         cos, sin = policy.model.model.rotary_emb(self.caches[0][0], places)
         self.cos, self.sin = cos[0], sin[0]  # (S, D)
@@ -148,20 +151,20 @@ class Decoding:
             return do.add_norm(x, delta, norm.weight, norm.variance_epsilon)  # type: ignore[arg-type]
 
         x, delta = model.model.embed_tokens(self.token[:size]), None  # (size, H)
-        for layer, (keys, values) in zip(model.model.layers, self.caches, strict=True):
-            block, mlp = layer.self_attn, layer.mlp
+        parts = zip(model.model.layers, self.caches, self.qkv, self.gate_up, strict=True)
+        for layer, (keys, values), qkv, gate_up in parts:
+            block = layer.self_attn
             x, h = normed(layer.input_layernorm, x, delta)
-            q, k, v = block.q_proj(h), block.k_proj(h), block.v_proj(h)
+            q, k, v = qkv(h)
             if model.config.model_type == "qwen3":
-                heads = (-1, keys.shape[3])
                 q, k = (
-                    normed(block.q_norm, q.view(heads))[1].view_as(q),
-                    normed(block.k_norm, k.view(heads))[1].view_as(k),
+                    normed(norm, heads.reshape(-1, keys.shape[3]))[1].view(heads.shape)
+                    for norm, heads in ((block.q_norm, q), (block.k_norm, k))
                 )
             q = do.rotate_store(q, k, v, self.cos, self.sin, starts, self.slot, keys, values)
             delta = block.o_proj(do.attend(q, keys, values, starts, self.slot, block.scaling))
             x, h = normed(layer.post_attention_layernorm, x, delta)
-            delta = mlp.down_proj(do.swiglu(mlp.gate_proj(h), mlp.up_proj(h)))
+            delta = layer.mlp.down_proj(do.swiglu(*gate_up(h)))
         return model.lm_head(normed(model.model.norm, x, delta)[1])
 
     def _draw(self, logits: torch.Tensor) -> None:

@@ -213,12 +213,58 @@ def join(layers: Sequence[PackedLinear]) -> PackedLinear:
             packed[name] = tensor if same and tensor.numel() == 1 else torch.cat(rows)
         else:
             packed[name] = torch.cat([part.view(torch.uint8) for part in parts]).view(tensor.dtype)
-    bias = None
-    if any(layer.bias is not None for layer in layers):
-        like = next(layer.bias for layer in layers if layer.bias is not None)
-        bias = torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in layers])
     shape = (sum(layer.out_features for layer in layers), first.in_features)
-    return PackedLinear(first.weight_format, packed, shape, bias).train(first.training)
+    return PackedLinear(first.weight_format, packed, shape, _joined_bias(layers)).train(first.training)
+
+
+def join_in_place(layers: Sequence[PackedLinear]) -> PackedLinear | None:
+    """`join` in the kernels' layout without a second copy: the weights of `layers` become views of the joined one.
+
+    None, and nothing has changed, where they are not laid out for the kernels, or not alike.
+    """
+    first, laid = layers[0], [weight for layer in layers if (weight := layer.kernel_weight) is not None]
+    alike = len({(weight.format, weight.shape[1]) for weight in laid}) == 1 and len(laid) == len(layers)
+    if not alike or any(layer.out_features % layout.ROWS for layer in layers[:-1]):
+        return None
+    buffers = {name: tensor for name, tensor in first._buffers.items() if tensor is not None}
+    for name in KERNEL_BUFFERS:
+        parts = [layer.get_buffer(name) for layer in layers]
+        buffers[name] = _end_to_end(parts)
+        views = buffers[name].split([len(part) for part in parts])
+        for layer, view in zip(layers, views, strict=True):
+            layer._buffers[name] = view
+    shape = (sum(layer.out_features for layer in layers), first.in_features)
+    joined = PackedLinear(first.weight_format, buffers, shape, _joined_bias(layers)).train(first.training)
+    joined._scale_offset = first._scale_offset
+    joined.row_scales, start = [], 0
+    for layer, weight in zip(layers, laid, strict=True):
+        moved = 2.0 ** (weight.exponent - laid[0].exponent)  # block scales of MXFP4 are kept relative to the largest
+        for these, scale in layer.row_scales:
+            low, high, _ = these.indices(layer.out_features)
+            joined.row_scales.append((slice(start + low, start + high), scale * moved))
+        start += layer.out_features
+    if len({scale for _, scale in joined.row_scales}) == 1:
+        joined.row_scales = [(slice(None), joined.row_scales[0][1])]
+    return joined
+
+
+def _end_to_end(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous `parts` one behind the other along their first axis, without a copy where they lie so already."""
+    first = parts[0]
+    places = [part.data_ptr() for part in parts]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    size = (sum(len(part) for part in parts), *first.shape[1:])
+    if places[1:] == ends[:-1] and ends[-1] <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+        return first.as_strided(size, first.stride(), first.storage_offset())
+    with torch.inference_mode(False):  # or what sampling has made could not be moved or trained with
+        return torch.cat(list(parts))
+
+
+def _joined_bias(layers: Sequence[PackedLinear]) -> torch.Tensor | None:
+    like = next((layer.bias for layer in layers if layer.bias is not None), None)
+    if like is None:
+        return None
+    return torch.cat([like.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in layers])
 
 
 def pack_linear(
