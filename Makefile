@@ -16,9 +16,10 @@ run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
 
 # 185 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
+# SEEDS=0,1,2,3,4,5,6,7 for others than the five of the designs.
 study: $(READY)
 	@for design in $(DESIGNS); do \
-		$(BIN)/python src/run.py -m experiment=tiny/$$design hydra.launcher.slots=$(SLOTS) || { \
+		$(BIN)/python src/run.py -m experiment=tiny/$$design $(SEEDS:%=seed=%) hydra.launcher.slots=$(SLOTS) || { \
 			test $$? -ne 130 || exit 130; failed="$$failed $$design"; }; \
 	done; test -z "$$failed" || { echo "not complete:$$failed; make study repeats the runs that failed"; exit 1; }
 
