@@ -138,11 +138,8 @@ def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
 def gemlite_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
     packer = import_module("gemlite.helper").A16W4_MXFP
     linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device="cuda")
-    first = packer(device="cuda", dtype=torch.bfloat16).from_linear(linear)
-    layers = [first]
-    for _ in range(copies("mxfp4", shape) - 1):
-        layers.append(packer(device="cuda", dtype=torch.bfloat16).from_linear(linear))
-    for layer in layers:
+    for _ in range(copies("mxfp4", shape)):
+        layer = packer(device="cuda", dtype=torch.bfloat16).from_linear(linear, del_orig=False)
         yield lambda layer=layer: layer(x)
 
 

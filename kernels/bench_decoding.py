@@ -125,9 +125,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "bf16"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument(
-        "--slow", type=int, nargs="*", default=[64], help="batches also sampled through transformers"
-    )
+    parser.add_argument("--slow", type=int, nargs="*", default=[64], help="batches also sampled through transformers")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--out", help="CSV file to write")

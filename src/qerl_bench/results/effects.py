@@ -62,7 +62,7 @@ def dots(rows: Sequence[Row], columns: Sequence[Column]) -> Figure:
     """
     labels = [row["label"] for row in rows]
     with paper_style():
-        figure, axes = panels(1, len(columns), 0.35 + 0.17 * len(rows), sharey=True)
+        figure, axes = panels(1, len(columns), 0.7 + 0.13 * len(rows), sharey=True)
         for ax, column in zip(axes[0], columns, strict=True):
             for place, row in enumerate(rows):
                 values = [column.of(run) for run in row["runs"]]
