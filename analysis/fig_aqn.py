@@ -13,7 +13,7 @@ SMOOTH = 11  # steps
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
-        arguments, __doc__, "aqn", ["quant.", "quantizer.", "aqn.name", "aqn._target_"],
+        arguments, __doc__, "aqn", ["quant.", "quantizer.", "aqn.name"],
         lambda runs: by_format(tidy(with_one_noise(runs)), ["reward/mean", "entropy"], SMOOTH), unfinished=True,
     )  # fmt: skip
 

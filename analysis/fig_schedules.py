@@ -13,7 +13,7 @@ COLUMNS = [Column("mean reward", area("reward/mean")), Column("held-out, sampled
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
-        arguments, __doc__, "schedules", ["aqn.name", "aqn._target_"],
+        arguments, __doc__, "schedules", ["aqn.name"],
         lambda runs: schedules(arms(runs, ["quant.name", "aqn.name"]), COLUMNS),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ COLUMNS = [
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
-        arguments, __doc__, "speed", ["quant.", "quantizer.", "aqn.name", "aqn._target_"],
+        arguments, __doc__, "speed", ["quant.", "quantizer.", "aqn.name"],
         lambda runs: dots(format_rows(arms(with_one_noise(runs), ["quant.name", "aqn.name"])), COLUMNS),
     )  # fmt: skip
 

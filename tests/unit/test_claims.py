@@ -262,8 +262,8 @@ def test_a_cpu_cannot_speak_for_a_gpu(study: Study) -> None:
     found = verdicts(study(["quant=nvfp4"], speed=2.0, memory=0.5))
     for title in (ROLLOUT, STEP, MEMORY):
         assert found[title].results[0].reason == "10 matched runs, but on a CPU: they cannot speak for a GPU"
-    study(["quant=bf16"], device="cuda")
-    runs = study(["quant=nvfp4"], speed=1.3, memory=0.5, device="cuda")
+    study(["quant=bf16"], device="cuda", reward=0.1)
+    runs = study(["quant=nvfp4"], speed=1.3, memory=0.5, device="cuda", reward=0.1)
     found = verdicts(runs)
     assert (only(found[STEP]).verdict, only(found[MEMORY]).verdict) == ("supported", "supported")
     effect = found[ROLLOUT].results[0].effect
@@ -322,6 +322,16 @@ def test_a_higher_rate_is_judged_by_a_difference_of_differences(study: Study) ->
     assert result.effect.mean == pytest.approx(0.3, abs=0.01) and result.verdict == "supported"
 
 
+def test_a_format_is_never_packed_otherwise_at_the_high_rate_than_at_the_usual(study: Study) -> None:
+    """Two quantizers are two settings, and not four: one at the high rate less the other at the usual is no rate."""
+    for packed, reward in ((("quant=nvfp4",), 0.0), (("quant=nvfp4", "quantizer=mse"), 0.5), (("quant=bf16",), 0.0)):
+        for factor, change in ((1, 0.0), (10, 0.1)):
+            runs = study([*packed, f"optim.lr={3e-4 * factor}"], reward=reward + change)
+    result = only(verdicts(runs)[RATE])
+    assert len(result.parts) == 2
+    assert [part.mean for part in result.parts] == pytest.approx([0.0, 0.0], abs=0.01)
+
+
 def test_noise_of_two_strengths_is_two_settings_with_one_control(study: Study) -> None:
     study(["quant=nvfp4"])
     study(["quant=nvfp4", "aqn=exp"], accuracy=0.1)
@@ -339,6 +349,20 @@ def test_schedules_differ_in_their_shape_alone(study: Study) -> None:
     assert [result.verdict for result in found.results] == ["supported", "supported", "contradicted"]
     changed = study(["quant=nvfp4", "aqn=linear", "aqn.sigma_end=0.001"], reward=9.0)
     assert verdicts(changed)[DECAY].results[0].effect == found.results[0].effect
+
+
+def test_settings_with_the_same_numbers_are_one(study: Study) -> None:
+    """Neither rank nor rate moves the policy before its first update: 6 % counts once, and not thrice against 2 %."""
+    for quant, entropy in (("bf16", 1.0), ("nvfp4", 1.06)):
+        for change in ("lora.rank=8", "lora.rank=32", "optim.lr=1e-3"):
+            study([f"quant={quant}", change], entropy=entropy, spread=0.0)
+    study(["quant=bf16", "algo=dapo"])
+    found = verdicts(study(["quant=nvfp4", "algo=dapo"], entropy=1.02))
+    result = found[ENTROPY].results[0]
+    assert sorted(math.exp(part.mean) for part in result.parts) == pytest.approx([1.02, 1.06], abs=0.004)
+    assert result.effect is not None and math.exp(result.effect.mean) == pytest.approx(1.04, abs=0.003)
+    assert len(result.strata) == len(result.labels) == len(result.levels) == 2
+    assert sorted(label.partition(" and ")[2] for label in result.labels) == ["", "2 more with the same numbers"]
 
 
 def test_claims_of_less(study: Study) -> None:

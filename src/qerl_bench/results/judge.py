@@ -4,8 +4,12 @@ A claim that something is larger is *supported* if its effect is above zero, and
 the margin, the smallest one that would matter: a reversed effect and one too small to care about both speak against it.
 A claim that something does not matter is supported if the effect is within the margin, contradicted if it is outside.
 Both are one-sided tests at 2.5 %, adjusted by Holm's method over every contrast, once for all that is called supported
-and once for all that is called contradicted: the chance of any false verdict is at most 5 %. Everything else is
+and once for all that is called contradicted: for the matched contrasts of one model and task the chance of any false
+verdict is at most 5 %. Everything else is
 *undecided*, and so is every number of a single seed, or of seeds that all gave the same.
+
+Settings whose arms gave the same numbers, seed by seed, are one measurement made several times, and count once: neither
+the rank of an adapter nor the learning rate moves the policy before its first update.
 
 The verdict on a claim is that on its matched contrasts. Where the paper compared recipes that differ in more than the
 claim is about, these recipes are contrasted too, judged in a family of their own, and decide nothing.
@@ -19,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -113,6 +117,7 @@ def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
         return Result(contrast, f"incomplete grid, not compared; missing: {'; '.join(lacking)}")
     seeds = sorted(strata[0].arms[0])
     values = _measured(claim.measure, strata)
+    strata, named = _distinct(strata, values)
     tables = [_differences(contrast, stratum, seeds, values) for stratum in strata]
     questions = {tuple(table.index) for table in tables}
     require(len(questions) == 1, f"{claim.title}: these runs were asked different questions: {_names(strata)}")
@@ -129,7 +134,18 @@ def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
     levels = tuple(
         tuple(fmean(values[run.path].mean() for run in runs.values()) for runs in stratum.arms) for stratum in strata
     )
-    return Result(contrast, "", tuple(strata), tuple(labels(strata)), whole, len(tables[0]), parts, levels, beside)
+    return Result(contrast, "", tuple(strata), named, whole, len(tables[0]), parts, levels, beside)
+
+
+def _distinct(strata: Sequence[Stratum], values: dict[Path, pd.Series]) -> tuple[list[Stratum], tuple[str, ...]]:
+    """The first of all settings that have the same numbers in every arm, by seed and question, and what to call it."""
+    found: dict[Any, list[tuple[Stratum, str]]] = {}
+    for stratum, label in zip(strata, labels(strata), strict=True):
+        arms = tuple(tuple((seed, *values[arm[seed].path].items()) for seed in sorted(arm)) for arm in stratum.arms)
+        found.setdefault(arms, []).append((stratum, label))
+    chosen = [group[0][0] for group in found.values()]
+    more = [f" and {len(group) - 1} more with the same numbers" if len(group) > 1 else "" for group in found.values()]
+    return chosen, tuple(group[0][1] + rest for group, rest in zip(found.values(), more, strict=True))
 
 
 def _silence(claim: Claim, contrast: Contrast, runs: list[Run], able: list[Run]) -> str:

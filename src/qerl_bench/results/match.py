@@ -114,12 +114,22 @@ def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> li
         candidates = []
         for chosen in product(*(arm.items() for arm in arms)):
             variants = tuple(dict(variant) for variant, _ in chosen)
-            if all(len({variant.get(key) for variant in variants}) <= 2 for key in _keys(variants)):
+            if len(arms) == 2 or _balanced(contrast, variants):
                 stratum = Stratum(dict(shared), variants, tuple(seeds for _, seeds in chosen))
                 if bool(confounders(contrast, [stratum])) == bool(contrast.confounded):
                     candidates.append(stratum)
         found += _closest(candidates) if len(contrast.arms) == 2 else candidates
     return [found[place] for _, place in sorted(zip(labels(found), range(len(found)), strict=True))]
+
+
+def _balanced(contrast: Contrast, variants: Sequence[Facts]) -> bool:
+    """Whether what a value of a key does by itself cancels: it stands in as many arms that are added as subtracted."""
+    counts: dict[tuple[str, Any], int] = {}
+    for arm, variant in zip(contrast.arms, variants, strict=True):
+        for key in _keys(variants):
+            pair = key, variant.get(key)
+            counts[pair] = counts.get(pair, 0) + arm.sign
+    return not any(counts.values())
 
 
 def _closest(candidates: Sequence[Stratum]) -> list[Stratum]:

@@ -110,7 +110,7 @@ def steps_saved(run: Run, control: Run) -> float:
     A run that never does counts as if it did after the last step, which makes a difference look smaller than it is.
     """
     gained = curve(control, "reward/mean").to_numpy()
-    require(len(gained) >= WINDOW, f"{control.name} has fewer than {WINDOW} steps")
+    require(len(gained) >= WINDOW, f"{control.name} has {len(gained)} steps, steps saved need {WINDOW}: train longer")
     start, end = gained[:WINDOW].mean(), gained[-WINDOW:].mean()
     threshold = start + 0.9 * (end - start)
     reached = [steps_to_threshold(*_arrays(curve(one, "reward/mean")), threshold, WINDOW) for one in (run, control)]

@@ -23,7 +23,8 @@ from qerl_bench.results.style import panels, paper_style
 
 RULES = (
     "Compared are runs whose configs differ in the one factor and in nothing else but the seed; differences are taken "
-    "within a seed (and question, for accuracies) first, then averaged over settings. Intervals are at 95 %, Student's "
+    "within a seed (and question, for accuracies) first, then averaged over settings, those with the same "
+    "numbers counting once. Intervals are at 95 %, Student's "
     "t over seeds, or over seeds and questions. *Supported*: the effect is above zero in the direction claimed. "
     "*Contradicted*: it is below the margin, the smallest effect that would matter, be it reversed or only too small. "
     "A claim that something matters little is supported within the margin and contradicted outside. p-values are "
@@ -138,7 +139,8 @@ def _material(runs: Sequence[Run]) -> str:
     unfinished = [run.name for run in runs if not run.finished]
     left_out = f" Not finished and left out ({len(unfinished)}): {', '.join(unfinished)}." if unfinished else ""
     devices, codes = sorted({run.device for run in runs}), sorted({run.code for run in runs})
-    return f"{len(runs)} runs were read, made on {', '.join(devices)} by code {', '.join(codes)}.{left_out}"
+    read = "1 run was read" if len(runs) == 1 else f"{len(runs)} runs were read"
+    return f"{read}, made on {', '.join(devices)} by code {', '.join(codes)}.{left_out}"
 
 
 def _shown(judgement: Judgement) -> list[Result]:

@@ -20,23 +20,25 @@ Row = dict[str, Any]  # a setting: dotted config keys, `runs`, and what a figure
 def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
     """The largest set of `runs` that differ only in the seed and in config keys that begin with one of `factors`.
 
-    A key that a setting does not have (sigma, or how noise is put in, without noise) does not tell it from others. Of
-    sets with as many settings and runs the one without noise counts, then the one whose learning rate is nearest to its
-    model's own, then the first by the text of its config. Raises BadInput if there is no run, or if no set has two
-    settings.
+    The class of an option goes with its name, such as aqn.name. A key that a setting does not have (sigma, or how noise
+    is put in, without noise) does not tell it from others. Of sets with as many settings and runs the one without noise
+    counts, then the one whose learning rate is nearest to its model's own, then the first by the text of its config.
+    Raises BadInput if there is no run, or if no set has two settings.
     """
     require(bool(runs), "no finished run to draw: pass folders that hold some")
+    free = (*factors, *(f"{key.removesuffix('name')}_target_" for key in factors if key.endswith(".name")))
     alike: dict[frozenset[tuple[str, str]], list[Run]] = {}
     for run in runs:
-        idle = factors if run.option("aqn.name") != "none" else (*factors, "inject.")
+        idle = (*free, "inject.") if run.option("aqn.name") == "none" else free
         shared = {(key, repr(value)) for key, value in facts_of(run).items() if not key.startswith(idle)}
         alike.setdefault(frozenset(shared), []).append(run)
     sets = {keys: [run for fewer, group in alike.items() if fewer <= keys for run in group] for keys in alike}
     keys = min(sets, key=lambda keys: (*_order(sets[keys]), sorted(keys)))
+    among = f"no two of these {len(runs)} runs" if len(runs) > 1 else f"{runs[0].name} is one run, and no two"
     require(
         len(by_setting(sets[keys])) > 1,
-        f"no two of these {len(runs)} runs differ in {' or '.join(factors)} (and the seed) alone, so there is nothing "
-        "to compare: add the missing arm",
+        f"{among} differ in {' or '.join(factors)} (and the seed) alone, so there is nothing to compare: add the "
+        "missing arm",
     )
     return sets[keys]
 
