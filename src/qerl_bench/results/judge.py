@@ -5,7 +5,8 @@ the margin, the smallest one that would matter: a reversed effect and one too sm
 A claim that something does not matter is supported if the effect is within the margin, contradicted if it is outside.
 Both are one-sided tests at 2.5 %, adjusted by Holm's method over every contrast, once for all that is called supported
 and once for all that is called contradicted: among the matched contrasts of one model and task the chance of any false
-verdict is at most 5 %. Everything else is *undecided*, and so is every number of a single seed, or of seeds that all gave the same.
+verdict is at most 5 %. Everything else is *undecided*, and so is every number of a single seed, or of seeds that all
+gave the same.
 
 Settings whose arms gave the same numbers, seed by seed, are one measurement made several times, and count once: neither
 the rank of an adapter nor the learning rate moves the policy before its first update.
