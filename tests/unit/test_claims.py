@@ -286,7 +286,7 @@ def test_peak_memory_that_no_seed_moves_is_known(study: Study, memory: float, ve
 @pytest.mark.parametrize(
     ("override", "excuse"),
     [
-        ("steps=30", "of fewer than 40 steps, which measure speed alone: run longer ones"),
+        ("steps=30", "of fewer than 40 steps, for speed alone: run longer ones"),
         ("eval=none", "without evaluation: run them with eval=task"),
     ],
 )

@@ -13,7 +13,7 @@ from qerl_bench.results.match import Arm, Contrast, Where
 
 ON_POLICY = Where("algo.name", excluding=("sft",))
 ADAPTER = Where("lora.rank", low=1, high=math.inf)
-LEARNS = Where("steps", low=40, high=math.inf, otherwise="of fewer than 40 steps, which measure speed alone: run longer ones")
+LEARNS = Where("steps", low=40, high=math.inf, otherwise="of fewer than 40 steps, for speed alone: run longer ones")
 EVALUATED = Where("eval.name", excluding=("none",), otherwise="without evaluation: run them with eval=task")
 NO_NOISE = Where("aqn.name", among=("none",))
 USUAL_RATE = Where("lr_factor", low=0.4, high=5.0)
