@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.config import build, compose
 from qerl_bench.errors import BadInput
-from qerl_bench.results.contrasts import METHODS, RATES
+from qerl_bench.results.contrasts import METHODS, QUANTIZERS, RATES
 from qerl_bench.results.judge import Judgement, Result, judge
 from qerl_bench.results.load import Run, load_runs
 from qerl_bench.results.match import match
@@ -232,6 +232,18 @@ def test_the_methods_are_those_of_the_recipes() -> None:
         facts = {"quant.name": config.quant.name, "aqn.name": config.aqn.name}
         assert [other for other, where in METHODS.items() if all(w.holds(facts) for w in where)] == [name]
         assert config.optim.lr == RATES[name]
+        assert name == "LoRA" or config.quantizer.name == QUANTIZERS[name]
+
+
+def test_formats_packed_in_two_ways_are_not_the_methods_of_the_paper(study: Study) -> None:
+    """A study of quantizers has matched pairs; any other pair of its arms was never published."""
+    for quant in ("nf4", "nvfp4"):
+        for quantizer in ("rtn", "mse"):
+            runs = study([f"quant={quant}", f"quantizer={quantizer}"])
+    matched, published = verdicts(runs)[NF4].results
+    assert len(matched.parts) == 2 and published.reason == "no runs"
+    published = verdicts(study(["quant=nvfp4", "quantizer=awq"]))[NF4].results[1]
+    assert published.confounders == ["quantizer.name (rtn / awq)"]
 
 
 def test_each_variant_meets_the_control_that_is_most_like_it(study: Study) -> None:

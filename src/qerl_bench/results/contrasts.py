@@ -23,13 +23,14 @@ ANSWERING = (*LEARNING, EVALUATED)
 
 FORMAT = ("quant.", "quantizer.")
 NOISE = ("aqn.", "inject.")
-# The paper's methods but for their learning rates, and these.
+# The paper's methods but for their quantizers and learning rates, and these.
 METHODS = {
     "QeRL": (NVFP4, Where("aqn.name", among=("exp_paper",))),
     "NVFP4-LoRA": (NVFP4, NO_NOISE),
     "QLoRA": (Where("quant.name", among=("nf4",)), NO_NOISE),
     "LoRA": (Where("quant.name", among=("bf16",)), NO_NOISE),
 }
+QUANTIZERS = {"QeRL": "awq", "NVFP4-LoRA": "awq", "QLoRA": "rtn"}
 RATES = {"QeRL": 1e-5, "NVFP4-LoRA": 1e-5, "QLoRA": 1e-5, "LoRA": 5e-6}
 
 
@@ -52,11 +53,16 @@ def noise() -> Contrast:
 
 
 def published(treated: str, control: str, differ: tuple[str, ...], factor: tuple[str, ...] = FORMAT) -> Contrast:
-    """Methods of the paper, which differ in `differ` besides `factor`; each at its own learning rate if that is one."""
-    arms = tuple(
-        Arm(name, sign, METHODS[name] + ((Where("optim.lr", among=(RATES[name],)),) if "optim.lr" in differ else ()))
-        for name, sign in ((treated, +1), (control, -1))
-    )
+    """Methods of the paper, which differ in `differ` besides `factor`.
+
+    Each has its own quantizer or learning rate if that is one of these.
+    """
+
+    def own(name: str) -> tuple[Where, ...]:
+        packed = (Where("quantizer.name", among=(QUANTIZERS[name],)),) if "quantizer." in differ else ()
+        return packed + ((Where("optim.lr", among=(RATES[name],)),) if "optim.lr" in differ else ())
+
+    arms = tuple(Arm(name, sign, METHODS[name] + own(name)) for name, sign in ((treated, +1), (control, -1)))
     return Contrast(f"{treated} - {control}", factor, arms, differ)
 
 
