@@ -53,10 +53,11 @@ def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys
             return decoding.run()
         side, current = _stream(policy.device), torch.cuda.current_stream(policy.device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            completions = decoding.run()
-        current.wait_stream(side)
-        return completions
+        try:
+            with torch.cuda.stream(side):
+                return decoding.run()
+        finally:
+            current.wait_stream(side)  # before it gets the buffers back
 
 
 @cache

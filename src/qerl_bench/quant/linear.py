@@ -235,10 +235,11 @@ def join_in_place(layers: Sequence[PackedLinear]) -> PackedLinear | None:
             layer._buffers[name] = view
     shape = (sum(layer.out_features for layer in layers), first.in_features)
     joined = PackedLinear(first.weight_format, buffers, shape, _joined_bias(layers)).train(first.training)
-    joined._scale_offset = first._scale_offset
+    offset = min(weight.offset for weight in laid)  # so that no byte of a scale is below it
+    joined._scale_offset = offset
     joined.row_scales, start = [], 0
     for layer, weight in zip(layers, laid, strict=True):
-        moved = 2.0 ** (weight.exponent - laid[0].exponent)  # block scales of MXFP4 are kept relative to the largest
+        moved = 2.0 ** (offset - weight.offset)  # block scales of MXFP4 are kept relative to the largest
         for these, scale in layer.row_scales:
             low, high, _ = these.indices(layer.out_features)
             joined.row_scales.append((slice(start + low, start + high), scale * moved))
