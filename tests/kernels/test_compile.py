@@ -88,8 +88,7 @@ def test_sampling(arch: int, choice: str) -> None:
 def _of_step(
     kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16", **changed: str
 ) -> Compiled:
-    names = "x delta total normed gate up out q k v cos sin keys values turned".split()
-    types = dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "most"), "*fp32")
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "most"), "*fp32")
     types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
     wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
