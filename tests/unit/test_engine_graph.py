@@ -13,6 +13,7 @@ import torch
 from qerl_bench.batch import make_batch
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
+from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import AdaptedLinear, rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
 from qerl_bench.quant.linear import PackedLinear, join_in_place
@@ -134,6 +135,17 @@ def test_a_round_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeyp
         assert caches and all(cache() is None for cache in caches)
     finally:
         gc.enable()
+
+
+def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """58 tokens of prompt and 40 new ones take two times 64 slots."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(hf_graph, "_widened", full)
+    with pytest.raises(BadInput, match=r"20 sequences of up to 128 tokens.*engine\.max_batch smaller"):
+        _decoded(hf_graph.decode, policy, _sampling())
 
 
 # --- adapters at hand ------------------------------------------------------------------------------------------------
