@@ -88,8 +88,8 @@ class Decoding:
             self.caches = [_widened(layer, samples, slots) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
         except torch.OutOfMemoryError as error:
             raise BadInput(
-                f"the GPU has no room for keys and values of {count} sequences of up to {slots} tokens, which engine=hf "
-                "samples side by side; make engine.max_batch smaller, or the limit on completions"
+                f"the GPU has no room for keys and values of {count} sequences of up to {slots} tokens, which "
+                "engine=hf samples side by side; make engine.max_batch smaller, or the limit on completions"
             ) from error
         blocks = policy.model.model.layers
         self.qkv = [side_by_side([b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj]) for b in blocks]
