@@ -193,6 +193,7 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
         for _ in range(2):  # the second time nothing has to be moved
             places = [base.get_buffer("kernel_words").data_ptr() for base in bases]
             found = side_by_side(layers)(x)
+            assert len({base.kernel_weight.exponent for base in bases}) == 1
             for one, other in zip(found, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     words = [base.get_buffer("kernel_words") for base in bases]
