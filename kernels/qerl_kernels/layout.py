@@ -36,10 +36,11 @@ NF4: a code is an index 0..15 without structure; pairs A..D are bits 3..0, 7..4,
     mxfp4   uint8, S = 2: the E8M0 byte plus `offset`. `byte << 7` is a bf16 number, 2^(byte - 127).
     nf4     float32, S = 1: the block's largest magnitude.
 
-For MXFP4 `offset` brings the largest byte of the matrix to 254, because bf16 could not hold 2^(127 - byte + 126) for
-all. A decoded pair times its scale must stay in bf16's range; kernels therefore work with operand x 2^-`exponent` and
-put 2^exponent into the FP32 factor of the whole matrix: nvfp4 multiplies w x 2^-126 by s x 2^118. All of these products
-are exact, but for MXFP4 blocks over 2^120 times smaller than the largest, which lose their last bits.
+For MXFP4 `offset` brings the largest byte of the matrix (or of those joined with it) to 254, because bf16 could not
+hold 2^(127 - byte + 126) for all. A decoded pair times its scale must stay in bf16's range; kernels therefore work with
+operand x 2^-`exponent` and put 2^exponent into the FP32 factor of the whole matrix: nvfp4 multiplies w x 2^-126 by s x
+2^118. All of these products are exact, but for MXFP4 blocks over 2^120 times smaller than the largest, which lose their
+last bits.
 
 Padding is code 0 (NF4: 7, also zero) under scale 0 (MXFP4: `offset`). Left out: E4M3 scales that are negative or NaN,
 E8M0 bytes over 252, NF4 rows that blocks of 64 do not divide; no quantizer here writes them and `repack` refuses them.

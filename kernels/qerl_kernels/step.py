@@ -16,7 +16,8 @@ import torch
 from qerl_kernels.checks import require_device, require_shape
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-KEYS = 64  # that a program of `attend` reads at once
+KEYS = 64  # that a program of `attend` reads at once, fewer where they take more than the next
+_KEY_BYTES = 1 << 14  # tiles of which are read ahead in the 99 KiB that small GPUs share among a program's threads
 _SMALLEST_DOT = 16
 _PROGRAMS = 256  # that keep a large GPU busy: two on each processor
 _MOST_SPLITS = 32
@@ -123,6 +124,7 @@ def attend(
     splits = max(1, splits)
     out = q.new_empty(rows, heads * group * size)
     dim = max(_SMALLEST_DOT, _power_of_2(size))
+    block = key_block(dim, keys.dtype)
     partial = most_seen = sums = None
     if splits > 1:
         partial = q.new_empty(rows * heads * group, splits, size, dtype=torch.float32)
@@ -130,13 +132,18 @@ def attend(
     kernel: Any = jit_step.attend
     kernel[(rows, heads, splits)](
         q, keys, values, starts, slot, out, partial, most_seen, sums, scaling * math.log2(math.e), width,
-        KV=heads, GROUP=group, ROWS=max(_SMALLEST_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=KEYS,
+        KV=heads, GROUP=group, ROWS=max(_SMALLEST_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=block,
         SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         join: Any = jit_step.join_splits
         join[(rows * heads * group,)](partial, most_seen, sums, out, D=size, DIM=dim, SPLITS=splits, num_warps=1)
     return out
+
+
+def key_block(dim: int, dtype: torch.dtype) -> int:
+    """How many keys of `dim` numbers, a power of two, a program of `attend` reads at once."""
+    return max(_SMALLEST_DOT, min(KEYS, _KEY_BYTES // (dim * dtype.itemsize)))
 
 
 def _require_cache(

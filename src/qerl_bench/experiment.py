@@ -23,7 +23,7 @@ from qerl_bench.aqn.inject import NoiseReport, combined
 from qerl_bench.batch import Batch, make_batch
 from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
-from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
+from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.errors import TrainingStopped, require
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
@@ -70,7 +70,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             stack.callback(engine.close)
             write_atomically(run.path / "engine.json", json.dumps(engine.record(), indent=1))
             if experiment.algo.on_policy:  # a prompt that is too long is found here, not at the step that draws it
-                require_room(policy, experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
+                engine.require_room(experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
             if first > 0:
                 load_checkpoint(run, policy, optimizer)
                 log.info("continuing after step %d", first)

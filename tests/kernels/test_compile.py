@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -84,48 +85,47 @@ def test_sampling(arch: int, choice: str) -> None:
     _sound(compiled(jit_sampling.draw, signature, constants, arch, num_warps=WARPS, aligned=aligned))
 
 
+def _of_step(
+    kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16", **changed: str
+) -> Compiled:
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "most"), "*fp32")
+    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
+    types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
+    wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
+    aligned = tuple(name for name in wanted if wanted[name].startswith("*") and name != "slot")
+    return compiled(kernel, wanted, constants, arch, warps, stages, aligned)
+
+
+def _attention(arch: int, dtype: str, size: int, splits: int) -> Compiled:
+    from qerl_kernels import jit_step
+    from qerl_kernels.step import key_block
+
+    block = key_block(size, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    shape = {"KV": 4, "GROUP": 7, "ROWS": 16, "D": size, "DIM": size, "BLOCK": block, "SPLITS": splits}
+    return _of_step(jit_step.attend, shape, arch, 4, 3, dtype, total="*fp32")
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_step(arch: int) -> None:
     """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
     from qerl_kernels import jit_step
 
-    names = (
-        "x",
-        "delta",
-        "total",
-        "normed",
-        "gate",
-        "up",
-        "out",
-        "q",
-        "k",
-        "v",
-        "cos",
-        "sin",
-        "keys",
-        "values",
-        "turned",
-    )
-    types = dict.fromkeys(names, "*bf16") | dict.fromkeys(("weight", "partial", "most", "total_"), "*fp32")
-    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
-    types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
     shape = {"KV": 4, "D": 128, "DIM": 128}
-
-    def built(kernel: Any, constants: dict[str, Any], warps: int, **changed: Any) -> Compiled:
-        wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
-        aligned = tuple(name for name in wanted if wanted[name].startswith("*") and name != "slot")
-        return compiled(kernel, wanted, constants, arch, warps, 3 if kernel is jit_step.attend else 2, aligned)
-
-    _sound(built(jit_step.add_norm, {"ADD": True, "BLOCK": 4096}, 8))
-    _sound(built(jit_step.swiglu, {"BLOCK": 1024}, 4))
-    _sound(built(jit_step.rotate_store, shape | {"HEADS": 28, "HALF": 64}, 1))
+    _sound(_of_step(jit_step.add_norm, {"ADD": True, "BLOCK": 4096}, arch, 8))
+    _sound(_of_step(jit_step.swiglu, {"BLOCK": 1024}, arch, 4))
+    _sound(_of_step(jit_step.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
     for splits in (1, 8):
-        attend = built(
-            jit_step.attend, shape | {"GROUP": 7, "ROWS": 16, "BLOCK": 64, "SPLITS": splits}, 4, total="*fp32"
-        )
+        attend = _attention(arch, "bf16", 128, splits)
         _sound(attend)
         assert attend.count("HMMA") > 0 and attend.count("LDGSTS") > 0
-    _sound(built(jit_step.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, 1, total="*fp32"))
+    _sound(_of_step(jit_step.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 256), ("fp32", 128)])
+def test_attention_fits_small_gpus(dtype: str, size: int) -> None:
+    """Heads twice as wide in bytes as those of the 7B model, where a program may have 99 KiB."""
+    attend = _attention(89, dtype, size, 1)
+    assert not attend.spills and 0 < attend.shared <= 99 * 1024
 
 
 def test_a_kernel_that_spills_is_found() -> None:

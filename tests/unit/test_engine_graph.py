@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from qerl_bench.batch import make_batch
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
+from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import AdaptedLinear, rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
+from qerl_bench.quant.linear import PackedLinear, join_in_place
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
 SAMPLES = 4
@@ -115,6 +118,36 @@ def test_other_models(make_policy: MakePolicy, kind: str) -> None:
     _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf.decode, policy, _sampling()), 1e-4)
 
 
+def test_a_round_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache is large, and training needs the memory at once."""
+    caches: list[weakref.ref[torch.Tensor]] = []
+    run = hf_graph.Decoding.run
+
+    def watched(self: hf_graph.Decoding) -> list[hf.Completion]:
+        caches.extend(weakref.ref(tensor) for pair in self.caches for tensor in pair)
+        return run(self)
+
+    monkeypatch.setattr(hf_graph.Decoding, "run", watched)
+    gc.collect()
+    gc.disable()
+    try:
+        _decoded(hf_graph.decode, policy, _sampling())
+        assert caches and all(cache() is None for cache in caches)
+    finally:
+        gc.enable()
+
+
+def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """58 tokens of prompt and 40 new ones take two times 64 slots."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(hf_graph, "_widened", full)
+    with pytest.raises(BadInput, match=r"20 sequences of up to 128 tokens.*engine\.max_batch smaller"):
+        _decoded(hf_graph.decode, policy, _sampling())
+
+
 # --- adapters at hand ------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +181,7 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
     if quant == "mxfp4":  # block scales of k_proj eight times as large: the layout keeps them relative to the largest
         bases[1].get_buffer("weight_scale").add_(3)
+        bases[1].get_buffer("weight_scale")[0, 0] = 0  # as of a block of zeros
     for base in bases:
         base.use_kernels()
     assert quant != "mxfp4" or bases[0].kernel_weight.exponent != bases[1].kernel_weight.exponent
@@ -159,6 +193,7 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
         for _ in range(2):  # the second time nothing has to be moved
             places = [base.get_buffer("kernel_words").data_ptr() for base in bases]
             found = side_by_side(layers)(x)
+            assert len({base.kernel_weight.exponent for base in bases}) == 1
             for one, other in zip(found, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     words = [base.get_buffer("kernel_words") for base in bases]
@@ -171,7 +206,53 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
     assert not any(tensor.is_inference() for tensor in words)
 
 
-def test_layers_that_differ_stay_apart(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("targets", ["[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]", "[q_proj,up_proj]"])
+def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str) -> None:
+    """Twice, as the second round finds the layers joined; then training moves on from them."""
+    shape = ("model.heads=4", "model.kv_heads=2", f"lora.targets={targets}", "lora.dropout=0.3")
+    policy = _ragged(make_policy(*shape, width=64, sharp=True, adapted=True))
+    wanted = _decoded(hf.decode, policy, _sampling())
+    for module in policy.model.modules():
+        if isinstance(module, PackedLinear):
+            module.use_kernels()
+        if isinstance(module, AdaptedLinear):
+            module.fused = True
+    for _ in range(2):
+        _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 5e-5)
+    with policy.without_adapter():
+        _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf.decode, policy, _sampling()), 5e-5)
+    ids, mask = torch.arange(24).view(2, 12), (torch.arange(12) > 3).expand(2, 12)
+    policy.token_stats(ids, mask, 1.0).logprobs.sum().backward()
+    assert all(parameter.grad is not None for parameter in policy.trainable)
+
+
+@pytest.mark.parametrize("case", ["one is not laid out", "formats", "rows that fill no tile"])
+def test_what_cannot_be_joined_stays_as_it_is(make_policy: MakePolicy, case: str) -> None:
+    heads = {"rows that fill no tile": "model.heads=8"}.get(case, "model.heads=2")  # 8 rows of keys, or 32
+    layers: list[Any] = [layer.get_base_layer() for layer in _attention(make_policy(heads, width=64))]
+    if case == "formats":
+        layers[1] = _attention(make_policy(heads, width=64, quant="mxfp4"))[1].get_base_layer()
+    for layer in layers if case != "one is not laid out" else layers[:2]:
+        layer.use_kernels()
+    before = [dict(layer.named_buffers()) for layer in layers]
+    assert join_in_place(layers) is None
+    for layer, buffers in zip(layers, before, strict=True):
+        assert all(layer.get_buffer(name) is tensor for name, tensor in buffers.items())
+
+
+def test_layers_whose_adapters_differ_in_scaling_stay_apart(make_policy: MakePolicy) -> None:
+    policy, x = make_policy("model.kv_heads=2", width=64, adapted=True), torch.randn(3, 64)
+    layers: list[Any] = _attention(policy)
+    for layer in layers:
+        layer.get_base_layer().use_kernels()
+        layer.fused = True
+    layers[1].scaling["default"] *= 3
+    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
+        for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
+            assert torch.equal(one, layer(x))
+
+
+def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, x = make_policy("model.kv_heads=2", adapted=True), torch.randn(3, 32)
     layers: list[Any] = _attention(policy)
     joined: list[Any] = []

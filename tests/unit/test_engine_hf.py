@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from qerl_bench.batch import make_batch
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Sampling, require_room
 from qerl_bench.engine.hf import Hf, HfEngine, decode, request_key
 from qerl_bench.errors import BadInput
 from qerl_bench.records import Prompt, Rollout
@@ -151,7 +151,11 @@ def test_prompts_that_leave_no_room_are_refused_before_anything_is_sampled(
         HfEngine(policy, max_batch=4).generate(prompts, _sampling())
     assert str(refusal.value).startswith(
         "2 of 3 prompts do not fit: the model reads 28 tokens, the longest prompt has 8, and a completion may have 24; "
+        "use a model of longer context, "
     )
+    require_room(policy, prompts[::2], _sampling(max_tokens=22), max_model_len=27)
+    with pytest.raises(BadInput, match=r"1 of 2 prompts do not fit: engine\.max_model_len allows 26 tokens.* larger"):
+        require_room(policy, prompts[::2], _sampling(max_tokens=22), max_model_len=26)
 
 
 # --- what is said about the tokens -----------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ class RolloutEngine(Protocol):
         """Take over the policy as it is now, noise included, and prove it on `prompts`: metrics.SYNCED, or nothing."""
         ...
 
+    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
+        """Raise BadInput unless it can read every prompt and a completion of full length behind it."""
+        ...
+
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         """`sampling.samples` completions of each prompt, grouped by prompt in the order given.
 
@@ -72,15 +76,18 @@ class EngineSpec(Protocol):
     def build(self, policy: Policy) -> RolloutEngine: ...
 
 
-def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling) -> None:
-    """Raise BadInput unless the model can read every prompt and a completion of full length behind it."""
+def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling, max_model_len: int | None = None) -> None:
+    """`RolloutEngine.require_room` of an engine that reads what the model does, or at most `max_model_len` tokens."""
     context = policy.model.config.max_position_embeddings
+    reader, remedy = "the model reads", "use a model of longer context"
+    if max_model_len is not None and max_model_len < context:
+        context, reader, remedy = max_model_len, "engine.max_model_len allows", "make that larger"
     lengths = [len(policy.prompt_ids(prompt.messages)) for prompt in prompts]
     longest = max(lengths, default=0)
     too_long = sum(length + sampling.max_tokens > context for length in lengths)
     require(
         too_long == 0,
-        f"{too_long} of {len(prompts)} prompts do not fit: the model reads {context} tokens, the longest prompt has "
-        f"{longest}, and a completion may have {sampling.max_tokens}; use a model of longer context, a smaller limit "
+        f"{too_long} of {len(prompts)} prompts do not fit: {reader} {context} tokens, the longest prompt has "
+        f"{longest}, and a completion may have {sampling.max_tokens}; {remedy}, use a smaller limit "
         "(task.max_completion_tokens, or eval.max_tokens where an evaluation sets it), or leave out long questions",
     )

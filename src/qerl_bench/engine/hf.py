@@ -72,8 +72,11 @@ class HfEngine:
     def record(self) -> dict[str, Any]:
         return {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
 
-    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        self.require_room(prompts, sampling)
         rollouts: list[Rollout] = []
         per_round = max(1, self.max_batch // sampling.samples)
         starts = range(0, len(prompts), per_round)

@@ -16,6 +16,7 @@ import torch
 
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import Completion, read_prompts
+from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
 from qerl_bench.quant.linear import PackedLinear
@@ -53,10 +54,11 @@ def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys
             return decoding.run()
         side, current = _stream(policy.device), torch.cuda.current_stream(policy.device)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            completions = decoding.run()
-        current.wait_stream(side)
-        return completions
+        try:
+            with torch.cuda.stream(side):
+                return decoding.run()
+        finally:
+            current.wait_stream(side)  # before it gets the buffers back
 
 
 @cache
@@ -82,7 +84,13 @@ class Decoding:
         samples = count // len(prompt_ids)
         width = read.mask.shape[1]
         slots = -(-(width + most) // STRIDE) * STRIDE  # S
-        self.caches = [_widened(layer, samples, slots) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
+        try:
+            self.caches = [_widened(layer, samples, slots) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
+        except torch.OutOfMemoryError as error:
+            raise BadInput(
+                f"the GPU has no room for keys and values of {count} sequences of up to {slots} tokens, which "
+                "engine=hf samples side by side; make engine.max_batch smaller, or the limit on completions"
+            ) from error
         blocks = policy.model.model.layers
         self.qkv = [side_by_side([b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj]) for b in blocks]
         self.gate_up = [side_by_side([b.mlp.gate_proj, b.mlp.up_proj]) for b in blocks]

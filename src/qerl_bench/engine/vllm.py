@@ -190,15 +190,12 @@ class VllmEngine:
             self.asleep = True
         return {"memory/device_rollout_gib": awake, "memory/device_train_gib": device_memory_gib()}
 
+    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
+        require_room(self.policy, prompts, sampling, self.max_model_len)
+
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        require_room(self.policy, prompts, sampling)
+        self.require_room(prompts, sampling)
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
-        longest = max(len(ids) for ids in prompt_ids)
-        require(
-            longest + sampling.max_tokens <= self.max_model_len,
-            f"a prompt of {longest} tokens and {sampling.max_tokens} new ones exceed engine.max_model_len="
-            f"{self.max_model_len}; make it larger",
-        )
         if self.asleep or not self.mirror.current:
             self.sync(prompts)
         outputs = self.llm.generate(

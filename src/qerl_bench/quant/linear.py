@@ -226,6 +226,11 @@ def join_in_place(layers: Sequence[PackedLinear]) -> PackedLinear | None:
     alike = len({(weight.format, weight.shape[1]) for weight in laid}) == 1 and len(laid) == len(layers)
     if not alike or any(layer.out_features % layout.ROWS for layer in layers[:-1]):
         return None
+    offset = min(weight.offset for weight in laid)
+    for layer, weight in zip(layers, laid, strict=True):
+        if weight.offset > offset:  # block scales of MXFP4: from now on relative to the largest of all parts
+            weight.scales.sub_(weight.offset - offset)
+            layer._scale_offset = offset
     buffers = {name: tensor for name, tensor in first._buffers.items() if tensor is not None}
     for name in KERNEL_BUFFERS:
         parts = [layer.get_buffer(name) for layer in layers]
@@ -235,13 +240,12 @@ def join_in_place(layers: Sequence[PackedLinear]) -> PackedLinear | None:
             layer._buffers[name] = view
     shape = (sum(layer.out_features for layer in layers), first.in_features)
     joined = PackedLinear(first.weight_format, buffers, shape, _joined_bias(layers)).train(first.training)
-    joined._scale_offset = first._scale_offset
+    joined._scale_offset = offset
     joined.row_scales, start = [], 0
-    for layer, weight in zip(layers, laid, strict=True):
-        moved = 2.0 ** (weight.exponent - laid[0].exponent)  # block scales of MXFP4 are kept relative to the largest
+    for layer in layers:
         for these, scale in layer.row_scales:
             low, high, _ = these.indices(layer.out_features)
-            joined.row_scales.append((slice(start + low, start + high), scale * moved))
+            joined.row_scales.append((slice(start + low, start + high), scale))
         start += layer.out_features
     if len({scale for _, scale in joined.row_scales}) == 1:
         joined.row_scales = [(slice(None), joined.row_scales[0][1])]
