@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from peft.tuners import lora
 
-from qerl_bench.quant.linear import PackedLinear, join_in_place
+from qerl_bench.quant.linear import PackedLinear, join_in_place, join_plain_in_place
 from qerl_kernels.decode import MOST_TOKENS, supported
 from qerl_kernels.training_linear import Adapter, packed_linear
 
@@ -42,10 +42,8 @@ class AdaptedLinear(lora.Linear):
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         base = self.get_base_layer()
-        if isinstance(base, PackedLinear):
-            return base(x, adapter)
         assert isinstance(base, torch.nn.Linear)
-        return packed_linear(x, lambda _: base.weight, [(slice(None), 1.0)], base.bias, adapter)
+        return with_adapter(base, x, adapter)
 
     def _adapter(self) -> Adapter | None:
         """The one plain adapter that is switched on, None where PEFT's own way is needed: none, several, or dropout."""
@@ -58,6 +56,13 @@ class AdaptedLinear(lora.Linear):
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
         return Adapter(a, b, self.scaling[name])
+
+
+def with_adapter(base: torch.nn.Linear, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    """What a layer, packed or not, makes of x, and `adapter` beside it."""
+    if isinstance(base, PackedLinear):
+        return base(x, adapter)
+    return packed_linear(x, lambda _: base.weight, [(slice(None), 1.0)], base.bias, adapter)
 
 
 @contextmanager
@@ -79,31 +84,34 @@ def rounded_adapters(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Non
 
 
 def side_by_side(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """What `layers` make of the same input: one matmul where they are packed alike, or else one each.
+    """What `layers` make of the same input: one matmul where they are frozen and stored alike, or else one each.
 
     To be made, and used, inside `rounded_adapters`. Their adapters act as one: rows A above each other, and B's in
     blocks along the diagonal.
     """
     adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
     bases = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
-    packed = [base for base in bases if isinstance(base, PackedLinear)]
     scalings = {layer.rounded.scaling for layer in adapted if layer.rounded is not None}
     plain = all(layer.disable_adapters or layer.rounded is not None for layer in adapted) and len(scalings) <= 1
-    whole = join_in_place(packed) if plain and len(packed) == len(layers) else None
+    whole = _joined(bases) if plain else None
     if whole is None:
         return lambda x: tuple(layer(x) for layer in layers)
+    sizes = [base.out_features for base in bases]
     adapter = None
     if scalings:
         like = next(layer.rounded for layer in adapted if layer.rounded is not None)
         found = [layer.rounded if isinstance(layer, AdaptedLinear) else None for layer in layers]
         a = torch.cat([one.a for one in found if one is not None])
-        blocks = [
-            like.b.new_empty(base.out_features, 0) if one is None else one.b
-            for one, base in zip(found, packed, strict=True)
-        ]
+        blocks = [like.b.new_empty(size, 0) if one is None else one.b for one, size in zip(found, sizes, strict=True)]
         adapter = Adapter(a, torch.block_diag(*blocks), like.scaling)
-    sizes = [base.out_features for base in packed]
-    return lambda x: whole(x, adapter).split(sizes, dim=-1)
+    return lambda x: with_adapter(whole, x, adapter).split(sizes, dim=-1)
+
+
+def _joined(bases: Sequence[Any]) -> torch.nn.Linear | None:
+    packed = [base for base in bases if isinstance(base, PackedLinear)]
+    if not packed:
+        return join_plain_in_place(bases)
+    return join_in_place(packed) if len(packed) == len(bases) else None
 
 
 def fused_reason(kernel: str, device: torch.device) -> str | None:

@@ -207,10 +207,11 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
 
 
 @pytest.mark.parametrize("targets", ["[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]", "[q_proj,up_proj]"])
-def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str) -> None:
+@pytest.mark.parametrize("quant", ["nvfp4", "bf16"])
+def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, quant: str) -> None:
     """Twice, as the second round finds the layers joined; then training moves on from them."""
     shape = ("model.heads=4", "model.kv_heads=2", f"lora.targets={targets}", "lora.dropout=0.3")
-    policy = _ragged(make_policy(*shape, width=64, sharp=True, adapted=True))
+    policy = _ragged(make_policy(*shape, quant=quant, width=64, sharp=True, adapted=True))
     wanted = _decoded(hf.decode, policy, _sampling())
     for module in policy.model.modules():
         if isinstance(module, PackedLinear):
@@ -250,6 +251,38 @@ def test_layers_whose_adapters_differ_in_scaling_stay_apart(make_policy: MakePol
     with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
         for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))
+
+
+@pytest.mark.parametrize("targets", ["[q_proj,k_proj,v_proj]", "[v_proj]", "[o_proj]"])
+def test_plain_layers_side_by_side(make_policy: MakePolicy, targets: str) -> None:
+    """As packed ones; the weights of the parts are rows of the joined one, and can be saved and moved as before."""
+    policy = make_policy("model.kv_heads=2", f"lora.targets={targets}", quant="bf16", width=64, adapted=True)
+    layers, x = _attention(policy), torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    before = [base.weight.clone() for base in bases]
+    for layer in layers:
+        layer.fused = True
+    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
+        wanted = [layer(x) for layer in layers]
+        for _ in range(2):  # the second time nothing has to be moved
+            places = [base.weight.data_ptr() for base in bases]
+            for one, other in zip(side_by_side(layers)(x), wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert [base.weight.data_ptr() for base in bases] == places
+    assert len({base.weight.untyped_storage().data_ptr() for base in bases}) == 1
+    assert all(torch.equal(base.weight, weight) for base, weight in zip(bases, before, strict=True))
+    policy.model.get_submodule("model.layers.0.self_attn").half()
+    assert not any(base.weight.is_inference() or base.weight.requires_grad for base in bases)
+
+
+def test_trained_layers_stay_apart(make_policy: MakePolicy) -> None:
+    policy, x = make_policy("model.kv_heads=2", quant="bf16", width=64), torch.randn(3, 64)
+    layers: list[Any] = [layer.get_base_layer() for layer in _attention(policy)]
+    layers[1].weight.requires_grad_(True)
+    with torch.inference_mode():
+        for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
+            assert torch.equal(one, layer(x))
+    assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 3
 
 
 def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:

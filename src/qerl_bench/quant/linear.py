@@ -252,6 +252,22 @@ def join_in_place(layers: Sequence[PackedLinear]) -> PackedLinear | None:
     return joined
 
 
+def join_plain_in_place(layers: Sequence[torch.nn.Linear]) -> torch.nn.Linear | None:
+    """`join_in_place` of frozen layers that are not packed, so that no format runs fewer matmuls than another."""
+    first = layers[0]
+    kinds = {(type(layer), layer.in_features, layer.weight.dtype, layer.weight.requires_grad) for layer in layers}
+    if kinds != {(torch.nn.Linear, first.in_features, first.weight.dtype, False)}:
+        return None
+    weight = _end_to_end([layer.weight.data for layer in layers])
+    for layer, rows in zip(layers, weight.split([layer.out_features for layer in layers]), strict=True):
+        layer.weight.data = rows
+    bias = _joined_bias(layers)
+    joined = torch.nn.Linear(first.in_features, len(weight), bias=False, device="meta").train(first.training)
+    joined.weight = torch.nn.Parameter(weight, requires_grad=False)
+    joined.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+    return joined
+
+
 def _end_to_end(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Contiguous `parts` one behind the other along their first axis, without a copy where they lie so already."""
     first = parts[0]
@@ -264,7 +280,7 @@ def _end_to_end(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts))
 
 
-def _joined_bias(layers: Sequence[PackedLinear]) -> torch.Tensor | None:
+def _joined_bias(layers: Sequence[torch.nn.Linear]) -> torch.Tensor | None:
     like = next((layer.bias for layer in layers if layer.bias is not None), None)
     if like is None:
         return None
