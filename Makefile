@@ -15,7 +15,7 @@ SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
 
-# 185 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
+# 195 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
 # SEEDS=0,1,2,3,4,5,6,7 for others than the five of the designs.
 study: $(READY)
 	@for design in $(DESIGNS); do \

@@ -193,7 +193,7 @@ TINY = [design for design in DESIGNS if design.startswith("tiny/")]
 
 def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> None:
     assert {found["designs"][design]["swept"]["seed"] for design in TINY} == {"0,1,2,3,4"}
-    assert len(names(found, TINY)) == 37
+    assert len(names(found, TINY)) == 39
     assert len(found["designs"]["tiny/main"]["points"]) == 80
 
 

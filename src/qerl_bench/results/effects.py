@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
@@ -135,7 +136,7 @@ def against(rows: Sequence[Row], key: str, columns: Sequence[Column], label: str
                     color=colour(line[0]["quant.name"]), linestyle=line_style(line[0]["aqn.name"]),
                 )  # fmt: skip
             ax.set_xscale("log")
-            ax.set_xticks(values, [f"{value:g}" for value in values])
+            ax.set_xticks(values, [_tick(value) for value in values], fontsize=6)
             ax.xaxis.set_minor_locator(NullLocator())
             ax.set_xlabel(label)
             ax.set_ylabel(column.label)
@@ -143,6 +144,11 @@ def against(rows: Sequence[Row], key: str, columns: Sequence[Column], label: str
                 ax.yaxis.set_major_formatter(FuncFormatter(_percent))
         legend_above(figure, axes[0], [_note(rows)])
     return figure
+
+
+def _tick(value: float) -> str:
+    """32 as it is, 0.002 as 2e-3: rates stand close to each other on their axis."""
+    return f"{value:g}" if value >= 0.01 else np.format_float_scientific(value, trim="-", exp_digits=1)
 
 
 def _dot(ax: Axes, place: int, values: list[float], shade: str, filled: bool, label: str) -> None:
