@@ -90,7 +90,7 @@ def side_by_side(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], 
     blocks along the diagonal.
     """
     adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear)]
-    bases = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
     scalings = {layer.rounded.scaling for layer in adapted if layer.rounded is not None}
     plain = all(layer.disable_adapters or layer.rounded is not None for layer in adapted) and len(scalings) <= 1
     whole = _joined(bases) if plain else None

@@ -264,7 +264,7 @@ def join_plain_in_place(layers: Sequence[torch.nn.Linear]) -> torch.nn.Linear | 
     bias = _joined_bias(layers)
     joined = torch.nn.Linear(first.in_features, len(weight), bias=False, device="meta").train(first.training)
     joined.weight = torch.nn.Parameter(weight, requires_grad=False)
-    joined.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+    joined.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad=False))
     return joined
 
 
