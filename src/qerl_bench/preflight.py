@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -17,6 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.errors import BadInput, TrainingStopped, require
 from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ def preflight(argv: list[str]) -> None:
     """Check a single run before Hydra makes its folder. Sweeps are checked point by point in the launcher."""
     if not any(word.startswith("-") for word in argv):
         check(compose(argv))
+
+
+def mention_sweep(hydra: DictConfig) -> None:
+    """Say so where one run was started of a design that sweeps over more than its command line decides."""
+    given = {word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
+    left = [str(key) for key in hydra.sweeper.params or {} if key not in given]
+    if left:
+        log.warning(
+            "one run of an experiment that sweeps over %s: with the values of its base; -m runs all", ", ".join(left)
+        )
 
 
 def check(cfg: DictConfig) -> Experiment:

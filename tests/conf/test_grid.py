@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from qerl_bench.config import CONF_DIR, build, compose, fingerprint
 from qerl_bench.errors import BadInput
+from qerl_bench.preflight import mention_sweep
 from qerl_bench.rundir import RunDir
 
 ROOT = CONF_DIR.parent
@@ -391,3 +395,21 @@ def test_what_cannot_work_is_refused_in_words(words: str, says: str) -> None:
 
 def test_supervised_training_needs_no_group() -> None:
     assert build(compose(["algo=sft", "rollout.group_size=1"])).rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["experiment=tiny/ranks"], "seed, quant, lora.rank"),
+        (["experiment=tiny/ranks", "++seed=1", "quant=bf16"], "lora.rank"),
+        (["experiment=tiny/ranks", "seed=1", "quant=bf16", "lora.rank=8"], None),
+        (["experiment=smoke"], None),
+    ],
+)
+def test_one_run_of_a_sweep_says_that_it_is_one(
+    words: list[str], left: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        mention_sweep(hydra_compose("run", words, return_hydra_config=True).hydra)
+    assert [f"over {left}:" in message for message in caplog.messages] == [True] * (left is not None)
