@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra.conf import HydraConf
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -69,7 +70,7 @@ def preflight(argv: list[str]) -> None:
         check(compose(argv))
 
 
-def mention_sweep(hydra: DictConfig) -> None:
+def mention_sweep(hydra: HydraConf) -> None:
     """Say so where one run was started of a design that sweeps over more than its command line decides."""
     given = {word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
     left = [str(key) for key in hydra.sweeper.params or {} if key not in given]
