@@ -40,7 +40,7 @@ class Case:
     floor_flops: float
 
 
-def quantiles(runs: Sequence[Sequence[Run]], budget_s: float) -> list[tuple[float, float, float]]:
+def quantiles(runs: Sequence[Sequence[Run]], budget_s: float) -> list[list[float]]:
     """p20, p50 and p80 of one call in microseconds for each of `runs`, measured in turns so that clocks are the same.
 
     Short ones are timed as CUDA graphs of many calls, long ones several behind each other.
@@ -65,7 +65,7 @@ def quantiles(runs: Sequence[Sequence[Run]], budget_s: float) -> list[tuple[floa
             for found, (replay, calls) in zip(times, prepared, strict=True):
                 found.append(timed(replay, 1)[0] / calls)
     quantile = torch.tensor([0.2, 0.5, 0.8])
-    return [tuple(torch.tensor(found).quantile(quantile).tolist()) for found in times]  # type: ignore[misc]
+    return [torch.tensor(found).quantile(quantile).tolist() for found in times]
 
 
 def each(calls: Sequence[Run]) -> None:

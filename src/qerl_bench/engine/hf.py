@@ -206,6 +206,12 @@ def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys
             input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
         )
         logits = output.logits[:, -1]
-    lengths = (ids >= 0).sum(1).tolist()
-    columns = ids.tolist(), logprobs.tolist(), entropies.tolist()
-    return [tuple(column[i][:n] for column in columns) for i, n in enumerate(lengths)]  # type: ignore[misc]
+    return completions((ids >= 0).sum(1), ids, logprobs, entropies)
+
+
+def completions(
+    lengths: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, entropies: torch.Tensor
+) -> list[Completion]:
+    """What was drawn, each row (N, T) cut to its length (N,)."""
+    columns = (column.tolist() for column in (lengths, ids, logprobs, entropies))
+    return [(row[:n], logps[:n], nats[:n]) for n, row, logps, nats in zip(*columns, strict=True)]

@@ -11,11 +11,12 @@ memory while the model trains.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import Completion, read_prompts
+from qerl_bench.engine.hf import Completion, completions, read_prompts
 from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
@@ -129,9 +130,8 @@ class Decoding:
                 self._shrink(going)
         ids = self.ids[: self.count]
         ends = torch.isin(ids, stop)
-        lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, most).tolist()
-        columns = ids.tolist(), self.logprobs.tolist(), self.entropies.tolist()
-        return [tuple(column[i][:n] for column in columns) for i, n in enumerate(lengths)]  # type: ignore[misc]
+        lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, most)
+        return completions(lengths, ids, self.logprobs[: self.count], self.entropies[: self.count])
 
     def _advance(self) -> None:
         """One more token of each row at work."""
@@ -153,10 +153,8 @@ class Decoding:
         do, model, size = self.operations, self.policy.model, self.size
         starts = self.starts[:size]
 
-        def normed(
-            norm: torch.nn.Module, x: torch.Tensor, delta: torch.Tensor | None = None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return do.add_norm(x, delta, norm.weight, norm.variance_epsilon)  # type: ignore[arg-type]
+        def normed(norm: Any, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            return do.add_norm(x, delta, norm.weight, norm.variance_epsilon)
 
         x, delta = model.model.embed_tokens(self.token[:size]), None  # (size, H)
         parts = zip(model.model.layers, self.caches, self.qkv, self.gate_up, strict=True)

@@ -92,8 +92,8 @@ def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> li
 
     Raises BadInput if a setting has two runs of one seed.
     Where an arm was run with several values of the factor (noise of two strengths, say), each gives a stratum. Of two
-    arms, each variant of the first meets those of the second that are alike in most keys; where there are more, a key
-    of the factor takes two values at most, as in a design of two by two. Recipes that happen to be matched are none.
+    arms, each variant of the first meets those of the second that are alike in most keys; where there are more, the
+    values of each key are balanced, as in a design of two by two. Recipes that happen to be matched are none.
     """
     settings: dict[tuple[Any, ...], list[dict[tuple[Any, ...], dict[int, Run]]]] = {}
     for run in runs:
