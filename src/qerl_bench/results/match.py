@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from qerl_bench.config import scientific
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run
-from qerl_bench.rundir import flat
 
 Facts = dict[str, Any]  # dotted config keys and the device
 Cell = tuple[str, int]  # base model and seed: what arms are paired by
-BASE_KEYS = frozenset({"model.seed"})  # config keys that choose a base of the same kind
 # Not written to any config, but said about a run: its learning rate over that of its model's YAML, and its batch.
 DERIVED: dict[str, Callable[[Facts], float]] = {
     "lr_factor": lambda facts: facts["optim.lr"] / facts.get("model.lr", math.nan),
@@ -112,9 +109,7 @@ class Stratum:
 
 
 def facts_of(run: Run) -> Facts:
-    """The config of a run as far as it decides its numbers, flat, without its base, and the device that it ran on."""
-    facts = flat(scientific(run.config))
-    return {key: value for key, value in facts.items() if key not in BASE_KEYS} | {"device": run.device}
+    return run.facts
 
 
 def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> list[Stratum]:

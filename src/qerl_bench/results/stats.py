@@ -76,16 +76,20 @@ class Mean:
         """One-sided p-value, doubled for the choice of side, of the hypothesis that it lies within `margin` of 0."""
         return min(2 * min(self.p_above(margin), self.p_below(-margin)), 1.0)
 
-    def detectable(self, level: float, power: float = POWER) -> float:
-        """The smallest true mean that a one-sided test at `level` would find with probability `power`.
+    def power(self, effect: float, level: float) -> float:
+        """The probability that a one-sided test at `level` finds a true mean of `effect`; NaN without a spread.
 
-        NaN without an error or spread. The test statistic of a true mean d is noncentral t with noncentrality d/error.
+        The test statistic is then noncentral t with noncentrality effect/error.
         """
+        critical = float(stats.t.isf(level, self.df))
+        return float(stats.nct.sf(critical, self.df, effect / self.error)) if self.error > 0 else math.nan
+
+    def detectable(self, level: float, power: float = POWER) -> float:
+        """The smallest true mean that a one-sided test at `level` finds with probability `power`; NaN without spread."""
         if not self.error > 0:
             return math.nan
-        critical = float(stats.t.isf(level, self.df))
-        top = 2.0 * (critical + 10.0)  # its power is above any that is asked for
-        return self.error * float(optimize.brentq(lambda d: stats.nct.sf(critical, self.df, d) - power, 0.0, top))
+        top = 2.0 * (float(stats.t.isf(level, self.df)) + 10.0) * self.error  # found with more power than is asked for
+        return float(optimize.brentq(lambda effect: self.power(effect, level) - power, 0.0, top))
 
     def repeated(self, n: int) -> Mean:
         """What `n` repetitions of the same spread would give in place of those that there are."""
