@@ -146,6 +146,13 @@ def test_an_earlier_study_in_the_folder_is_replaced_whole(runs: Path, study: Pat
     assert set(run.metrics["metric"]) == {"entropy"}
 
 
+def test_a_study_does_not_hide_the_runs_that_it_was_made_from(runs: Path, tmp_path: Path) -> None:
+    for out in (runs, tmp_path):
+        with pytest.raises(BadInput, match=r"holds the runs themselves.*and 5 more.*--out DIR"):
+            write_study(find_runs(runs), out, mixed_code=False)
+    assert len(find_runs(tmp_path)) == 8
+
+
 def edited(study: Path, change: Callable[[dict], None]) -> None:
     content = json.loads((study / SETTINGS).read_text())
     change(content)
