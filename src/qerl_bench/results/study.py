@@ -5,8 +5,8 @@
     tidy.parquet      the long table of metrics (load.tidy)
     answers.parquet   run, mode, question, step, and how many of `samples` answers were correct; only if any were kept
 
-Its runs are read by load_runs like run folders. Left out: rollouts, checkpoints, and what is private or decides no
-number (command line, paths, `root` and `logger` of the config).
+Its runs are read by load_runs like run folders. Left out: rollouts, checkpoints, the command line, and `root` and
+`logger` of the config, which decide no number and may be private.
 """
 
 from __future__ import annotations
