@@ -163,8 +163,9 @@ def edited(study: Path, change: Callable[[dict], None]) -> None:
     ("change", "complaint"),
     [
         (lambda content: content.pop("runs"), "has no runs"),
-        (lambda content: content["settings"].pop("a101d16e"), "lacks the setting or the environment of nvfp4-exp"),
-        (lambda content: content["environments"].clear(), "lacks the setting or the environment of bf16-.* 5 more"),
+        (lambda content: content["settings"].pop("a101d16e"), "lacks the setting.* of nvfp4-exp"),
+        (lambda content: content["runs"]["nvfp4-exp-grpo-r32-s1-a101d16e"].pop("seed"), "or the seed of nvfp4-exp"),
+        (lambda content: content["environments"].clear(), "lacks .*the environment .*of bf16-.* 5 more"),
         (lambda content: content["config"].update(steps=11), "under the fingerprint 47daada3 has the fingerprint"),
         (
             lambda content: content["runs"].pop("nvfp4-exp-grpo-r32-s1-a101d16e"),

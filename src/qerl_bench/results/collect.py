@@ -31,6 +31,7 @@ STUDY_METRICS = (
     "completions/tokens",
     "completions/mean_length",
     "completions/truncated_frac",
+    "dynamic/refills",
     "mismatch/kl",
     "mismatch/ess",
     "aqn/sigma",

@@ -112,9 +112,14 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> Study:
     astray = [
         name
         for name, run in runs.items()
-        if run["fingerprint"] not in configs or run["environment"] >= len(environments)
+        if not run.keys() >= {"fingerprint", "seed", "environment", "finished"}
+        or run["fingerprint"] not in configs
+        or run["environment"] >= len(environments)
     ]
-    require(not astray, f"{path / SETTINGS} lacks the setting or the environment of {named(astray)}. {REMEDY} {path}")
+    require(
+        not astray,
+        f"{path / SETTINGS} lacks the setting, the environment or the seed of {named(astray)}. {REMEDY} {path}",
+    )
     metrics = _metrics(path, runs)
     return Study(path, configs, environments, runs, metrics, _answers(path, runs))
 
