@@ -79,7 +79,7 @@ class Run:
 
     @property
     def base(self) -> str:
-        """What identifies the base model: the digest of its weights, if env.json has one (`base.digest_of`).
+        """What identifies the base model: the digest of its weights, if env.json has one (`base_digest.digest_of`).
 
         Else the config: id and revision of a model of the hub; for one that is made from `model.seed`, that, its shape
         and the task of its warm start. The same seed can give other weights on another machine.
