@@ -15,7 +15,7 @@ RENDERED = "rendered"  # role of a single message that is the whole prompt as te
 class Prompt:
     """One question. `id` is unique within its task and split and stable between runs.
 
-    Where lengths are what a run is about, `token_ids` are the prompt itself, and no tokenizer or chat template is asked;
+    Where lengths are what a run is about, `token_ids` are the prompt, and no tokenizer or chat template is asked;
     `new_tokens` are the exact lengths of its completions, sample by sample, which then no stop token ends.
     """
 

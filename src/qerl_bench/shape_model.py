@@ -77,7 +77,7 @@ class ShapeModel:
     def folder(self) -> Path | None:
         return None
 
-    def streamed(self, device: str) -> tuple[PreTrainedModel, RandomWeights, PreTrainedTokenizerBase]:
+    def streamed(self, device: str) -> tuple[Any, RandomWeights, PreTrainedTokenizerBase]:
         """The model without weights, who makes them on `device` when they are asked for, and a tokenizer of bytes."""
         import torch
         from accelerate import init_empty_weights
@@ -102,7 +102,7 @@ class ShapeModel:
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model, weights, tokenizer = self.streamed(device)
         weights.fill(model, [name for name, _ in model.named_parameters()])
-        return model.to(device), tokenizer  # type: ignore[arg-type]
+        return model.to(device), tokenizer
 
 
 class RandomWeights:

@@ -132,9 +132,7 @@ def policy() -> Policy:
 
 @pytest.mark.parametrize("how", [hf.decode, hf_graph.decode])
 @pytest.mark.parametrize("max_batch", [3, 256])
-def test_completions_have_exactly_the_lengths_of_their_prompt(
-    policy: Policy, how: Any, max_batch: int
-) -> None:
+def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, how: Any, max_batch: int) -> None:
     engine = HfEngine(policy, max_batch)
     engine.decode = how
     prompts = _task(completion_tokens=9).train_prompts(1, 5, seed=0)

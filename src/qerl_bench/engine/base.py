@@ -85,7 +85,7 @@ def new_tokens(prompt: Prompt, samples: range, sampling: Sampling) -> list[int |
         return [None] * len(samples)
     known, longest = len(prompt.new_tokens), max(prompt.new_tokens, default=0)
     require(
-        samples.stop <= known and 1 <= min(prompt.new_tokens) and longest <= sampling.max_tokens,
+        samples.stop <= known and min(prompt.new_tokens) >= 1 and longest <= sampling.max_tokens,
         f"prompt {prompt.id} gives exact lengths of {known} completions, the longest {longest} tokens; they must be "
         f"those of {samples.stop} samples, of 1 to {sampling.max_tokens} tokens. Let the task draw as many as "
         "rollout.group_size, and none above task.max_completion_tokens",

@@ -27,7 +27,8 @@ def load_packed(
     """The experiment's model with its linear layers in the experiment's format, its tokenizer, and a report by layer.
 
     Random weights are packed block by block while they are made. A checkpoint folder whose tensors carry the model's
-    own names is packed block by block while it is read, and one that is packed already is taken as it is; its layers have no report of errors, since nothing was rounded here.
+    own names is packed block by block while it is read, and one that is packed already is taken as it is; its layers
+    have no report of errors, since nothing was rounded here.
     """
     import torch
 

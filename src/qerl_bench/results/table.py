@@ -65,9 +65,9 @@ def untaught(table: pd.DataFrame) -> str | None:
     if not names:
         return None
     return (
-        f"{', '.join(names)}: no completion of the last {LAST} steps was in a backward pass (train/taught_frac = 0): in "
-        "every group all earned the same, so nothing was learned, and time, tokens/s and memory are those of sampling "
-        "and one forward pass, not of training. For speed and memory use task=shape, whose rewards always differ"
+        f"{', '.join(names)}: no completion of the last {LAST} steps was in a backward pass (train/taught_frac = 0): "
+        "all of a group earned the same. Nothing was learned, and time, tokens/s and memory are those of sampling and "
+        "one forward pass, not of training. To measure these use task=shape, whose rewards always differ"
     )
 
 

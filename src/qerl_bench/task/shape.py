@@ -60,8 +60,8 @@ class Shape:
         )
         require(
             self.group_size == experiment.rollout.group_size,
-            f"task.group_size={self.group_size} must be rollout.group_size={experiment.rollout.group_size}, whose value "
-            "it takes by default; leave it out",
+            f"task.group_size={self.group_size} must be rollout.group_size={experiment.rollout.group_size}, which it "
+            "takes by default; leave it out",
         )
 
     def check(self) -> None:
