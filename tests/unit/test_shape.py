@@ -297,6 +297,23 @@ def test_a_deep_model_in_bfloat16_stays_in_bounds() -> None:
     assert gradients.isfinite().all() and gradients.abs().max() > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_7b_shape_is_packed_on_the_gpu_without_ever_being_whole() -> None:
+    """15.2 GB in 16 bits; packed 6.4, of which 2.2 are embedding and head. One 16-bit block has 0.5."""
+    torch.cuda.reset_peak_memory_stats()
+    words = ("model=shape/7b", "task=shape", "eval=none", "quant=nvfp4", "device=cuda")
+    policy = Policy.build(build(compose([*words])), None, "cuda")
+    assert torch.cuda.max_memory_allocated() < 11e9
+    ids = torch.randint(256, (2, 300), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[:, 200:] = True
+    with torch.no_grad():
+        entropy = policy.token_stats(ids, mask, 1.0).entropy[mask]
+    assert entropy.isfinite().all()
+    assert float(entropy.mean()) == pytest.approx(math.log(152064) - 0.5, abs=0.1)  # of logits of variance 1
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("0.5b", 0.494), ("1.5b", 1.544), ("3b", 3.086), ("7b", 7.616), ("14b", 14.770), ("32b", 32.764), ("72b", 72.706)],
