@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.config import CONF_DIR, build, canonical, compose, plain
 from qerl_bench.errors import require
+from qerl_bench.labels import is_label
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
@@ -71,6 +72,12 @@ def asked_again(stored: DictConfig, words: list[str]) -> DictConfig:
         close = difflib.get_close_matches(override.key_or_group, keys, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         require(override.key_or_group in keys, f"there is no option {override.key_or_group}.{hint}")
+        axis, _, value = override.key_or_group.partition(".")
+        require(
+            not (value and is_label(value.rpartition(".")[2], cfg[axis].get("_target_"))),
+            f"{override.input_line} would change what {axis}={cfg[axis].get('name')} is called and not what it is; "
+            f"leave it out, and choose another option by its name: {axis}=...",
+        )
         OmegaConf.update(cfg, override.key_or_group, override.value())
     return cfg
 

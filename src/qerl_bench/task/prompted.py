@@ -8,6 +8,7 @@ from qerl_bench.errors import BadInput, require
 from qerl_bench.records import Prompt, Reward
 from qerl_bench.task.judge import Judge
 from qerl_bench.task.prompts import Wording
+from qerl_bench.task.source import normalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,10 @@ class PromptedTask:
     def judge(self) -> Judge:
         """Numbers, compared exactly."""
         return Judge.of(self, "numeric")
+
+    def normalised(self, question: str) -> str:
+        """What two copies of one question have in common, whatever their spacing, punctuation or markup."""
+        return normalised(question)
 
     def stored_prompts(self) -> list[Prompt]:
         """None: generated as they are needed."""
