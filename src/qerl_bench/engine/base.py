@@ -43,7 +43,8 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         """`sampling.samples` completions of each prompt, grouped by prompt in the order given.
 
-        They come from the policy as it is now, whether or not `sync` was called.
+        They come from the policy as it is now, whether or not `sync` was called. Raises TrainingStopped if its logits
+        are not finite.
         """
         ...
 

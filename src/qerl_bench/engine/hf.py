@@ -92,15 +92,19 @@ class HfEngine:
     def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
+        from qerl_bench.forensics import require_finite
+
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
         keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
         with torch.inference_mode():
             drawn = self.decode(self.policy, prompt_ids, sampling, keys)
-        return [
+        rollouts = [
             self._rollout(prompt, sample, prompt_ids[i // len(samples)], *drawn[i])
             for i, (prompt, sample) in enumerate(requests)
         ]
+        require_finite(self.policy, rollouts)
+        return rollouts
 
     def _rollout(
         self,

@@ -194,6 +194,8 @@ class VllmEngine:
         require_room(self.policy, prompts, sampling, self.max_model_len)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        from qerl_bench.forensics import require_finite
+
         self.require_room(prompts, sampling)
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
         if self.asleep or not self.mirror.current:
@@ -209,12 +211,14 @@ class VllmEngine:
         owners = [i for i, group in enumerate(drawn) for _ in group]
         entropies = self._entropies([prompt_ids[i] for i in owners], token_ids, sampling.temperature or 1.0)
         logprobs = [completion.logprobs for group in drawn for completion in group]
-        return [
+        rollouts = [
             self._rollout(prompts[owner], row % sampling.samples, prompt_ids[owner], ids, entries, entropy)
             for row, (owner, ids, entries, entropy) in enumerate(
                 zip(owners, token_ids, logprobs, entropies, strict=True)
             )
         ]
+        require_finite(self.policy, rollouts)
+        return rollouts
 
     def _params(self, prompt: Prompt, sampling: Sampling) -> Any:
         """Sample i of the prompt is drawn with this seed + i, which is how vLLM numbers the samples of a request."""

@@ -107,6 +107,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
 
     from qerl_bench.device import resolve_device
     from qerl_bench.evals.record import record_evaluation
+    from qerl_bench.forensics import during
     from qerl_bench.policy import Policy
     from qerl_bench.warm_start import base_checkpoint
 
@@ -127,7 +128,8 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
         for step in (0, step_of(checkpoint)):
             if step > 0:
                 policy.load(checkpoint)
-            found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
+            with during(f"evaluation after step {step}"):
+                found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
             scores = record_evaluation(record, asked.task.name, step, found)
             log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
         write_atomically(out / "done.json", json.dumps({"run": str(run_dir.resolve())}, indent=1))
