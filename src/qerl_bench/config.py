@@ -35,6 +35,7 @@ from qerl_bench.limits import (
     require_count,
     require_lr,
     require_positive,
+    require_readable,
     require_temperature,
 )
 from qerl_bench.offpolicy import OffPolicy
@@ -200,22 +201,15 @@ class Experiment:
             "use aqn=none",
         )
         shape = self.model.config() or {}
-        longest = shape.get("max_position_embeddings")
-        for key, tokens in (
-            ("task.max_completion_tokens", self.task.max_completion_tokens),
-            ("eval.max_tokens", getattr(self.eval, "max_tokens", None)),
-        ):
-            require(
-                longest is None or tokens is None or tokens <= longest,
-                f"{key} must be at most the {longest} tokens that model={self.model.name} reads, got {tokens}; make it "
-                "smaller, or choose a model that reads more",
-            )
-        self.lora.check_with(f"model={self.model.name}", shape)
+        reads = shape.get("max_position_embeddings")
+        require_readable("task.max_completion_tokens", self.task.max_completion_tokens, reads, self.model.name)
+        require_readable("eval.max_tokens", getattr(self.eval, "max_tokens", None), reads, self.model.name)
         for key in ("hidden_size", "intermediate_size"):
             if key in shape:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.inject)
         self.engine.check_with(self)
+        self.lora.check_with(f"model={self.model.name}", shape)
 
     @property
     def run_dir(self) -> Path:

@@ -78,10 +78,10 @@ def require_finite(policy: Policy, rollouts: Sequence[Rollout]) -> None:
     batch = make_batch([first.prompt_ids], [first.token_ids], policy.pad_id, policy.device)
     where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, 1.0))
     raise TrainingStopped(
-        f"{len(bad)} of {len(rollouts)} completions were sampled from logits that are not finite, and mean nothing. The "
-        f"first tensor that is not, on {first.prompt.id}: {where}. If that is a weight, use another checkpoint, the "
-        "run's own included; if it is an output, it overflowed: use a model.dtype of wider range, less noise (aqn), or "
-        "a smaller optim.lr from the start"
+        f"{len(bad)} of {len(rollouts)} completions were sampled from logits that are not finite, and mean nothing. "
+        f"First, on the prompt {first.prompt.id}: {where}. If that is a weight, use another checkpoint: delete the "
+        "run's last one to continue from the one before, or choose another model. If it is an output, it overflowed: "
+        "use a model.dtype of wider range, less noise (aqn) or a smaller optim.lr"
     )
 
 

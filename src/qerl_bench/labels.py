@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import RuntimeConf
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.errors import BadInput, require
@@ -25,7 +26,7 @@ def is_label(key: str, target: object) -> bool:
     return key == "_target_" or (key == "name" and target != NAMED_BY_VALUE)
 
 
-def check_labels(cfg: DictConfig, runtime: DictConfig) -> None:
+def check_labels(cfg: DictConfig, runtime: RuntimeConf) -> None:
     """Raise BadInput unless every option in `cfg`, the nested ones too, has the name and class of the file chosen.
 
     `cfg` still has its interpolations; `runtime` is the node hydra.runtime of the same composition. An option's name is
@@ -34,7 +35,7 @@ def check_labels(cfg: DictConfig, runtime: DictConfig) -> None:
     folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
     choices = {str(place): choice for place, choice in runtime.choices.items()}
     for key in map(str, cfg):
-        by_hand = any((folder / key).is_dir() for folder in folders) and key not in choices
+        by_hand = any((folder / key).is_dir() for folder in folders) and choices.get(key) is None
         require(not by_hand, f"{key} is one option: {_choices(key, _options(folders, key))}")
     for place, choice in choices.items():
         group, _, package = place.partition("@")
@@ -48,7 +49,7 @@ def check_labels(cfg: DictConfig, runtime: DictConfig) -> None:
 def _check_option(node: Any, file: Path, place: str, option: str, options: list[str]) -> None:
     written, given = (OmegaConf.to_container(source, resolve=False) for source in (OmegaConf.load(file), node))
     assert isinstance(written, dict) and isinstance(given, dict)
-    target, expected = written.get("_target_"), option.replace("/", "-")
+    target, expected = written.get("_target_"), _name_of(option)
     require(target is not None, f"{file} must say by _target_ which class it is an option of")
     require(
         not is_label("name", target) or written.get("name") == expected,
@@ -56,13 +57,19 @@ def _check_option(node: Any, file: Path, place: str, option: str, options: list[
         f"{expected}",
     )
     for label in LABELS:
-        if given.get(label) != written[label] and is_label(label, target):
+        if is_label(label, target) and given.get(label) != written[label]:
             wanted = given.get(label)
+            other = (
+                f"Choose {place}={wanted} instead" if wanted in options else f"Leave it out; {_choices(place, options)}"
+            )
             raise BadInput(
                 f"{place.rpartition('@')[2]}.{label}={given.get(label)} cannot be set: runs, tables and figures go by "
-                f"it, and with {place}={option} it is {written[label]}. "
-                + (f"Choose {place}={wanted} instead" if wanted in options else f"Leave it out; {_choices(place, options)}")
+                f"it, and with {place}={option} it is {written[label]}. {other}"
             )
+
+
+def _name_of(option: str) -> str:
+    return option.replace("/", "-")
 
 
 def _options(folders: list[Path], place: str) -> list[str]:
@@ -79,7 +86,7 @@ def check_class(folder: Path, key: str, node: Any) -> None:
 
     For configs without Hydra's record of what was chosen, such as the config.yaml of a run.
     """
-    target = _target_of(folder / key / f"{node.get('name')}.yaml")
+    target = _classes(folder, key).get(node.get("name"))
     require(
         target in (None, node._target_),
         f"the config calls {key} {node.get('name')}, which is {target}, but its {key}._target_ is {node._target_}. A "
@@ -87,7 +94,8 @@ def check_class(folder: Path, key: str, node: Any) -> None:
     )
 
 
-@lru_cache(maxsize=256)
-def _target_of(file: Path) -> str | None:
-    """The class that an option's file names, None if there is no such file."""
-    return OmegaConf.load(file).get("_target_") if file.is_file() else None
+@lru_cache
+def _classes(folder: Path, key: str) -> dict[object, str]:
+    """The class of each option of an axis by the option's name."""
+    options = _options([folder], key)
+    return {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml")["_target_"] for option in options}

@@ -43,8 +43,8 @@ def require_lr(key: str, value: object) -> None:
     require_positive(key, value)
     require(
         value <= MOST_LR,  # type: ignore[operator]  # a number by now
-        f"{key} must be at most {MOST_LR:g}, got {value!r}: AdamW moves each weight by about the learning rate in every "
-        "step, and the weights of language models are below 1. RL of an adapter uses 1e-6 to 1e-3",
+        f"{key} must be at most {MOST_LR:g}, got {value!r}: AdamW moves each weight by about that much in every step, "
+        "and the weights of language models are below 1. RL of an adapter uses 1e-6 to 1e-3",
     )
 
 
@@ -65,4 +65,13 @@ def require_completions(key: str, prompts: int, each: int) -> None:
         prompts * each <= MOST_COMPLETIONS,
         f"{key} must be at most {MOST_COMPLETIONS:,} completions, got {prompts:,} x {each:,} = {prompts * each:,}; "
         "make one of the two smaller",
+    )
+
+
+def require_readable(key: str, tokens: int | None, reads: int | None, model: str) -> None:
+    """Raise BadInput if completions of `tokens` are longer than what `model` reads, as far as both are known."""
+    require(
+        tokens is None or reads is None or tokens <= reads,
+        f"{key} must be at most the {reads} tokens that model={model} reads, got {tokens}; make it smaller, or choose "
+        "a model that reads more",
     )

@@ -192,9 +192,7 @@ def normalised(text: str, instructions: Iterable[str] = ()) -> str:
     return words
 
 
-def shared(
-    train: tuple[Row, ...], held_out: tuple[Row, ...], same: Callable[[str], str]
-) -> list[tuple[Row, Row]]:
+def shared(train: tuple[Row, ...], held_out: tuple[Row, ...], same: Callable[[str], str]) -> list[tuple[Row, Row]]:
     """The training rows whose question is also held out, each with its held-out twin; `same` maps equal questions to
     one text."""
     questions = {same(row.question): row for row in held_out}
