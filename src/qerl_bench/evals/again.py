@@ -72,11 +72,12 @@ def asked_again(stored: DictConfig, words: list[str]) -> DictConfig:
         close = difflib.get_close_matches(override.key_or_group, keys, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         require(override.key_or_group in keys, f"there is no option {override.key_or_group}.{hint}")
-        axis, _, value = override.key_or_group.partition(".")
+        place, _, key = override.key_or_group.rpartition(".")
+        target = OmegaConf.select(cfg, f"{place}._target_") if place else None
         require(
-            not (value and is_label(value.rpartition(".")[2], cfg[axis].get("_target_"))),
-            f"{override.input_line} would change what {axis}={cfg[axis].get('name')} is called and not what it is; "
-            f"leave it out, and choose another option by its name: {axis}=...",
+            target is None or not is_label(key, target),
+            f"{override.input_line} would change what {place} is called and not what it is; leave it out, and choose "
+            f"another option by its name: {place}=...",
         )
         OmegaConf.update(cfg, override.key_or_group, override.value())
     return cfg
