@@ -28,7 +28,7 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.errors import TrainingStopped, require
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
-from qerl_bench.forensics import NonFinite, dump
+from qerl_bench.forensics import NonFinite, dump, during
 from qerl_bench.policy import Policy
 from qerl_bench.progress import Steps
 from qerl_bench.quant.anatomy import write_layers
@@ -161,7 +161,7 @@ def sampled_batch(
                 with phases.phase("sync"):
                     draws.append(noise_in.enter_context(policy.aqn.sampler(step, number)))
                     syncs.append(engine.sync(sharing))
-                with phases.phase("rollout"):
+                with phases.phase("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(sharing, sampling)
         with phases.phase("reward"):
             rewards = task.rewards(rollouts)
@@ -225,7 +225,8 @@ def evaluate(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, sinks: list[Sink], step: int
 ) -> None:
     """Evaluate the clean policy and record it; step 0 is the quality of the packed base before any training."""
-    evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
+    with during(f"evaluation after step {step}"):
+        evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
     if evaluation is None:
         return
     scores = record_evaluation(run, experiment.task.name, step, evaluation)

@@ -22,6 +22,7 @@ from qerl_bench.config import Experiment
 from qerl_bench.errors import require
 from qerl_bench.head import token_scores
 from qerl_bench.kernel_choice import choose_kernels, fused_reason
+from qerl_bench.lora import Lora
 from qerl_bench.packing import Packing, enable, packed_hidden
 from qerl_bench.quant.anatomy import LayerReport
 from qerl_bench.quantizer.load import load_packed
@@ -83,7 +84,7 @@ class Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapter = None
         if experiment.lora.rank > 0:
-            check_targets(model, experiment.lora.targets)
+            check_targets(model, experiment.lora, f"model={experiment.model.name}")
             model.requires_grad_(False)
             with torch.random.fork_rng():
                 torch.manual_seed(derive(experiment.seed, "adapter"))
@@ -218,14 +219,19 @@ class Policy:
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
 
 
-def check_targets(model: torch.nn.Module, targets: list[str]) -> None:
-    """Raise BadInput if a name in lora.targets is not that of a linear layer of the model."""
-    layers = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    unknown = [target for target in targets if target not in layers]
+def check_targets(model: torch.nn.Module, lora: Lora, where: str) -> None:
+    """Raise BadInput if a name in lora.targets is not that of a linear layer of the model, or the rank is too large."""
+    widths: dict[str, int] = {}  # of the narrowest layer of each name
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            name = path.rsplit(".", 1)[-1]
+            widths[name] = min(widths.get(name, module.in_features), module.in_features)
+    unknown = [target for target in lora.targets if target not in widths]
     require(
         not unknown,
-        f"lora.targets names {', '.join(unknown)}, but the linear layers of this model are {', '.join(sorted(layers))}",
+        f"lora.targets names {', '.join(unknown)}, but the linear layers of this model are {', '.join(sorted(widths))}",
     )
+    lora.check_widths(where, {name: widths[name] for name in lora.targets})
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -332,7 +333,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
     ("words", "says"),
     [
         ("steps=5", "optim.warmup_steps=5 leaves nothing of steps=5"),
-        ("steps=0", "steps must be a whole number of at least 1, got 0"),
+        ("steps=0", "steps must be a whole number of at least 1 and at most 10,000,000, got 0"),
         ("steps=1.5", "steps must be a whole number"),
         ("steps=true", "steps must be a whole number"),
         ("seed=-1", "seed must be a whole number of at least 0"),
@@ -403,13 +404,44 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("name=''", "name must be a folder name"),
         ("name=null", "name must be a folder name"),
         ("root=null", "root a path"),
-        ("quant._target_=os.system", "quant._target_ must name a class of qerl_bench"),
-        ("quant._target_=qerl_bench.quant.base.NoSuchThing", "NoSuchThing"),
+        ("steps=10000001", "steps must be .* at most 10,000,000, got 10000001"),
+        ("rollout.prompts=1001 rollout.group_size=1000", "1,000,000 completions, got 1,001 x 1,000 = 1,001,000"),
+        ("rollout.group_size=1000000000", "must be at most 1,000,000 completions.* make one of the two smaller"),
+        ("eval.questions=1001 eval.samples=1000", "eval.questions x eval.samples must be at most 1,000,000"),
+        ("eval.questions=null eval.samples=1000001", "eval.questions x eval.samples must be at most 1,000,000"),
+        (
+            "rollout.temperature=1e300",
+            "rollout.temperature must be from 0.01 to 100, got 1e.300.* 1 is the model's own",
+        ),
+        ("eval.temperature=0.009", "eval.temperature must be from 0.01 to 100, got 0.009"),
+        ("optim.lr=1e300", "optim.lr must be at most 1, got 1e.300.*uses 1e-6 to 1e-3"),
+        (f"optim.lr={'9' * 400}", "optim.lr must be at most 1"),
+        ("task.max_completion_tokens=4097", "at most the 4096 tokens that model=tiny reads, got 4097; make it smaller"),
+        ("eval.max_tokens=4097", "eval.max_tokens must be at most the 4096 tokens that model=tiny reads"),
+        ("lora.rank=129", "and q_proj of model=tiny has 128, got 129.* Use a smaller one, or lora=none"),
+        ("lora.rank=385 'lora.targets=[down_proj]'", "down_proj of model=tiny has 384, got 385"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(words: str, says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        build(compose(words.split()))
+        build(compose(shlex.split(words)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollout.prompts=1000 rollout.group_size=1000",
+        "rollout.temperature=0.01",
+        "eval.temperature=100",
+        "optim.lr=1",
+        "steps=10000000",
+        "task.max_completion_tokens=4096",
+        "lora.rank=128",
+        "lora.rank=384 'lora.targets=[down_proj]'",
+    ],
+)
+def test_limits_are_themselves_allowed(words: str) -> None:
+    build(compose(shlex.split(words)))
 
 
 def test_supervised_training_needs_no_group() -> None:

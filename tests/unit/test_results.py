@@ -304,7 +304,7 @@ def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.Capt
     words = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "all", "--csv"]
     with pytest.warns(UserWarning, match="b: line 6, the last, is half-written and was dropped"):
         load_script("collect").main(words)
-    assert "2 runs, 1 of them unfinished, 48 numbers" in capsys.readouterr().out
+    assert "2 runs, 1 of them unfinished, 54 numbers" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)
     parquet = pd.read_parquet(tmp_path / "out" / "tidy.parquet")

@@ -45,7 +45,8 @@ class RolloutEngine(Protocol):
 
         Where a prompt has `new_tokens`, its completions have exactly these lengths: no stop token ends them, and none
         is made less likely. An engine that cannot do that raises BadInput.
-        They come from the policy as it is now, whether or not `sync` was called.
+        They come from the policy as it is now, whether or not `sync` was called. Raises TrainingStopped if its logits
+        are not finite.
         """
         ...
 

@@ -93,16 +93,20 @@ class HfEngine:
     def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
+        from qerl_bench.forensics import require_finite
+
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
         keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
         lengths = [length for prompt in prompts for length in new_tokens(prompt, samples, sampling)]
         with torch.inference_mode():
             drawn = self.decode(self.policy, prompt_ids, sampling, keys, lengths)
-        return [
+        rollouts = [
             rollout_of(self.policy, prompt, sample, prompt_ids[i // len(samples)], *drawn[i], sampling)
             for i, (prompt, sample) in enumerate(requests)
         ]
+        require_finite(self.policy, rollouts)
+        return rollouts
 
 
 def request_key(sampling: Sampling, prompt_id: str, sample: int) -> int:

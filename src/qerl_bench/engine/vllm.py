@@ -200,6 +200,8 @@ class VllmEngine:
         require_room(self.policy, prompts, sampling, self.max_model_len)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        from qerl_bench.forensics import require_finite
+
         self.require_room(prompts, sampling)
         prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
         if self.asleep or not self.mirror.current:
@@ -216,7 +218,7 @@ class VllmEngine:
         owners = [i for (i, _), group in zip(asked, drawn, strict=True) for _ in group]
         entropies = self._entropies([prompt_ids[i] for i in owners], token_ids, sampling.temperature or 1.0)
         logprobs = [completion.logprobs for group in drawn for completion in group]
-        return [
+        rollouts = [
             rollout_of(
                 self.policy,
                 prompts[owner],
@@ -231,6 +233,8 @@ class VllmEngine:
                 zip(owners, token_ids, logprobs, entropies, strict=True)
             )
         ]
+        require_finite(self.policy, rollouts)
+        return rollouts
 
     def _params(self, prompt: Prompt, samples: range, sampling: Sampling) -> Any:
         """How these samples of the prompt are drawn, which are of one length if that is given.

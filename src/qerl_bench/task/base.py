@@ -34,6 +34,10 @@ class Task(Protocol):
         """The `count` prompts of optimiser step `step`, counted from 1: a pure function of its arguments."""
         ...
 
+    def normalised(self, question: str) -> str:
+        """The text by which a question is recognised: equal for copies of it that differ in layout alone."""
+        ...
+
     def stored_prompts(self) -> list[Prompt]:
         """Every prompt that training may draw, where questions are kept in a file; none where they are generated."""
         ...

@@ -9,6 +9,7 @@ from qerl_bench.errors import BadInput, require
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.task.judge import Judge
 from qerl_bench.task.prompts import Wording
+from qerl_bench.task.source import normalised
 
 if TYPE_CHECKING:
     from qerl_bench.config import Experiment
@@ -45,6 +46,10 @@ class PromptedTask:
 
     def check_with(self, experiment: Experiment) -> None:
         """Suits every experiment."""
+
+    def normalised(self, question: str) -> str:
+        """What two copies of one question have in common, whatever their spacing, punctuation or markup."""
+        return normalised(question)
 
     def stored_prompts(self) -> list[Prompt]:
         """None: generated as they are needed."""
