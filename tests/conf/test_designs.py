@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 import subprocess
 import sys
 import zlib
@@ -23,6 +25,7 @@ from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.results.judge import NO_RUNS, Result, judge
 from qerl_bench.results.load import load_runs
 from qerl_bench.results.paper import CLAIMS
+from qerl_bench.rundir import as_dict, flat
 
 ROOT = CONF_DIR.parent
 FOLDERS = ("paper", "tiny")
@@ -33,6 +36,7 @@ DESIGNS = sorted(
     if path.stem != "base"
 )
 
+SHARED = ("paper/bigmath", "paper/gsm8k")  # what other designs have in common
 PROGRAM = """
 import json, sys
 from hydra import compose as hydra_compose, initialize_config_dir
@@ -51,7 +55,8 @@ for design in json.load(sys.stdin):
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
     words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)
-    first = [point for point in points if not {f"seed={n}" for n in range(1, 10)} & set(point)]
+    others = {f"{key}={n}" for key in ("seed", "model.seed") for n in range(1, 100)}
+    first = [point for point in points if not others & set(point)]
     configs = [compose(list(point)) for point in first]
     names = [build(config).name for config in configs]
     found["designs"][design] = {"swept": dict(swept), "points": points, "names": names}
@@ -64,7 +69,7 @@ json.dump(found, sys.stdout)
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """For every design what it sweeps, how many runs it has, and the names of those of its first seed."""
+    """For every design what it sweeps, how many runs it has, and the names of those of its first seed and base."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(DESIGNS),
@@ -88,7 +93,22 @@ def test_composing_them_loads_nothing_heavy(found: dict[str, Any]) -> None:
 def test_the_points_of_a_design_are_different_runs(found: dict[str, Any], design: str) -> None:
     points = found["designs"][design]
     assert len(set(points["names"])) == len(points["names"])
-    assert len(points["points"]) == len(points["names"]) * len(str(points["swept"].get("seed", 0)).split(","))
+    repeats = [len(str(points["swept"].get(key, 0)).split(",")) for key in ("seed", "model.seed")]
+    assert len(points["points"]) == len(points["names"]) * math.prod(repeats)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_design_says_how_many_runs_it_has(found: dict[str, Any], design: str) -> None:
+    text = (CONF_DIR / "experiment" / f"{design}.yaml").read_text()
+    said = [int(count) for count in re.findall(r"\((\d+) runs", text)]
+    shared = [int(count) for count in re.findall(r"(\d+) of\s+(?:# )?them main's", text)]
+    points = found["designs"][design]
+    swept = len(points["points"]) > 1
+    assert said == ([len(points["points"])] if swept and design not in SHARED else [])
+    repeats = len(points["points"]) // len(points["names"])
+    main = names(found, ["tiny/main"]) if design.startswith("tiny/") and design != "tiny/main" else set()
+    common = len(main & set(points["names"])) * repeats
+    assert shared == ([common] if common else [])
 
 
 # --- the paper -------------------------------------------------------------------------------------------------------
@@ -191,10 +211,20 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
 TINY = [design for design in DESIGNS if design.startswith("tiny/")]
 
 
-def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> None:
-    assert {found["designs"][design]["swept"]["seed"] for design in TINY} == {"0,1,2,3,4"}
-    assert len(names(found, TINY)) == 39
-    assert len(found["designs"]["tiny/main"]["points"]) == 80
+def test_the_tiny_study_has_two_runs_of_41_settings_on_each_of_16_bases(found: dict[str, Any]) -> None:
+    swept = [found["designs"][design]["swept"] for design in TINY]
+    assert {design["seed"] for design in swept} == {"0,1"}
+    assert {design["model.seed"] for design in swept} == {",".join(map(str, range(16)))}
+    assert len(names(found, TINY)) == 41
+    texts = [path.read_text() for path in (ROOT / "Makefile", CONF_DIR / "experiment" / "tiny" / "base.yaml")]
+    assert all(f"{41 * 16 * 2:,} runs" in text for text in texts)
+
+
+def test_the_tiny_study_is_evaluated_closely_at_a_rate_that_falls_to_zero() -> None:
+    for design in TINY:
+        run = build(compose([f"experiment={design}"]))
+        assert (run.eval.name, getattr(run.eval, "samples", None)) == ("task", 32)
+        assert run.optim.lr_at(run.steps, run.steps) < 1e-3 * run.optim.lr
 
 
 @pytest.mark.parametrize(
@@ -202,6 +232,18 @@ def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> 
 )
 def test_baselines_are_runs_of_main(found: dict[str, Any], design: str, shared: int) -> None:
     assert len(names(found, [f"tiny/{design}"]) & names(found, ["tiny/main"])) == shared
+
+
+def test_what_make_study_begins_with_is_a_run_of_main(found: dict[str, Any]) -> None:
+    (words,) = re.findall(r"^FIRST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert build(compose(words.split())).name in names(found, ["tiny/main"])
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+def test_alpha_is_the_same_for_every_rank(rank: int) -> None:
+    for design in ("tiny/ranks", "paper/figure10"):
+        lora = build(compose([f"experiment={design}", f"lora.rank={rank}"])).lora
+        assert (lora.rank, getattr(lora, "alpha", None)) == (rank, 32)
 
 
 @pytest.mark.parametrize("aqn", ["exp", "linear", "cosine", "log"])
@@ -220,10 +262,10 @@ def test_a_control_is_the_control_of_its_name_but_for_what_tiny_shares() -> None
         tiny, plain = (
             compose([f"experiment={name}"]) for name in (f"tiny/control_{control.stem}", f"control/{control.stem}")
         )
-        base = compose(["experiment=tiny/base"])
-        for key in plain:
-            if key != "name":
-                assert tiny[key] == (base if key in ("steps", "offpolicy") else plain)[key], (control.stem, key)
+        base, default = compose(["experiment=tiny/base"]), compose()
+        tiny, plain, base, default = (flat(as_dict(config)) for config in (tiny, plain, base, default))
+        for key in plain.keys() - {"name"}:
+            assert tiny[key] == (plain if base.get(key) == default.get(key) else base)[key], (control.stem, key)
 
 
 LAUNCHED = """
@@ -249,6 +291,7 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
             "experiment=tiny/ranks",
             "-m",
             "seed=0",
+            "model.seed=0",
             f"root={tmp_path}",
         ],
         capture_output=True,
@@ -259,7 +302,7 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
     assert done.returncode == 0, done.stderr
     started = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("started")]
     assert {build(compose(words)).name for words in started} == set(found["designs"]["tiny/ranks"]["names"])
-    assert len(started) == 6
+    assert len(started) == 8
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -301,10 +344,10 @@ def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], path: Pat
 
 def test_every_design_with_a_grid_has_a_sweep() -> None:
     texts = "".join(path.read_text() for path in SWEEPS)
-    assert [design for design in DESIGNS if design not in texts] == ["paper/bigmath", "paper/gsm8k"]
+    assert [design for design in DESIGNS if design not in texts] == [*SHARED]
 
 
 def test_a_word_of_the_agent_composes(found: dict[str, Any]) -> None:
     sweep = yaml.safe_load((ROOT / "sweeps" / "tiny_learning_rates.yaml").read_text())
-    names = {build(compose(words)).name for words in agent_words(sweep) if "seed=0" in words}
+    names = {build(compose(words)).name for words in agent_words(sweep) if {"seed=0", "model.seed=0"} <= {*words}}
     assert names == set(found["designs"]["tiny/learning_rates"]["names"])
