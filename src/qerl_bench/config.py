@@ -193,6 +193,7 @@ class Experiment:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.inject)
         self.engine.check_with(self)
+        self.task.check_with(self)
 
     @property
     def run_dir(self) -> Path:

@@ -159,7 +159,7 @@ def sampled_batch(
                 with phases.phase("rollout"):
                     rollouts += engine.generate(sharing, sampling)
         with phases.phase("reward"):
-            rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+            rewards = task.rewards(rollouts)
         bounds = [slice(i, i + rollout.group_size) for i in range(0, len(rollouts), rollout.group_size)]
         return [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in bounds]
 

@@ -25,7 +25,7 @@ from qerl_bench.kernel_choice import choose_kernels, fused_reason
 from qerl_bench.packing import Packing, enable, packed_hidden
 from qerl_bench.quant.anatomy import LayerReport
 from qerl_bench.quantizer.load import load_packed
-from qerl_bench.records import Message
+from qerl_bench.records import Message, Prompt
 from qerl_bench.seeding import derive
 from qerl_bench.task.prompts import rendered
 
@@ -118,6 +118,10 @@ class Policy:
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
         return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    def ids_of(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: its own, or those of its messages."""
+        return self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
 
     def completion_ids(self, text: str) -> list[int]:
         """Token ids of a whole completion, its stop token included."""
