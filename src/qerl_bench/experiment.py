@@ -33,7 +33,7 @@ from qerl_bench.progress import Steps
 from qerl_bench.quant.anatomy import write_layers
 from qerl_bench.records import Group
 from qerl_bench.results.figures import run_figures
-from qerl_bench.results.table import render, summary
+from qerl_bench.results.table import render, summary, untaught
 from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
 from qerl_bench.seeding import derive
 from qerl_bench.sink.base import Sink
@@ -94,7 +94,10 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             evaluate(experiment, policy, engine, run, sinks, step=experiment.steps)
         run_figures(run.path)
         run.finish()
-        print(render(summary([run.path])))
+        table = summary([run.path])
+        if warning := untaught(table):
+            log.warning(warning)
+        print(render(table))
 
 
 def train_step(

@@ -24,11 +24,12 @@ from qerl_bench import metrics
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.results.judge import NO_RUNS, Result, judge
 from qerl_bench.results.load import load_runs
+from qerl_bench.results.measure import WARM_UP
 from qerl_bench.results.paper import CLAIMS
 from qerl_bench.rundir import as_dict, flat
 
 ROOT = CONF_DIR.parent
-FOLDERS = ("paper", "tiny")
+FOLDERS = ("paper", "speed", "tiny")
 DESIGNS = sorted(
     f"{folder}/{path.stem}"
     for folder in FOLDERS
@@ -333,6 +334,34 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
     started = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("started")]
     assert {build(compose(words)).name for words in started} == set(found["designs"]["tiny/ranks"]["names"])
     assert len(started) == 8
+
+
+# --- speed and memory ------------------------------------------------------------------------------------------------
+
+SPEED = [design for design in DESIGNS if design.startswith("speed/")]
+
+
+@pytest.mark.parametrize(
+    ("design", "points"), [("rollout", 45), ("step", 9), ("memory", 12), ("ragged", 9)], ids=lambda value: str(value)
+)
+def test_a_speed_design_is_as_large_as_it_says(found: dict[str, Any], design: str, points: int) -> None:
+    assert len(found["designs"][f"speed/{design}"]["points"]) == points
+    assert f"({points} runs)" in (CONF_DIR / "experiment" / "speed" / f"{design}.yaml").read_text()
+
+
+@pytest.mark.parametrize("design", SPEED)
+def test_a_speed_design_measures_steps_that_train(design: str) -> None:
+    run = build(compose([f"experiment={design}"]))
+    assert (run.task.name, run.model.name, run.eval.name, run.aqn.name) == ("shape", "shape-7b", "none", "none")
+    assert run.steps - math.ceil(WARM_UP * run.steps) >= 10 and run.save_every == run.steps
+    assert run.algo.on_policy and "shape-7b" in run.name
+    for prompt in run.task.train_prompts(1, run.rollout.prompts, seed=0):
+        assert set(prompt.answer) == {"0", "1"} and len(prompt.answer) == run.rollout.group_size
+
+
+def test_speed_designs_share_runs(found: dict[str, Any]) -> None:
+    assert names(found, ["speed/step"]) < names(found, ["speed/rollout"])
+    assert len(names(found, ["speed/memory"]) & names(found, ["speed/rollout"])) == 3
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------

@@ -26,11 +26,14 @@ ROOT = CONF_DIR.parent
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name not in WHOLE)
 RECIPES = sorted(path.stem for path in (CONF_DIR / "recipe").glob("*.yaml"))
-OPTIONS = {axis: sorted(path.stem for path in (CONF_DIR / axis).glob("*.yaml")) for axis in AXES}
+OPTIONS = {
+    axis: sorted(str(path.relative_to(CONF_DIR / axis).with_suffix("")) for path in (CONF_DIR / axis).rglob("*.yaml"))
+    for axis in AXES
+}
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF_DIR / "experiment").with_suffix(""))
     for path in (CONF_DIR / "experiment").rglob("*.yaml")
-    if path.parent.name not in ("paper", "tiny")  # test_designs.py has those
+    if path.parent.name not in ("paper", "speed", "tiny")  # test_designs.py has those
 )
 # Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
 GRIDS = (
@@ -172,7 +175,7 @@ def _refusal(row: dict[str, str]) -> str | None:
     row = {"quant": "bf16", "aqn": "none", "lora": "default"} | row
     if row["lora"] == "none" and row["quant"] != "bf16":
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
-    if row["lora"] == "none" and row.get("model", "tiny") != "tiny":
+    if row["lora"] == "none" and row.get("model", "tiny") not in ("tiny", "shape/tiny"):
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
     if row.get("quantizer", "rtn") != "rtn" and row["quant"] == "bf16":
         return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
@@ -185,6 +188,12 @@ def _refusal(row: dict[str, str]) -> str | None:
         return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
     if row.get("engine") == "vllm" and row["lora"] == "none":
         return "engine=vllm takes over adapters of rank 1 to 512 each step, and lora=none has lora.rank=0"
+    if row.get("engine") == "vllm" and row.get("model") in ("shape/14b", "shape/32b", "shape/72b"):
+        return "engine.kv_cache_gib=4.0 holds"
+    if row.get("task") == "shape" and row["algo"] == "sft":
+        return "task=shape has no demonstrations to imitate, which algo=sft reads"
+    if row.get("task") == "shape" and row["eval"] != "none":
+        return f"task=shape has no held-out questions, and eval={row['eval']} asks some"
     return None
 
 
@@ -376,6 +385,16 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("task=word_problems task.procedures.guess=-1", "task.procedures needs a share >= 0"),
         ("task=reasoning_gym task.name=countdown", "its verifier runs the answer as code"),
         ("task=reasoning_gym +task.options.seed=1", "task.options sets seed, which the run decides"),
+        ("task=shape eval=none algo=sft", "task=shape has no demonstrations .*algo=sft.*use an on-policy"),
+        ("task=shape", "task=shape has no held-out questions, and eval=task asks some; use eval=none"),
+        ("task=shape eval=none task.group_size=4", "task.group_size=4 must be rollout.group_size=8"),
+        ("task=shape eval=none task.lengths=normal", "task.lengths must be one of fixed, geometric, got 'normal'"),
+        ("task=shape eval=none task.prompt_tokens=0", "task.prompt_tokens must be a whole number of at least 1, got 0"),
+        ("task=shape eval=none task.max_completion_tokens=9", "completion_tokens=256 is above .*=9, the limit"),
+        ("model=shape/7b model.heads=3", "model.hidden_size must be a multiple of 2"),
+        ("model=shape/7b model.vocabulary=100", "model.vocabulary must be at least 262"),
+        ("model=shape/7b model.tied=1", "model.tied must be true or false, got 1"),
+        ("model=shape/7b lora=none", "steps of RL are lost in bfloat16's rounding"),
         ("+unknown=1", "there is no option unknown"),
         ("+quant.unknown=1", r"quant=bf16 has no option quant\.unknown; leave it out"),
         ("experiment=smoke model=qwen2.5-3b-instruct", r"has no option model\.warm_start_steps"),

@@ -41,9 +41,7 @@ class Shape:
             require(
                 type(value) is int and value >= 1, f"task.{key} must be a whole number of at least 1, got {value!r}"
             )
-        require(
-            self.lengths in LENGTHS, f"task.lengths must be one of {', '.join(LENGTHS)}, got {self.lengths!r}"
-        )
+        require(self.lengths in LENGTHS, f"task.lengths must be one of {', '.join(LENGTHS)}, got {self.lengths!r}")
         require(
             self.completion_tokens <= self.max_completion_tokens,
             f"task.completion_tokens={self.completion_tokens} is above task.max_completion_tokens="
