@@ -6,9 +6,9 @@ A run on BigMath is evaluated on MATH-500. The other sets are further evaluation
 
 python -m qerl_bench.evals runs/NAME task=aime24 task.instruction=suffix
 
-Sampled accuracy (pass@1) in per cent, untrained (step 0) and after the last step. Each set counts a quarter, whatever its
-size, as in the paper. No question is in two of them, so the squares of their standard errors add. Left out: the error
-over seeds, which runs of several seeds show.
+Sampled accuracy (pass@1) in per cent, untrained (step 0) and after the last step. Each set counts a quarter, whatever
+its size, as in the paper. No question is in two of them, so the squares of their standard errors add. Left out: the
+error over seeds, which runs of several seeds show.
 """
 
 import json
@@ -67,7 +67,7 @@ def evaluations(run: Run) -> dict[str, Path]:
 
 
 def scores(run: Run, name: str, folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """How a set was asked, and by step the entry of its sampled accuracy. Raises BadInput unless all of it was asked."""
+    """How a set was asked, and its sampled accuracy by step. Raises BadInput unless all its questions were asked."""
     task = yaml.safe_load((folder / "config.yaml").read_text())["task"]
     entries = [e for e in json.loads((folder / "eval.json").read_text()) if e["metric"] == "eval/accuracy_sampled"]
     by_step = {entry["step"]: entry for entry in entries}

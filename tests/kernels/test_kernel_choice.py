@@ -128,9 +128,7 @@ def test_what_the_kernels_cannot_do_stays_with_the_reference(
     assert set(_fused(policy, monkeypatch).values()) == {"torch"}
 
 
-def test_nf4_can_be_multiplied_by_bitsandbytes_itself(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Called for each layer, fused kernels or not, and with the scores and gradients of the reference."""
     ids, mask = _ids(2, 9), torch.ones(2, 9, dtype=torch.bool)
     own, theirs = (

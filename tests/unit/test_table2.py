@@ -96,7 +96,9 @@ def test_a_later_evaluation_of_the_runs_own_set_takes_its_place(
 def test_sets_that_are_missing_are_named_with_the_command_that_makes_them(run: Path) -> None:
     (run / "evals" / "aime25" / "done.json").unlink()  # not finished
     (run / "evals" / "amc23" / "config.yaml").write_text((run / "config.yaml").read_text().replace("MATH-500", "other"))
-    with pytest.raises(BadInput, match=r"no finished evaluation of aime25, amc23: .*a task=aime25 .*instruction=suffix"):
+    with pytest.raises(
+        BadInput, match=r"no finished evaluation of aime25, amc23: .*task=aime25 task.instruction=suffix"
+    ):
         table2.rows(load_run(run))
 
 

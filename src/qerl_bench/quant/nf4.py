@@ -113,7 +113,7 @@ class NF4:
         self, x: torch.Tensor, packed: dict[str, torch.Tensor], shape: tuple[int, int], bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x (..., K) to (..., N) by bitsandbytes' `matmul_4bit`, differentiable in x."""
-        from bitsandbytes import matmul_4bit
+        from bitsandbytes import matmul_4bit  # type: ignore[reportPrivateImportUsage]  # its documented place
 
         state = quant_state(packed, shape, x.dtype)
         return matmul_4bit(x, packed["weight"], state, bias=None if bias is None else bias.to(x.dtype))
