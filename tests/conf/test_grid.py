@@ -451,9 +451,9 @@ def test_supervised_training_needs_no_group() -> None:
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        (["experiment=tiny/ranks"], "seed, quant, lora.rank"),
-        (["experiment=tiny/ranks", "++seed=1", "quant=bf16"], "lora.rank"),
-        (["experiment=tiny/ranks", "seed=1", "quant=bf16", "lora.rank=8"], None),
+        (["experiment=tiny/ranks"], "seed, model.seed, quant, lora.rank"),
+        (["experiment=tiny/ranks", "++seed=1", "model.seed=0", "quant=bf16"], "lora.rank"),
+        (["experiment=tiny/ranks", "seed=1", "model.seed=0", "quant=bf16", "lora.rank=8"], None),
         (["experiment=smoke"], None),
     ],
 )
