@@ -100,7 +100,11 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "algo": ("on_policy", "max_refills", "when_degenerate", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),
-        "task": ("check", "train_prompts", "eval_prompts", "demonstrations", "reward", "warm_start_overrides"),
+        "lora": ("check_with",),
+        "task": (
+            *("check", "train_prompts", "eval_prompts", "demonstrations", "reward", "normalised"),
+            "warm_start_overrides",
+        ),
         "eval": ("check", "evaluate"),
         "logger": ("check", "build"),
     }
