@@ -92,7 +92,7 @@ class HfEngine:
     def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
-        from qerl_bench.forensics import require_finite
+        from qerl_bench.forensics import require_finite_logits
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
@@ -103,7 +103,7 @@ class HfEngine:
             self._rollout(prompt, sample, prompt_ids[i // len(samples)], *drawn[i])
             for i, (prompt, sample) in enumerate(requests)
         ]
-        require_finite(self.policy, rollouts)
+        require_finite_logits(self.policy, rollouts)
         return rollouts
 
     def _rollout(

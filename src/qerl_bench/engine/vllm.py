@@ -194,7 +194,7 @@ class VllmEngine:
         require_room(self.policy, prompts, sampling, self.max_model_len)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        from qerl_bench.forensics import require_finite
+        from qerl_bench.forensics import require_finite_logits
 
         self.require_room(prompts, sampling)
         prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
@@ -217,7 +217,7 @@ class VllmEngine:
                 zip(owners, token_ids, logprobs, entropies, strict=True)
             )
         ]
-        require_finite(self.policy, rollouts)
+        require_finite_logits(self.policy, rollouts)
         return rollouts
 
     def _params(self, prompt: Prompt, sampling: Sampling) -> Any:
