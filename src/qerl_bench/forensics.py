@@ -66,7 +66,7 @@ def first_in_backward(model: torch.nn.Module) -> str:
     return "the norm of all gradients together, which overflows"
 
 
-def require_finite(policy: Policy, rollouts: Sequence[Rollout]) -> None:
+def require_finite_logits(policy: Policy, rollouts: Sequence[Rollout]) -> None:
     """Raise TrainingStopped if the policy's logits were not finite where `rollouts` were sampled.
 
     Log-probabilities and entropies hold whatever the logits do, so one sum a completion tells.

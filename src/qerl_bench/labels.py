@@ -98,4 +98,5 @@ def check_class(folder: Path, key: str, node: Any) -> None:
 def _classes(folder: Path, key: str) -> dict[object, str]:
     """The class of each option of an axis by the option's name."""
     options = _options([folder], key)
-    return {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml")._target_ for option in options}
+    files = {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml") for option in options}
+    return {name: OmegaConf.select(file, "_target_") for name, file in files.items()}

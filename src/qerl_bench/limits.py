@@ -28,9 +28,10 @@ def is_folder_name(name: object) -> bool:
 
 def require_count(key: str, value: object, least: int = 1, most: int | None = None) -> None:
     """Raise BadInput unless `value` is a whole number of at least `least`, and at most `most`."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and least <= value <= (value if most is None else most)
-    limit = "" if most is None else f" and at most {most:,}"
-    require(ok, f"{key} must be a whole number of at least {least}{limit}, got {value!r}")
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, f"{key} must be a whole number of at least {least}, got {value!r}")
+    if most is not None:
+        require(value <= most, f"{key} must be at most {most:,}, got {value}")  # type: ignore[operator]
 
 
 def require_positive(key: str, value: object) -> None:

@@ -333,7 +333,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
     ("words", "says"),
     [
         ("steps=5", "optim.warmup_steps=5 leaves nothing of steps=5"),
-        ("steps=0", "steps must be a whole number of at least 1 and at most 10,000,000, got 0"),
+        ("steps=0", "steps must be a whole number of at least 1, got 0"),
         ("steps=1.5", "steps must be a whole number"),
         ("steps=true", "steps must be a whole number"),
         ("seed=-1", "seed must be a whole number of at least 0"),
@@ -404,7 +404,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("name=''", "name must be a folder name"),
         ("name=null", "name must be a folder name"),
         ("root=null", "root a path"),
-        ("steps=10000001", "steps must be .* at most 10,000,000, got 10000001"),
+        ("steps=10000001", "steps must be at most 10,000,000, got 10000001"),
         ("rollout.prompts=1001 rollout.group_size=1000", "1,000,000 completions, got 1,001 x 1,000 = 1,001,000"),
         ("rollout.group_size=1000000000", "must be at most 1,000,000 completions.* make one of the two smaller"),
         ("eval.questions=1001 eval.samples=1000", "eval.questions x eval.samples must be at most 1,000,000"),

@@ -101,8 +101,9 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "algo": ("on_policy", "max_refills", "when_degenerate", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),
+        "lora": ("check_with",),
         "task": (
-            *("check", "check_with", "train_prompts", "eval_prompts", "demonstrations", "rewards", "reward"),
+            *("check", "check_with", "train_prompts", "eval_prompts", "demonstrations", "rewards", "reward", "normalised"),
             "warm_start_overrides",
         ),
         "eval": ("check", "evaluate"),

@@ -18,7 +18,7 @@ from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
 from qerl_bench.errors import TrainingStopped
 from qerl_bench.experiment import run_experiment
-from qerl_bench.forensics import NonFinite, dump, during, require_finite
+from qerl_bench.forensics import NonFinite, dump, during, require_finite_logits
 from qerl_bench.policy import Policy
 from qerl_bench.preflight import exit_code
 from qerl_bench.records import Prompt
@@ -56,11 +56,11 @@ def test_one_number_is_enough(make_policy: Callable[..., Policy], column: str, v
     """As an engine with weights of its own reports them: the policy itself is sound."""
     policy = make_policy()
     rollouts = hf.HfEngine(policy, max_batch=256).generate(PROMPTS, SAMPLING)
-    require_finite(policy, rollouts)
+    require_finite_logits(policy, rollouts)
     numbers = getattr(rollouts[3], column)
     rollouts[3] = replace(rollouts[3], **{column: [*numbers[:-1], value]})
     with pytest.raises(TrainingStopped, match=r"1 of 6 completions .*test/1: .*weights and activations are finite"):
-        require_finite(policy, rollouts)
+        require_finite_logits(policy, rollouts)
 
 
 @pytest.mark.parametrize(

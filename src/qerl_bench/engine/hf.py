@@ -93,7 +93,7 @@ class HfEngine:
     def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
-        from qerl_bench.forensics import require_finite
+        from qerl_bench.forensics import require_finite_logits
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
@@ -105,7 +105,7 @@ class HfEngine:
             rollout_of(self.policy, prompt, sample, prompt_ids[i // len(samples)], *drawn[i], sampling)
             for i, (prompt, sample) in enumerate(requests)
         ]
-        require_finite(self.policy, rollouts)
+        require_finite_logits(self.policy, rollouts)
         return rollouts
 
 

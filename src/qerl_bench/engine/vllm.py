@@ -200,7 +200,7 @@ class VllmEngine:
         require_room(self.policy, prompts, sampling, self.max_model_len)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        from qerl_bench.forensics import require_finite
+        from qerl_bench.forensics import require_finite_logits
 
         self.require_room(prompts, sampling)
         prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
@@ -233,7 +233,7 @@ class VllmEngine:
                 zip(owners, token_ids, logprobs, entropies, strict=True)
             )
         ]
-        require_finite(self.policy, rollouts)
+        require_finite_logits(self.policy, rollouts)
         return rollouts
 
     def _params(self, prompt: Prompt, samples: range, sampling: Sampling) -> Any:
