@@ -1,22 +1,27 @@
-"""LoRA rank against reward and held-out accuracy, one line per weight format.
+"""Reward and held-out accuracy against LoRA rank, and what each rank does minus rank 32 in the same format, in pairs.
 
 python analysis/fig_ranks.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import Column, against, final
-from qerl_bench.results.measure import area
+from matplotlib.figure import Figure
+
+from qerl_bench.results.effects import against, same_but
+from qerl_bench.results.load import Run
+from qerl_bench.results.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
 
-KEY = "lora.rank"
-COLUMNS = [Column("mean reward", area("reward/mean")), Column("held-out, sampled", final("sampled"), True)]
+KEY, USUAL = "lora.rank", 32
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "ranks", ["quant.", "quantizer.", "lora.rank", "lora.alpha"],
-        lambda runs: against(arms(runs, ["quant.name", "aqn.name", KEY]), KEY, COLUMNS, "LoRA rank"),
-    )  # fmt: skip
+    draw_figure(arguments, __doc__, "ranks", ["quant.", "quantizer.", "lora.rank", "lora.alpha"], draw)
+
+
+def draw(runs: list[Run]) -> Figure:
+    rows = arms(runs, ["quant.name", "aqn.name", KEY])
+    control = same_but(rows, KEY, USUAL, "quant.name")
+    return against(rows, KEY, [REWARD_MEAN, SAMPLED], "LoRA rank", control, f"minus rank {USUAL}")
 
 
 if __name__ == "__main__":
