@@ -1,21 +1,27 @@
-"""Gather runs, unfinished ones too, into one long table: tidy.parquet and tidy.csv.
+"""Gather runs, unfinished ones too, into a study that can be committed and read again like the runs themselves.
 
 python analysis/collect.py runs/ --out figures/
+
+Writes settings.json (what was run), tidy.parquet (one row per number) and, where answers to held-out questions were
+kept, answers.parquet. `--metrics study`, the default, writes what every claim and figure needs; `--metrics all` all.
 """
 
-from qerl_bench.results.collect import write_tidy
+from qerl_bench.results.collect import write_study
 from qerl_bench.results.load import find_runs
 from qerl_bench.results.script import guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--metrics", nargs="+", default=[], help="write these metrics only (default: all)")
+    chosen = "metrics to write: names, study, or all (default: study)"
+    parser.add_argument("--metrics", nargs="+", default=["study"], help=chosen)
+    parser.add_argument("--csv", action="store_true", help="write tidy.csv too, about twenty times as large")
     options = parser.parse_args(arguments)
 
     paths = [path for folder in options.runs for path in find_runs(folder)]
-    runs, unfinished, rows = write_tidy(paths, options.out, options.mixed_code, options.metrics)
-    print(f"{runs} runs, {unfinished} of them unfinished, {rows} numbers: {options.out / 'tidy.parquet'}, tidy.csv")
+    metrics = [] if "all" in options.metrics else options.metrics
+    runs, unfinished, rows = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
+    print(f"{runs} runs, {unfinished} of them unfinished, {rows} numbers: {options.out}")
 
 
 if __name__ == "__main__":

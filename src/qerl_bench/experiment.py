@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from qerl_bench import metrics
 from qerl_bench.algo.dynamic import fill
 from qerl_bench.aqn.inject import NoiseReport, combined
+from qerl_bench.base_digest import digest_of
 from qerl_bench.batch import Batch, make_batch
 from qerl_bench.config import Experiment
 from qerl_bench.device import Phases, resolve_device
@@ -57,9 +58,10 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             log.info("finished before: %s (delete the folder to run it again)", run.path)
             print(render(summary([run.path])))
             return
-        run.write_environment(device)
+        base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+        run.write_environment(device, digest_of(experiment.model, base))
         torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
-        policy = Policy.build(experiment, base_checkpoint(experiment.model, experiment.task, experiment.root), device)
+        policy = Policy.build(experiment, base, device)
         write_layers(
             run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name, policy.kernels
         )

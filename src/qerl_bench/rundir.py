@@ -31,7 +31,7 @@ from qerl_bench.metrics import definitions
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
-PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "hydra-core", "lm-eval", "wandb", "numpy")
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
 
 
 def is_finished(path: Path) -> bool:
@@ -152,12 +152,15 @@ class RunDir:
         """Seconds behind the record as it is: of this attempt, and of earlier ones as far as their steps are kept."""
         return self.spent_s + time.time() - self.started
 
-    def write_environment(self, device: str) -> None:
-        """env.json: what code, packages and machine made these numbers. An earlier attempt's becomes env_<n>.json."""
+    def write_environment(self, device: str, base: str | None) -> None:
+        """env.json: what code, packages, machine and base weights (`base_digest.digest_of`) made these numbers.
+
+        An earlier attempt's becomes env_<n>.json.
+        """
         path = self.path / "env.json"
         if path.exists():
             os.replace(path, self.path / f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json")
-        write_atomically(path, json.dumps(environment(device), indent=1))
+        write_atomically(path, json.dumps(environment(device) | {"base": base}, indent=1))
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one; records of later steps are cut away."""
@@ -251,6 +254,7 @@ def environment(device: str) -> dict[str, Any]:
         "packages": versions(),
         "platform": platform.platform(),
         "device": device,
+        "cpu": cpu_name(),
         "gpu": gpu,
         "driver": nvidia_driver() if gpu else None,
         "kernel_tables": {str(path): sha256(path) for path in tables(gpu)} if gpu else {},
@@ -278,6 +282,16 @@ def git(*words: str) -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_name() -> str | None:
+    """The model of the processor, which decides in which order a CPU adds up; None where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or None)
 
 
 def nvidia_driver() -> str | None:

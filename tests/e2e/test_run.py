@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -121,6 +122,16 @@ def learning_root(tmp_path_factory) -> Path:
     done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={root}")
     assert done.returncode == 0, done.stderr
     return root
+
+
+@one_worker
+def test_the_environment_names_the_base_weights(learning_root):
+    (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
+    (weights,) = warm.glob("checkpoints/*/model/model.safetensors")
+    recorded = json.loads((learning_root / "runs" / "straight" / "env.json").read_text())["base"]
+    assert recorded == f"sha256:{hashlib.sha256(weights.read_bytes()).hexdigest()[:16]}"
+    made = json.loads((warm / "env.json").read_text())["base"]
+    assert made.startswith("untrained: hidden_size=64, layers=2,") and "seed=0" in made
 
 
 @one_worker

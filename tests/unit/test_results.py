@@ -16,7 +16,7 @@ import pytest
 
 from qerl_bench import metrics
 from qerl_bench.errors import BadInput
-from qerl_bench.results.collect import write_tidy
+from qerl_bench.results.collect import write_study
 from qerl_bench.results.load import find_runs, load_run, load_runs, tidy
 from qerl_bench.results.script import guarded
 from qerl_bench.results.table import render, summary
@@ -185,14 +185,14 @@ def test_the_tidy_table_says_what_each_number_belongs_to(tmp_path: Path) -> None
     second = load_run(write_run(tmp_path / "second", LINES[:2], False, quant={"name": "bf16"}, lora=full))
     table = tidy([first, second])
     assert list(table.columns) == [
-        "run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "seed", "lr", "fingerprint",
+        "run", "quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "base", "seed", "lr", "fingerprint",
         "finished", "kind", "step", "metric", "value",
     ]  # fmt: skip
     assert len(table) == len(first.metrics) + len(second.metrics)
     identity = table.drop(columns=["kind", "step", "metric", "value", "fingerprint"]).drop_duplicates()
     assert identity.astype(object).to_numpy().tolist() == [
-        ["first", "nvfp4", "exp", "rtn", "grpo", 32, "tiny", "arithmetic", 7, 1e-5, True],
-        ["second", "bf16", "exp", "rtn", "grpo", 0, "tiny", "arithmetic", 0, 1e-5, False],
+        ["first", "nvfp4", "exp", "rtn", "grpo", 32, "tiny", "arithmetic", "tiny: task=arithmetic", 7, 1e-5, True],
+        ["second", "bf16", "exp", "rtn", "grpo", 0, "tiny", "arithmetic", "tiny: task=arithmetic", 0, 1e-5, False],
     ]
     row = table[(table["run"] == "first") & (table["metric"] == "entropy") & (table["step"] == 3)]
     assert row[["kind", "value"]].to_numpy().tolist() == [["train", 0.7]]
@@ -270,8 +270,9 @@ def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.Capt
     runs = [write_run(tmp_path / "runs" / name, seed=seed, finished=name != "b") for seed, name in enumerate("ab")]
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 4, "rew')
+    words = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "all", "--csv"]
     with pytest.warns(UserWarning, match="b: line 6, the last, is half-written and was dropped"):
-        load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+        load_script("collect").main(words)
     assert "2 runs, 1 of them unfinished, 48 numbers" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)
@@ -280,7 +281,9 @@ def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.Capt
     text = pd.read_csv(tmp_path / "out" / "tidy.csv", dtype={"fingerprint": str})
     assert list(text.columns) == list(expected.columns)
     assert text["value"].equals(expected["value"]) and text["metric"].tolist() == expected["metric"].tolist()
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tidy.csv", "tidy.parquet"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "settings.json", "tidy.csv", "tidy.parquet",
+    ]  # fmt: skip
 
 
 def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +388,7 @@ def test_a_thousand_runs_of_a_thousand_steps_take_less_than_a_minute(tmp_path: P
 
     def seconds() -> float:
         start = time.process_time()
-        assert write_tidy(paths, tmp_path / "out", mixed_code=False) == (8, 0, 8 * 1000 * len(names))
+        assert write_study(paths, tmp_path / "out", mixed_code=False) == (8, 0, 8 * 1000 * len(names))
         return time.process_time() - start
 
     assert min(seconds() for _ in range(2)) * 1000 / len(paths) < 60

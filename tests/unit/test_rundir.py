@@ -22,6 +22,7 @@ from qerl_bench.rundir import (
     check_checkpoint,
     check_run_dir,
     code_digest,
+    cpu_name,
     is_finished,
     last_checkpoint,
     write_atomically,
@@ -398,17 +399,18 @@ def test_done_json_of_a_run_that_measured_nothing(run: RunDir) -> None:
 
 
 def test_environment(run: RunDir) -> None:
-    run.write_environment("cpu")
+    run.write_environment("cpu", "sha256:1f")
     first = json.loads((run.path / "env.json").read_text())
     assert first["device"] == "cpu" and first["gpu"] is None and first["driver"] is None
     assert first["packages"]["torch"] and first["packages"]["hydra-core"] == "1.3.8"
+    assert first["base"] == "sha256:1f" and (first["cpu"] is None or "model name" not in first["cpu"])
     assert first["argv"] == sys.argv and first["python"].startswith("3.")
     assert first["commit"] is None or len(first["commit"]) == 40
 
 
 def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change in what makes numbers is another version; one in what only reads them is not."""
-    run.write_environment("cpu")
+    run.write_environment("cpu", None)
     first = json.loads((run.path / "env.json").read_text())
     assert first["code"] == code_digest() and len(first["code"]) == 12
     assert first["metrics"]["completions/tokens"] == "tokens: completion tokens sampled"
@@ -431,18 +433,30 @@ def test_the_environment_tells_which_kernel_tables_count(
     own = decode_configs.cache_file("NVIDIA H200")
     own.parent.mkdir()
     own.write_text("{}")
-    run.write_environment("cuda")
+    run.write_environment("cuda", None)
     shipped, (path, digest) = json.loads((run.path / "env.json").read_text())["kernel_tables"].items()
     assert shipped[0].endswith("decode_h200.json") and len(shipped[1]) == 64
     assert (path, digest) == (str(own), hashlib.sha256(b"{}").hexdigest())
-    run.write_environment("cpu")
+    run.write_environment("cpu", None)
     assert json.loads((run.path / "env.json").read_text())["kernel_tables"] == {}
 
 
 def test_an_earlier_environment_is_kept(run: RunDir) -> None:
     """A run that was continued with other packages or on another machine says so."""
     for device in ("first", "second", "third"):
-        run.write_environment(device)
+        run.write_environment(device, None)
     found = {path.name: json.loads(path.read_text())["device"] for path in run.path.glob("env*.json")}
     assert found.pop("env.json") == "third"
     assert sorted(found.values()) == ["first", "second"]
+
+
+def test_the_name_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: "processor\t: 0\nmodel name\t: Fast CPU: 9000\nmodel name\t: x\n"
+    )
+    assert cpu_name() == "Fast CPU: 9000"
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor : 0\n")
+    monkeypatch.setattr("platform.processor", lambda: "aarch64")
+    assert cpu_name() == "aarch64"
+    monkeypatch.setattr("platform.processor", lambda: "")
+    assert cpu_name() is None

@@ -98,6 +98,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
 
     import torch
 
+    from qerl_bench.base_digest import digest_of
     from qerl_bench.device import resolve_device
     from qerl_bench.evals.record import record_evaluation
     from qerl_bench.policy import Policy
@@ -113,8 +114,9 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
         if record.finished:
             log.info("evaluated before (delete the folder to do it again)")
             return
-        record.write_environment(device)
-        policy = Policy.build(trained, base_checkpoint(trained.model, trained.task, trained.root), device)
+        base = base_checkpoint(trained.model, trained.task, trained.root)
+        record.write_environment(device, digest_of(trained.model, base))
+        policy = Policy.build(trained, base, device)
         engine = asked.engine.build(policy)
         stack.callback(engine.close)
         for step in (0, step_of(checkpoint)):

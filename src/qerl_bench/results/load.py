@@ -1,15 +1,13 @@
-"""Finished (or still running) runs as tables: the one way that figures, tables and notebooks read a run directory.
+"""Finished (or still running) runs as tables: the one way that figures, tables and notebooks read runs.
 
-Everything comes from the files inside a run: nothing is recovered from a directory's name or from log text, and no
-service is asked. Left out on purpose: rollouts.jsonl, which few readers need.
+A run is read from its own folder, or from a committed study (study.py), which keeps the tables of many. Nothing is
+recovered from a directory's name or from log text, and no service is asked. Left out on purpose: rollouts.jsonl, which
+few readers need.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +16,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import yaml
+import pyarrow.parquet as parquet
 
 from qerl_bench.config import fingerprint
-from qerl_bench.errors import BadInput, require
+from qerl_bench.errors import require
+from qerl_bench.results import parse
+from qerl_bench.results.study import SETTINGS, TEXT, is_study, read_study, study_of
 from qerl_bench.results.versions import refuse_mixed
 
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
-IDENTITY = ("run", *OPTIONS, "seed", "lr", "fingerprint", "finished")
+IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run of a study may compute with
 MEASURED = ("kind", "step", "metric", "value")
-TEXT = pa.dictionary(pa.int32(), pa.string())
 NUMERIC = {
     "lora_rank": "int64",
     "seed": "int64",
@@ -37,8 +37,6 @@ NUMERIC = {
     "value": "float64",
 }
 SCHEMA = pa.schema([(name, NUMERIC.get(name, TEXT)) for name in (*IDENTITY, *MEASURED)])  # the others are categories
-NUMBERS = {int, float, bool, type(None)}
-REMEDY = "Repair or remove this line, or leave the run out"
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,9 @@ class Run:
     A null in metrics.jsonl, which stands for a non-finite number, is a row with value NaN; a number that was never
     written has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while unfinished, and
     `environment`, the content of env.json, if there is no such file.
+
+    A run of a committed study has the path STUDY/NAME, which need not exist, the metrics that were kept, and its
+    answers in `kept_answers`: mode, question, step, correct, samples.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class Run:
     finished: bool
     done: dict[str, Any]
     metrics: pd.DataFrame
+    kept_answers: pd.DataFrame | None = None
 
     @property
     def name(self) -> str:
@@ -71,6 +73,32 @@ class Run:
     def device(self) -> str:
         """Where it ran: the name of the GPU, cpu, or unknown."""
         return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
+
+    @property
+    def base(self) -> str:
+        """What identifies the base model: the digest of its weights, if env.json has one (`base_digest.digest_of`).
+
+        Else the config: id and revision of a model of the hub; for one that is made from `model.seed`, that, its shape
+        and the task of its warm start. The same seed can give other weights on another machine.
+        """
+        if recorded := self.environment.get("base"):
+            return str(recorded)
+        model = self.config.get("model", {})
+        if "id" in model:
+            return f"{model['id']}{'' if model.get('revision') is None else '@' + model['revision']}"
+        made = {key: value for key, value in model.items() if key not in ("_target_", "name", "dtype", "lr")}
+        made["task"] = self.option("task.name")
+        return f"{self.option('model.name')}: {', '.join(f'{key}={value}' for key, value in made.items())}"
+
+    @property
+    def block(self) -> str:
+        """Machine and library versions, which can change numbers, as text; what was not recorded is left out."""
+        packages: dict[str, Any] = self.environment.get("packages", {})
+        cpu = self.environment.get("cpu")
+        versions = [f"{name} {packages[name]}" for name in LIBRARIES if packages.get(name)]
+        if self.environment.get("gpu") and packages.get("triton"):
+            versions.append(f"triton {packages['triton']}")
+        return ", ".join([self.device, *([cpu] if cpu else []), *versions])
 
     @property
     def last_step(self) -> int:
@@ -102,6 +130,7 @@ class Run:
             "lora_rank": 0 if self.option("lora.name") == "none" else self.option("lora.rank"),
             "model": self.option("model.name"),
             "task": self.option("task.name"),
+            "base": self.base,
             "seed": self.option("seed"),
             "lr": float(self.option("optim.lr")),
             "fingerprint": fingerprint(self.config),
@@ -116,29 +145,53 @@ class Run:
     def answers(self, mode: str) -> pd.DataFrame:
         """Share of right answers to each held-out question, sorted: index question, a column for each evaluated step.
 
-        `mode` is greedy or sampled. Raises BadInput if samples.parquet lacks a column, or has no row of this mode.
+        `mode` is greedy or sampled. Raises BadInput if answers were not kept, lack a column, or are none of this mode.
+        """
+        rows = self.answer_counts()
+        where = self.path / "samples.parquet"
+        require(
+            rows is not None,
+            f"the held-out answers of {self.name} were not kept: {where} is missing (in a committed study, its rows of "
+            "answers.parquet). Run it with eval=task",
+        )
+        assert rows is not None
+        chosen = rows[rows["mode"] == mode]
+        require(not chosen.empty, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
+        share = chosen["correct"] / chosen["samples"]
+        return chosen.assign(share=share).pivot(index="question", columns="step", values="share")
+
+    def answer_counts(self) -> pd.DataFrame | None:
+        """Columns mode, question, step, correct and samples, both counts; None if no answers were kept.
+
+        Raises BadInput if samples.parquet lacks a column.
         """
         path = self.path / "samples.parquet"
-        require(path.is_file(), f"{path} is missing: its held-out answers were not kept. Run it with eval=task")
-        rows = pd.read_parquet(path)
-        lacking = sorted({"mode", "question", "step", "correct"} - set(rows.columns))
+        if self.kept_answers is not None or not path.is_file():
+            return self.kept_answers
+        needed = ["mode", "question", "step", "correct"]
+        lacking = sorted({*needed} - {*parquet.read_schema(path).names})
         require(not lacking, f"{path} has no column {', '.join(lacking)}: leave the run out, or run it again")
-        chosen = rows[rows["mode"] == mode]
-        require(not chosen.empty, f"{path} has no answers with mode={mode}: leave the run out, or run it again")
-        return chosen.pivot_table(index="question", columns="step", values="correct", aggfunc="mean").astype(float)
+        rows = pd.read_parquet(path, columns=needed).astype({"correct": "int64"})
+        return rows.groupby(["mode", "question", "step"])["correct"].agg(correct="sum", samples="count").reset_index()
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Path]:
-    """The run directories at or below `root`, sorted: each folder that holds config.yaml and metrics.jsonl.
+    """The runs at or below `root`, sorted: each folder that holds config.yaml and metrics.jsonl, and STUDY/NAME for
+    each run of a committed study.
 
-    Folders inside a run are not searched. Raises BadInput if there is no such folder.
+    Folders inside a run or a study are not searched. Raises BadInput if there is no such folder, or no run.
     """
     root = Path(root)
+    if study_of(root) is not None:
+        return [root]
     require(root.is_dir(), f"{root} is not a folder: pass a run directory, or a folder that holds runs")
     found = []
     for folder, subfolders, files in os.walk(root):
         if "config.yaml" in files and "metrics.jsonl" in files:
             found.append(Path(folder))
+            subfolders.clear()
+        elif SETTINGS in files and is_study(Path(folder)):
+            found += [Path(folder) / name for name in read_study(Path(folder)).runs]
             subfolders.clear()
     require(
         bool(found),
@@ -159,22 +212,34 @@ def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = Fals
 
 
 def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
-    """Read one run directory. Raises BadInput for a damaged file, naming it and the line.
+    """Read one run, from its folder or as STUDY/NAME. Raises BadInput for a damaged file, naming it and the line.
 
     A run without done.json may still be written to: its half-written last line is dropped with a warning. Without
     `metrics` that table stays empty, and the rest is read in a millisecond.
     """
     path = Path(path)
+    kept = study_of(path)
+    if kept is not None:
+        study, name = kept
+        return Run(
+            path=path,
+            config=study.config(name),
+            environment=study.environment(name),
+            finished=study.runs[name]["finished"],
+            done=study.done(name),
+            metrics=study.metrics[name] if metrics and name in study.metrics else parse.long({}, {}),
+            kept_answers=study.answers.get(name),
+        )
     for name in ("config.yaml", "metrics.jsonl"):
         require((path / name).is_file(), f"{path} is not a run directory: it has no {name}")
     finished = (path / "done.json").is_file()
     return Run(
         path=path,
-        config=_read_config(path / "config.yaml"),
-        environment=_read_object(path / "env.json") if (path / "env.json").is_file() else {},
+        config=parse.read_config(path / "config.yaml"),
+        environment=parse.read_object(path / "env.json") if (path / "env.json").is_file() else {},
         finished=finished,
-        done=_read_object(path / "done.json") if finished else {},
-        metrics=_read_metrics(path / "metrics.jsonl", finished) if metrics else _long({}, {}),
+        done=parse.read_object(path / "done.json") if finished else {},
+        metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long({}, {}),
     )
 
 
@@ -196,105 +261,3 @@ def tidy_rows(run: Run) -> pa.Table:
         name: pa.DictionaryArray.from_arrays(same, pa.array([value])) for name, value in run.identity().items()
     }
     return pa.table(columns | {name: pa.array(run.metrics[name]) for name in MEASURED}).cast(SCHEMA)
-
-
-class _Loader(yaml.CSafeLoader):
-    """YAML as OmegaConf reads it, 1e-5 being a number, by the parser that is written in C."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"),
-    list("-+0123456789."),
-)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-        config = yaml.load(text, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not a resolved config: {error}") from error
-    require("${" not in text, f"{path} is not a resolved config: it refers to other keys with ${{...}}")
-    require(isinstance(config, dict) and bool(config), f"{path} is empty or no mapping: it must hold the run's config")
-    return {str(key): value for key, value in config.items()}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise BadInput(f"{path} is not JSON ({error}): delete it, and run the same command again to finish") from error
-    require(isinstance(read, dict), f"{path} must hold one JSON object: delete it, and run the same command again")
-    return read
-
-
-def _read_metrics(path: Path, finished: bool) -> pd.DataFrame:
-    """Lines with the same kind and keys form a matrix, so no number is handled by itself."""
-    lines = path.read_bytes().split(b"\n")
-    decode = json.JSONDecoder().decode
-    last = max((number for number, line in enumerate(lines, start=1) if line.strip()), default=0)
-    steps: dict[tuple[str, ...], list[int]] = {}
-    values: dict[tuple[str, ...], list[list[float | None]]] = {}
-    written: dict[tuple[str, int], int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = decode(line.decode())
-        except ValueError as error:
-            if number == last and not finished:
-                warnings.warn(f"{path.parent}: line {number}, the last, is half-written and was dropped", stacklevel=3)
-                break
-            raise BadInput(f"{path}, line {number}: not JSON ({error}). {REMEDY}") from error
-        kind, step = _checked(record, f"{path}, line {number}")
-        earlier = written.setdefault((kind, step), number)
-        require(
-            earlier == number, f"{path}, line {number}: step {step} ({kind}) is already on line {earlier}. {REMEDY}"
-        )
-        keys = (kind, *record)
-        steps.setdefault(keys, []).append(step)
-        values.setdefault(keys, []).append(list(record.values()))
-    return _long(steps, values)
-
-
-def _checked(record: Any, where: str) -> tuple[str, int]:
-    """Take `kind` and `step` out of `record` and check that the rest are numbers."""
-    require(isinstance(record, dict), f"{where}: not a JSON object. {REMEDY}")
-    kind, step = record.pop("kind", None), record.pop("step", None)
-    require(isinstance(kind, str), f"{where}: `kind` must be a text such as train or eval, not {kind!r}. {REMEDY}")
-    require(type(step) is int and step >= 0, f"{where}: `step` must be a whole number >= 0, not {step!r}. {REMEDY}")
-    if not NUMBERS.issuperset(map(type, record.values())):
-        key, value = next((key, value) for key, value in record.items() if type(value) not in NUMBERS)
-        raise BadInput(f"{where}: {key} must be a number or null, not {value!r}. {REMEDY}")
-    return kind, step
-
-
-def _long(steps: dict[tuple[str, ...], list[int]], values: dict[tuple[str, ...], list[list[Any]]]) -> pd.DataFrame:
-    """The matrices (lines, metrics) laid end to end, metric by metric, in the order in which they first appear."""
-    kinds = list(dict.fromkeys(kind for kind, *_ in values))
-    names = list(dict.fromkeys(name for _, *metrics in values for name in metrics))
-    place = {name: code for code, name in enumerate(names)}
-    parts: list[tuple[np.ndarray, ...]] = [
-        (np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0))
-    ]
-    for (kind, *metrics), rows in values.items():
-        matrix = np.array(rows, dtype=np.float64).reshape(len(rows), len(metrics))
-        codes = np.array([place[name] for name in metrics], np.int32)
-        parts.append(
-            (
-                np.full(matrix.size, kinds.index(kind), np.int32),
-                np.tile(np.array(steps[(kind, *metrics)], dtype=np.int64), len(metrics)),
-                np.repeat(codes, len(rows)),
-                np.where(np.isfinite(matrix), matrix, np.nan).ravel(order="F"),
-            )
-        )
-    kind, step, metric, value = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return pd.DataFrame(
-        {
-            "kind": pd.Categorical.from_codes(kind, pd.Index(kinds, dtype="str")),
-            "step": step,
-            "metric": pd.Categorical.from_codes(metric, pd.Index(names, dtype="str")),
-            "value": value,
-        }
-    )

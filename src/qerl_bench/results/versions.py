@@ -32,12 +32,12 @@ def refuse_mixed(runs: Sequence[Run], mixed_code: bool) -> None:
         require(len(group) == 1, f"the run {name} is there twice, in {folders}: pass only one of them")
     mixed = {metric: groups for metric, groups in by_definition.items() if len(groups) > 1}
     for metric, groups in mixed.items():
-        meant = "\n".join(f"  {definition!r}: {_named(group)}" for definition, group in groups.items())
+        meant = "\n".join(f"  {meaning!r}: {named(run.name for run in group)}" for meaning, group in groups.items())
         raise BadInput(
             f"{metric} means different things in these runs:\n{meant}\nLeave all but one group out"
             + (f" (the same holds for {', '.join(sorted(mixed.keys() - {metric}))})." if len(mixed) > 1 else ".")
         )
-    versions = "\n".join(f"  code {code}: {_named(group)}" for code, group in by_code.items())
+    versions = "\n".join(f"  code {code}: {named(run.name for run in group)}" for code, group in by_code.items())
     require(
         mixed_code or len(by_code) <= 1,
         f"these runs come from {len(by_code)} versions of the code:\n{versions}\nLeave all but one group out, or pass "
@@ -45,7 +45,8 @@ def refuse_mixed(runs: Sequence[Run], mixed_code: bool) -> None:
     )
 
 
-def _named(runs: Iterable[Run]) -> str:
-    names = sorted(run.name for run in runs)
+def named(names: Iterable[str]) -> str:
+    """The first few of `names`, and how many more there are."""
+    names = sorted(names)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"
