@@ -64,7 +64,7 @@ def paired_curves(shown: Sequence[Line], pairs: Sequence[Line], curves: Sequence
                     ax.set_yticklabels([])
             others[0].set_ylabel(f"difference{', %' if curve.whole.ratio else ''}")
         for ax in axes.flat:
-            ax.xaxis.set_major_locator(MaxNLocator(nbins=2, integer=True, steps=[1, 2, 5, 10]))
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True, steps=[1, 2, 5, 10]))
         for ax in axes[:-1].flat:
             ax.set_xlabel("")
         caption(figure, *notes, *_notes(pairs, curves), "Bands that leave a panel are cut." if cut else "")

@@ -310,7 +310,6 @@ def against(
             ends = []
             bottom.axhspan(column.shown(-column.margin), column.shown(column.margin), color=BAND, linewidth=0, zorder=0)
             bottom.axhline(0, color=GREY, linewidth=0.7, zorder=1)
-            drawn = [name for name, own in by_label.items() if any(control(row) is not None for row in own)]
             for name, own in by_label.items():
                 shade = colour(own[0]["quant.name"])
                 means = [float(over_bases(by_unit(row["runs"], column.of)).to_numpy().mean()) for row in own]
@@ -319,7 +318,8 @@ def against(
                 for row in own:
                     other = control(row)
                     if other is not None:
-                        aside = np.exp(step * (drawn.index(name) - (len(drawn) - 1) / 2))
+                        there = [one["label"] for one in labelled if one[key] == row[key] and control(one) is not None]
+                        aside = np.exp(step * (there.index(name) - (len(there) - 1) / 2))
                         one = line(row, name, other)
                         one = replace(one, filled=one.filled or not mixed)
                         _draw_effect(bottom, row[key] * aside, one, column, along="y")

@@ -84,6 +84,9 @@ def differences(treated: Sequence[Run], control: Sequence[Run], of: Callable[[Ru
     require(
         not alone, f"{treated[0].name} and {control[0].name} are not of the same seeds: only one of them has {alone}"
     )
+    for run, other in zip(sorted(treated, key=unit), sorted(control, key=unit), strict=True):
+        same = run.base == other.base or run.option("model.name") != other.option("model.name")
+        require(same, f"{run.name} and {other.name} were not trained from the same base model: leave one out")
     first, second = by_unit(treated, of), by_unit(control, of)
     common = first.index.intersection(second.index)
     return over_bases(first.loc[common] - second.loc[common])

@@ -143,6 +143,7 @@ def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float = S
     wanted = np.clip([(value - low) / (high - low) for value, *_ in ordered], 0, 1)
     spaced = apart * np.arange(len(ordered))
     found = isotonic_regression(wanted - spaced).x + spaced  # as near as can be, each at least `apart` above the last
+    found = np.maximum(found, spaced)  # not over the ticks below
     for height, (_, text, shade) in zip(found, ordered, strict=True):
         ax.annotate(
             text, (1, height), (3, 0), xycoords="axes fraction", textcoords="offset points", color=shade,
