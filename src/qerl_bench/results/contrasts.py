@@ -1,8 +1,9 @@
 """Which arms the claims of the paper contrast: matched ones, and the paper's own methods, which differ in more.
 
-Unless a claim is about it, matched arms have one learning rate, no noise, and from half to five times the rate of the
-model's YAML. Formats against BF16 may have any quantizer: 16-bit weights have none. The paper's methods
-(`recipe=method/...`) differ in format, rate and noise at once; a contrast of them says which of these confound it.
+Unless a claim is about it, matched arms have one learning rate and no noise. Formats against BF16 may have any quantizer:
+16-bit weights have none. The primary setting of every claim is rank 32, the model's own learning rate, GRPO and codes
+rounded to nearest. The paper's methods (`recipe=method/...`) differ in format, rate and noise at once; a contrast of them
+says which of these confound it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ ADAPTER = Where("lora.rank", low=1, high=math.inf)
 LEARNS = Where("steps", low=40, high=math.inf, otherwise="of fewer than 40 steps, for speed alone: run longer ones")
 EVALUATED = Where("eval.name", excluding=("none",), otherwise="without evaluation: run them with eval=task")
 NO_NOISE = Where("aqn.name", among=("none",))
-USUAL_RATE = Where("lr_factor", low=0.4, high=5.0)
+RANK_32 = Where("lora.rank", among=(32,))
+GRPO = Where("algo.name", among=("grpo",))
+NEAREST = Where("quantizer.name", among=("rtn",))
+OWN_RATE = Where("lr_factor", low=0.99, high=1.01)
+PRIMARY = (RANK_32, GRPO, NEAREST, OWN_RATE)
+SIGMA = Where("aqn.sigma_start", among=(1e-2, None))  # of the paper's Table 4; no noise has none
 NVFP4 = Where("quant.name", among=("nvfp4",))
 LEARNING = (ON_POLICY, ADAPTER, LEARNS)
 ANSWERING = (*LEARNING, EVALUATED)
@@ -43,13 +49,14 @@ def against(key: str, treated: str, control: str, factor: tuple[str, ...], *wher
 
 
 def formats(control: str, *treated: str, factor: tuple[str, ...] = FORMAT) -> tuple[Contrast, ...]:
-    return tuple(against("quant.name", quant, control, factor, NO_NOISE, USUAL_RATE) for quant in treated)
+    return tuple(against("quant.name", quant, control, factor, NO_NOISE) for quant in treated)
 
 
-def noise() -> Contrast:
-    """Noise that decays exponentially, in any variant of it, and none: how it is put in matters where it is."""
-    arms = (Arm("exp", +1, (Where("aqn.name", among=("exp", "exp_paper", "exp_repo")),)), Arm("none", -1, (NO_NOISE,)))
-    return Contrast("exp - none", NOISE, arms)
+def noise(name: str = "exp") -> Contrast:
+    """Noise of a schedule, in any variant of it, and none: how it is put in matters where it is."""
+    names = ("exp", "exp_paper", "exp_repo") if name == "exp" else (name,)
+    arms = (Arm(name, +1, (Where("aqn.name", among=names),)), Arm("none", -1, (NO_NOISE,)))
+    return Contrast(f"{name} - none", NOISE, arms)
 
 
 def published(treated: str, control: str, differ: tuple[str, ...], factor: tuple[str, ...] = FORMAT) -> Contrast:
@@ -71,19 +78,37 @@ def schedules(treated: str, *controls: str) -> tuple[Contrast, ...]:
     return tuple(against("aqn.name", treated, control, ("aqn.name", "aqn._target_")) for control in controls)
 
 
-def ranks(label: str, low: float, high: float) -> Contrast:
+def rank(number: int) -> Contrast:
+    return _ranks(f"rank {number}", Where("lora.rank", among=(number,)))
+
+
+def other_ranks(*named: int) -> Contrast:
+    """Any rank but these, of which others vote."""
+    return _ranks("another rank", Where("lora.rank", low=1, high=math.inf, excluding=(32, *named)), robustness=True)
+
+
+def _ranks(label: str, where: Where, robustness: bool = False) -> Contrast:
     arms = (
-        Arm(label, +1, (Where("lora.rank", low=low, high=high),)),
-        Arm("rank 32", -1, (Where("lora.rank", among=(32,)),)),
+        Arm(label, +1, (where,)),
+        Arm("rank 32", -1, (RANK_32,)),
     )
-    return Contrast(f"{label} - rank 32", ("lora.rank", "lora.alpha"), arms)
+    return Contrast(f"{label} - rank 32", ("lora.rank", "lora.alpha"), arms, robustness=robustness)
 
 
-def high_rate(treated: str, control: str, high: Where, usual: Where, differ: tuple[str, ...] = ()) -> Contrast:
+def high_rate(
+    treated: str,
+    control: str,
+    high: Where,
+    usual: Where,
+    differ: tuple[str, ...] = (),
+    times: str = "high",
+    robustness: bool = False,
+) -> Contrast:
     """What a high learning rate does to the method `treated`, minus what it does to `control`."""
     arms = tuple(
         Arm(f"{name} at {rate}", sign if name == treated else -sign, (*METHODS[name], where))
         for name in (treated, control)
-        for rate, sign, where in (("a high rate", 1, high), ("the usual rate", -1, usual))
+        for rate, sign, where in ((f"{times} rate", 1, high), ("the usual rate", -1, usual))
     )
-    return Contrast(f"({treated} high - usual) - ({control} high - usual)", (*FORMAT, "optim.lr"), arms, differ)
+    label = f"({treated} {times} - usual) - ({control} {times} - usual)"
+    return Contrast(label, (*FORMAT, "optim.lr"), arms, differ, robustness)

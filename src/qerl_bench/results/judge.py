@@ -1,18 +1,17 @@
-"""From matched runs to verdicts: effect sizes with intervals, and tests that answer for being many.
+"""From effects to verdicts: one primary contrast per claim, and words that more data may add to but never withdraw.
 
-A claim that something is larger is *supported* if its effect is above zero, and *contradicted* if its effect is below
-the margin, the smallest one that would matter: a reversed effect and one too small to care about both speak against it.
-A claim that something does not matter is supported if the effect is within the margin, contradicted if it is outside.
-Both are one-sided tests at 2.5 %, adjusted by Holm's method over every contrast, once for all that is called supported
-and once for all that is called contradicted: among the matched contrasts of one model and task the chance of any false
-verdict is at most 5 %. Everything else is *undecided*, and so is every number of a single seed, or of seeds that all
-gave the same.
+A claim of more or less is *supported* if the effect is above zero in the direction claimed, *reversed* if it is above
+zero in the other one, and *negligible* if the whole interval lies within the margin: words about direction and about
+size, of which both may hold. A claim that something matters little is supported within the margin and reversed outside
+of it. Each word says where the true effect lies, and as a study grows a word that is true of it is only ever joined by
+another one. A claim is *not testable here* if a gate failed, *incomplete* if runs are missing, *undecided* otherwise.
 
-Settings whose arms gave the same numbers, seed by seed, are one measurement made several times, and count once: neither
-the rank of an adapter nor the learning rate moves the policy before its first update.
+A claim with several contrasts ("all formats") is supported, or negligible, by all of them, which needs no correction,
+and reversed by any, which is corrected by Bonferroni. Holm's method then runs over the claims of one model and task:
+once over directions (supported and reversed together, two-sided at 5 %) and once over smallness (2.5 %).
 
-The verdict on a claim is that on its matched contrasts. Where the paper compared recipes that differ in more than the
-claim is about, these recipes are contrasted too, judged in a family of their own, and decide nothing.
+Only the primary setting votes, which the claim names before the data. All other settings are checks of robustness, and
+contrasts of the paper's own recipes, which differ in more than the claim is about, are shown beside them.
 """
 
 from __future__ import annotations
@@ -21,22 +20,32 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import pandas as pd
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.errors import require
+from qerl_bench.results.estimate import Setting, holds, settings
+from qerl_bench.results.gates import Gate
 from qerl_bench.results.load import Run
-from qerl_bench.results.match import Contrast, Stratum, Where, confounders, labels, match, missing
+from qerl_bench.results.match import Contrast, Stratum, Where, confounders, match
 from qerl_bench.results.measure import Measure
-from qerl_bench.results.stats import Mean, crossed, holm, interval
+from qerl_bench.results.stats import Mean, holm, interval
 
-LEVEL = 0.025  # of each one-sided family of tests
+DIRECTION = 0.05  # level of the two-sided tests of direction, over all claims of a scope
+SMALLNESS = 0.025  # level of the tests that an effect lies within its margin: an interval of 95 %
 NO_RUNS = "no runs"
-Verdict = Literal["supported", "contradicted", "undecided"]
+Verdict = Literal[
+    "supported",
+    "supported but negligible",
+    "reversed",
+    "reversed but negligible",
+    "negligible",
+    "undecided",
+    "not testable here",
+    "incomplete",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,195 +55,191 @@ class Claim:
     title: str
     statement: str
     paper: str  # the paper's own numbers, in a few words
+    paper_effects: tuple[float, ...]  # the same in units of the measure, for figures; empty where it has no number
     source: str  # where they stand, and what there is to say about them
     expected: Literal["more", "less", "same"]
     measure: Measure
     margin: float  # smallest effect that matters, in units of the measure; a logarithm for ratios
-    where: tuple[Where, ...]
+    where: tuple[Where, ...]  # which runs can speak at all
+    primary: tuple[Where, ...]  # the one setting of them that votes
     contrasts: tuple[Contrast, ...]
+    gates: tuple[Gate, ...]
     command: str  # makes the runs, of the built-in world unless the claim is about a GPU
     at_scale: str  # makes the runs, on the models of the paper, that its own designs lack for a matched contrast
-    beside: tuple[
-        tuple[str, Callable[[Run, Run], float]], ...
-    ] = ()  # numbers of pairs that are shown without a verdict
+    beside: tuple[tuple[str, Callable[[Run, Run], float]], ...] = ()  # numbers of pairs, shown without a verdict
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.primary) and any(contrast.votes for contrast in self.contrasts),
+            f"the claim {self.title!r} names no primary contrast: give it a contrast that votes, and in `primary` the "
+            "conditions of its one setting, before there are data",
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the runs say about one contrast. `effect` is None where there is nothing to judge; `reason` says why."""
+    """What the runs say about one contrast. `primary` is the setting that votes, if there is just one."""
 
     contrast: Contrast
+    status: Verdict | None  # not testable here or incomplete, for `reason`; None if it can be tested
     reason: str
-    strata: tuple[Stratum, ...] = ()
-    labels: tuple[str, ...] = ()
-    effect: Mean | None = None
-    questions: int = 1  # that the effect was averaged over; 1 for a number of the whole run
-    parts: tuple[Mean, ...] = ()  # the effect in each stratum
-    levels: tuple[tuple[float, ...], ...] = ()  # in each stratum the mean of each arm, over seeds and questions
+    primary: Setting | None = None
+    others: tuple[Setting, ...] = ()
     beside: tuple[tuple[str, Mean], ...] = ()
-    p_for: float = float("nan")  # adjusted
-    p_against: float = float("nan")
-    verdict: Verdict = "undecided"
+
+    @property
+    def settings(self) -> list[Setting]:
+        return [*([self.primary] if self.primary else []), *self.others]
 
     @property
     def confounders(self) -> list[str]:
         """What the arms differ in besides what the claim is about, with values; empty for matched ones."""
-        return confounders(self.contrast, self.strata)
+        return confounders(self.contrast, [setting.stratum for setting in self.settings])
 
 
 @dataclass(frozen=True)
 class Judgement:
+    """The verdict on a claim. p-values are adjusted; NaN where no test was made."""
+
     claim: Claim
     results: tuple[Result, ...]
+    verdict: Verdict
+    reason: str
+    p_direction: float = math.nan
+    p_within: float = math.nan
+    detectable: float = math.nan  # smallest effect found with a power of 80 %, at the level that Holm may demand
+    needed: int | None = None  # units, bases or seeds, with which an effect of one margin would be found so
 
     @property
-    def verdict(self) -> Verdict:
-        """Contradicted if one matched contrast contradicts it, supported if all of them support it."""
-        verdicts = {result.verdict for result in self.results if not result.contrast.confounded}
-        return (
-            "contradicted" if "contradicted" in verdicts else "supported" if verdicts == {"supported"} else "undecided"
-        )
+    def voting(self) -> list[Result]:
+        return [result for result in self.results if result.contrast.votes]
 
 
 def judge(claims: Sequence[Claim], runs: Sequence[Run]) -> list[Judgement]:
     """The verdict on each claim from the finished ones of `runs`. Raises BadInput, naming runs that lack a number."""
     finished = [run for run in runs if run.finished]
-    found = [(claim, _estimate(claim, contrast, finished)) for claim in claims for contrast in claim.contrasts]
-    p_values = np.array([_tests(claim, result.effect) for claim, result in found])  # (contrasts, for and against)
-    recipes = np.array([bool(result.contrast.confounded) for _, result in found])
-    for family in (recipes, ~recipes):
-        p_values[family] = np.stack([holm(column) for column in p_values[family].T], axis=1)
-    decided = iter([_decide(*pair, *both) for pair, both in zip(found, p_values.tolist(), strict=True)])
-    return [Judgement(claim, tuple(next(decided) for _ in claim.contrasts)) for claim in claims]
+    found = [(claim, tuple(_result(claim, contrast, finished) for contrast in claim.contrasts)) for claim in claims]
+    p = np.array([_p_values(*pair) for pair in found]).reshape(len(found), 3)  # for, reversed, within
+    directed = np.where(np.isnan(p[:, :2]).all(1), np.nan, np.fmin(2 * np.fmin(p[:, 0], p[:, 1]), 1.0))
+    direction, within = holm(directed), holm(p[:, 2])
+    family = int((~np.isnan(directed)).sum())
+    return [
+        _decide(claim, results, p[i, 0] <= p[i, 1] or math.isnan(p[i, 1]), direction[i], within[i], family)
+        for i, (claim, results) in enumerate(found)
+    ]
 
 
-def _estimate(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
+def _result(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
     able = [run for run in runs if not claim.measure.gpu or run.environment.get("device") == "cuda"]
-    strata = match(contrast, claim.where, able)
-    if not strata:
-        return Result(contrast, _silence(claim, contrast, runs, able))
-    if lacking := missing(contrast, strata):
-        return Result(contrast, f"incomplete grid, not compared; missing: {'; '.join(lacking)}")
-    seeds = sorted(strata[0].arms[0])
-    values = _measured(claim.measure, strata)
-    strata, named = _distinct(strata, values)
-    tables = [_differences(contrast, stratum, seeds, values) for stratum in strata]
-    questions = {tuple(table.index) for table in tables}
-    require(len(questions) == 1, f"{claim.title}: these runs were asked different questions: {_names(strata)}")
-    parts = tuple(_mean(table.to_numpy()) for table in tables)
+    found = settings(claim.measure, contrast, claim.where, able)
+    if not found:
+        status, reason = _silence(claim, contrast, runs, able)
+        return Result(contrast, status, reason)
+    if not contrast.votes:
+        return Result(contrast, None, "", None, tuple(found))
+    primary = [one for one in found if all(holds(condition, one.stratum) for condition in claim.primary)]
+    others = tuple(one for one in found if one not in primary)
+    if not primary:
+        return Result(contrast, "incomplete", "no runs in the primary setting", None, others)
+    if len(primary) > 1:
+        reason = f"{len(primary)} settings fit the primary contrast ({'; '.join(one.label for one in primary)}): name "
+        return Result(contrast, "incomplete", reason + "one of them with --where KEY=VALUE", None, tuple(found))
+    (one,) = primary
+    if one.effect is None:
+        torn = bool(one.stratum.blocks) and not one.reason.startswith("incomplete")
+        return Result(contrast, "not testable here" if torn else "incomplete", one.reason, one, others)
+    beside = tuple((name, _beside(contrast, one.stratum, of)) for name, of in claim.beside)
+    failed = next((why for gate in claim.gates if (why := gate(one, able))), "") or _no_test(claim, one.effect.whole)
+    return Result(contrast, "not testable here" if failed else None, failed, one, others, beside)
+
+
+def _no_test(claim: Claim, effect: Mean) -> str:
+    if effect.n < 2:
+        return "a single seed decides nothing"
+    if effect.identical and not claim.measure.exact:
+        return "no spread over seeds: copies of a run, or a number that no seed moves?"
+    return ""
+
+
+def _beside(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run], float]) -> Mean:
+    """A number of each pair of the first and the second arm: its mean over bases, or over seeds of a single base."""
     treated, control = (next(i for i, arm in enumerate(contrast.arms) if arm.sign == sign) for sign in (1, -1))
-    beside = tuple(
-        (
-            name,
-            interval([fmean(of(s.arms[treated][seed], s.arms[control][seed]) for s in strata) for seed in seeds]),
-        )
-        for name, of in claim.beside
-    )
-    whole = _mean(np.mean([table.to_numpy() for table in tables], axis=0))
-    levels = tuple(
-        tuple(fmean(values[run.path].mean() for run in runs.values()) for runs in stratum.arms) for stratum in strata
-    )
-    return Result(contrast, "", tuple(strata), named, whole, len(tables[0]), parts, levels, beside)
+    by_base: dict[str, list[float]] = {}
+    for cell in stratum.cells:
+        by_base.setdefault(cell[0], []).append(of(stratum.arms[treated][cell], stratum.arms[control][cell]))
+    (first, *more) = by_base.values()
+    return interval([fmean(values) for values in by_base.values()] if more else first)
 
 
-def _distinct(strata: Sequence[Stratum], values: dict[Path, pd.Series]) -> tuple[list[Stratum], tuple[str, ...]]:
-    """The first of all settings that have the same numbers in every arm, by seed and question, and what to call it."""
-    found: dict[Any, list[tuple[Stratum, str]]] = {}
-    for stratum, label in zip(strata, labels(strata), strict=True):
-        arms = tuple(tuple((seed, *values[arm[seed].path].items()) for seed in sorted(arm)) for arm in stratum.arms)
-        found.setdefault(arms, []).append((stratum, label))
-    chosen = [group[0][0] for group in found.values()]
-    more = [f" and {len(group) - 1} more with the same numbers" if len(group) > 1 else "" for group in found.values()]
-    return chosen, tuple(group[0][1] + rest for group, rest in zip(found.values(), more, strict=True))
-
-
-def _silence(claim: Claim, contrast: Contrast, runs: list[Run], able: list[Run]) -> str:
+def _silence(claim: Claim, contrast: Contrast, runs: list[Run], able: list[Run]) -> tuple[Verdict, str]:
     """Why nothing is compared: no runs, or matched ones that one condition of the claim keeps out."""
-    tries = [("on a CPU: they cannot speak for a GPU", claim.where, runs if len(able) < len(runs) else [])]
+    tries = [("they ran on a CPU and cannot speak for a GPU", claim.where, runs if len(able) < len(runs) else [])]
     tries += [
         (condition.otherwise, tuple(other for other in claim.where if other is not condition), able)
         for condition in claim.where
         if condition.otherwise
     ]
     for excuse, where, chosen in tries:
-        kept_out = {run.path for s in match(contrast, where, chosen) for arm in s.arms for run in arm.values()}
+        kept_out = {run.path for stratum in match(contrast, where, chosen) for run in stratum.runs}
         if kept_out:
-            return f"{len(kept_out)} matched runs, but {excuse}"
-    return NO_RUNS
+            return "not testable here", f"{len(kept_out)} matched runs, but {excuse}"
+    return "incomplete", NO_RUNS
 
 
-def _differences(contrast: Contrast, stratum: Stratum, seeds: list[int], values: dict[Path, pd.Series]) -> pd.DataFrame:
-    """The contrast within each seed: (questions, seeds), or (1, seeds) where a run has one number."""
-    columns = {
-        seed: sum(arm.sign * values[runs[seed].path] for arm, runs in zip(contrast.arms, stratum.arms, strict=True))
-        for seed in seeds
-    }
-    table = pd.DataFrame(columns)
-    require(bool(table.notna().all(axis=None)), f"these runs were asked different questions: {_names([stratum])}")
-    return table
+def _tested(results: Sequence[Result]) -> list[Mean]:
+    """The effects of the contrasts that vote and can be tested; one that is known exactly has next to no error."""
+    found = [result.primary for result in results if result.contrast.votes and not result.status]
+    effects = [setting.effect.whole for setting in found if setting and setting.effect]
+    return [replace(effect, error=sys.float_info.min) if effect.identical else effect for effect in effects]
 
 
-def _mean(table: np.ndarray) -> Mean:
-    return crossed(table) if len(table) > 1 else interval(table[0])
+def _p_values(claim: Claim, results: Sequence[Result]) -> tuple[float, float, float]:
+    """One-sided p-values for the claim, for its opposite, and for an effect within the margin; NaN where untested.
 
-
-def _tests(claim: Claim, effect: Mean | None) -> tuple[float, float]:
-    """p-values for the claim and against it; NaN where a single seed, several that are alike, or nothing speaks.
-
-    Alike is as it should be for an exact number, whose p-values are 0 and 1.
+    What all contrasts must show needs each of them; the opposite needs one, whichever.
     """
-    if effect is None or effect.n < 2:
-        return float("nan"), float("nan")
-    if effect.identical and claim.measure.exact:
-        effect = replace(effect, error=sys.float_info.min)
+    votes = sum(result.contrast.votes for result in results)
+    effects = _tested(results)
+    if not effects:
+        return math.nan, math.nan, math.nan
+    within = [effect.p_within(claim.margin) for effect in effects]
     if claim.expected == "same":
-        return effect.p_within(claim.margin), effect.p_outside(claim.margin)
-    if claim.expected == "more":
-        return effect.p_above(0.0), effect.p_below(claim.margin)
-    return effect.p_below(0.0), effect.p_above(-claim.margin)
-
-
-def _decide(claim: Claim, result: Result, p_for: float, p_against: float) -> Result:
-    if result.effect is None:
-        return result
-    small = p_against <= LEVEL and claim.expected != "same"
-    if result.effect.n < 2:
-        verdict, reason = "undecided", "a single seed decides nothing"
-    elif result.effect.identical and not claim.measure.exact:
-        verdict, reason = "undecided", "no spread over seeds: copies of a run, or a number that no seed moves?"
-    elif p_for <= LEVEL:
-        verdict, reason = "supported", "there, but smaller than what would matter" if small else ""
-    elif p_against <= LEVEL:
-        reversed_ = claim.expected != "same" and (result.effect.mean < 0) == (claim.expected == "more")
-        clear = reversed_ and result.effect.excludes_zero
-        verdict, reason = "contradicted", "the reverse" if clear else "no effect that would matter" if small else ""
-    elif min(alone := _tests(claim, result.effect)) <= LEVEL:
-        which = "supported" if alone[0] <= LEVEL else "contradicted"
-        verdict, reason = "undecided", f"{which} if it were the only contrast, not after Holm's correction"
+        of, against = within, [effect.p_outside(claim.margin) for effect in effects]
     else:
-        verdict, reason = "undecided", "too few seeds for this spread"
-    return replace(result, p_for=p_for, p_against=p_against, verdict=verdict, reason=reason)
+        sides = [(effect.p_above(0.0), effect.p_below(0.0)) for effect in effects]
+        of, against = (list(side) for side in zip(*sides, strict=True))
+        if claim.expected == "less":
+            of, against = against, of
+    reversed_ = min(1.0, votes * min(against))
+    if len(effects) < votes:  # not all of them can be tested, so nothing can be said of all of them
+        return math.nan, reversed_, math.nan
+    return max(of), reversed_, math.nan if claim.expected == "same" else max(within)
 
 
-def _measured(measure: Measure, strata: Sequence[Stratum]) -> dict[Path, pd.Series]:
-    """The number of each run, or its numbers by question. One message for all runs that lack them."""
-    values: dict[Path, pd.Series] = {}
-    complaints: list[str] = []
-    for run in (run for stratum in strata for arm in stratum.arms for run in arm.values()):
-        if run.path not in values:
-            try:
-                found = pd.Series(measure.of(run))
-            except BadInput as error:
-                complaints.append(str(error))
-                found = pd.Series([np.nan])
-            values[run.path] = found.map(math.log) if measure.ratio else found
-    require(
-        not complaints,
-        f"{measure.name} cannot be measured in {len(complaints)} of these runs: {'; '.join(complaints[:5])}. "
-        "Leave them out, or run them again",
-    )
-    return values
-
-
-def _names(strata: Sequence[Stratum]) -> str:
-    return ", ".join(sorted({run.name for stratum in strata for arm in stratum.arms for run in arm.values()}))
+def _decide(
+    claim: Claim, results: tuple[Result, ...], forward: bool, direction: float, within: float, family: int
+) -> Judgement:
+    tested, level = _tested(results), DIRECTION / 2 / max(family, 1)
+    detectable = max((effect.detectable(level) for effect in tested), default=math.nan)
+    counts = [effect.needed(claim.margin, level) for effect in tested]
+    needed = max(counts) if counts and None not in counts else None  # type: ignore[type-var]
+    verdict: Verdict = "undecided"
+    reason = ""
+    failed = [result for result in results if result.contrast.votes and result.status]
+    small = within <= SMALLNESS
+    if direction <= DIRECTION and forward:
+        verdict = "supported but negligible" if small else "supported"
+    elif direction <= DIRECTION:
+        verdict = "reversed but negligible" if small else "reversed"
+    elif small:
+        verdict = "negligible"
+    elif failed:
+        statuses = {result.status for result in failed}
+        verdict = "not testable here" if "not testable here" in statuses else "incomplete"
+        reason = "; ".join(dict.fromkeys(result.reason for result in failed if result.status == verdict))
+    elif math.isnan(direction):
+        verdict, reason = "incomplete", NO_RUNS
+    beyond = all(min(e.p_above(claim.margin), e.p_below(-claim.margin)) <= SMALLNESS for e in tested)
+    if verdict in ("supported", "reversed") and claim.expected != "same" and not beyond:
+        reason = "whether by as much as the margin is open"
+    return Judgement(claim, results, verdict, reason, float(direction), float(within), detectable, needed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from qerl_bench.config import fingerprint
+from qerl_bench.config import fingerprint, scientific
 from qerl_bench.errors import require
 from qerl_bench.results import parse
 from qerl_bench.results.study import SETTINGS, TEXT, is_study, read_study, study_of
 from qerl_bench.results.versions import refuse_mixed
+from qerl_bench.rundir import flat
 
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
 IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
+BASE_KEYS = frozenset({"model.seed"})  # config keys that choose a base of the same kind
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run of a study may compute with
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = {
@@ -137,10 +140,22 @@ class Run:
             "finished": self.finished,
         }
 
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The config as far as it decides numbers, flat, and the device; without what chooses the base, and the seed."""
+        facts = flat(scientific(self.config))
+        return {key: value for key, value in facts.items() if key not in BASE_KEYS} | {"device": self.device}
+
     def series(self, kind: str, metric: str) -> pd.Series:
         """One metric indexed by step, in order of steps; empty if it was never written."""
-        rows = self.metrics.loc[(self.metrics["kind"] == kind) & (self.metrics["metric"] == metric)]
-        return pd.Series(rows["value"].to_numpy(), index=rows["step"].to_numpy(), name=metric).sort_index()
+        return self._series.get((kind, metric), pd.Series(dtype="float64", name=metric))
+
+    @cached_property
+    def _series(self) -> dict[tuple[str, str], pd.Series]:
+        return {
+            (kind, metric): pd.Series(rows["value"].to_numpy(), rows["step"].to_numpy(), name=metric).sort_index()
+            for (kind, metric), rows in self.metrics.groupby(["kind", "metric"], observed=True, sort=False)
+        }
 
     def answers(self, mode: str) -> pd.DataFrame:
         """Share of right answers to each held-out question, sorted: index question, a column for each evaluated step.

@@ -1,4 +1,7 @@
-"""Which runs may be compared: those whose configs differ in one factor, and in nothing else but the seed."""
+"""Which runs may be compared: those whose configs differ in one factor, and in nothing else but base model and seed.
+
+A pair of runs is made of one base and one seed, on one machine with one set of library versions.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from qerl_bench.config import scientific
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run
-from qerl_bench.results.stats import missing_seeds
-from qerl_bench.rundir import flat
 
-Facts = dict[str, Any]  # dotted config keys, the device, and what is derived from them
-# Not written to any config, but said about a run: its learning rate over that of its model's YAML.
+Facts = dict[str, Any]  # dotted config keys and the device
+Cell = tuple[str, int]  # base model and seed: what arms are paired by
+# Not written to any config, but said about a run: its learning rate over that of its model's YAML, and its batch.
 DERIVED: dict[str, Callable[[Facts], float]] = {
-    "lr_factor": lambda facts: facts["optim.lr"] / facts.get("model.lr", math.nan)
+    "lr_factor": lambda facts: facts["optim.lr"] / facts.get("model.lr", math.nan),
+    "completions": lambda facts: facts["rollout.prompts"] * facts["rollout.group_size"],
 }
 
 HEADS = {"lora": "lora.rank"}  # what a group of keys is known by, if not by its name
@@ -61,13 +63,19 @@ class Contrast:
     """Arms that differ in the config keys that begin with one of `factor`, and in no others.
 
     But for those of `confounded`: keys in which the arms differ too, although they are not what is asked about. A
-    contrast that has any is one of recipes; it says what they make of each other, and not why.
+    contrast that has any is one of recipes; it says what they make of each other, and not why. A contrast votes on its
+    claim unless it is confounded, or was named as a check of robustness.
     """
 
     label: str
     factor: tuple[str, ...]
     arms: tuple[Arm, ...]
     confounded: tuple[str, ...] = ()
+    robustness: bool = False
+
+    @property
+    def votes(self) -> bool:
+        return not self.confounded and not self.robustness
 
     def varies(self, key: str) -> bool:
         return key.startswith(self.factor + self.confounded)
@@ -75,47 +83,64 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Stratum:
-    """Matched runs: for each arm its runs by seed. `facts` is what they share, `variants` what sets the arms apart."""
+    """Matched runs: for each arm its runs by base and seed. `facts` they share, `variants` set the arms apart."""
 
     facts: Facts
     variants: tuple[Facts, ...]
-    arms: tuple[dict[int, Run], ...]
+    arms: tuple[dict[Cell, Run], ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The bases and seeds of all arms, sorted."""
+        return sorted({cell for arm in self.arms for cell in arm})
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for arm in self.arms for run in arm.values()]
+
+    @property
+    def blocks(self) -> list[str]:
+        """Machines and library versions between which its arms were torn, cell by cell; empty where pairs are whole."""
+        torn: dict[str, None] = {}
+        for cell in self.cells:
+            blocks = dict.fromkeys(arm[cell].block for arm in self.arms if cell in arm)
+            torn |= blocks if len(blocks) > 1 else {}
+        return list(torn)
 
 
 def facts_of(run: Run) -> Facts:
-    """The config of a run as far as it decides its numbers, flat, with the device that it ran on."""
-    return flat(scientific(run.config)) | {"device": run.device}
+    return run.facts
 
 
 def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> list[Stratum]:
     """Every setting in which each arm of `contrast` has a run, in order of their labels.
 
-    Raises BadInput if a setting has two runs of one seed.
+    Raises BadInput if a setting has two runs of one base and seed.
     Where an arm was run with several values of the factor (noise of two strengths, say), each gives a stratum. Of two
     arms, each variant of the first meets those of the second that are alike in most keys; where there are more, the
     values of each key are balanced, as in a design of two by two. Recipes that happen to be matched are none.
     """
-    settings: dict[tuple[Any, ...], list[dict[tuple[Any, ...], dict[int, Run]]]] = {}
+    settings: dict[tuple[Any, ...], list[dict[tuple[Any, ...], dict[Cell, Run]]]] = {}
     for run in runs:
         facts = facts_of(run)
         if not all(condition.holds(facts) for condition in where):
             continue
+        places = [i for i, arm in enumerate(contrast.arms) if all(condition.holds(facts) for condition in arm.where)]
+        if not places:
+            continue
         shared = _frozen({key: value for key, value in facts.items() if not contrast.varies(key)})
         variant = _frozen({key: value for key, value in facts.items() if contrast.varies(key)})
-        for place, arm in enumerate(contrast.arms):
-            if all(condition.holds(facts) for condition in arm.where):
-                seeds = settings.setdefault(shared, [{} for _ in contrast.arms])[place].setdefault(variant, {})
-                other = seeds.setdefault(run.option("seed"), run)
-                require(
-                    other is run, f"{other.path} and {run.path} are two runs of one setting and seed: leave one out"
-                )
+        for place in places:
+            cells = settings.setdefault(shared, [{} for _ in contrast.arms])[place].setdefault(variant, {})
+            other = cells.setdefault((run.base, run.option("seed")), run)
+            require(other is run, f"{other.path} and {run.path} are two runs of one setting and seed: leave one out")
     found = []
     for shared, arms in settings.items():
         candidates = []
         for chosen in product(*(arm.items() for arm in arms)):
             variants = tuple(dict(variant) for variant, _ in chosen)
             if len(arms) == 2 or _balanced(contrast, variants):
-                stratum = Stratum(dict(shared), variants, tuple(seeds for _, seeds in chosen))
+                stratum = Stratum(dict(shared), variants, tuple(cells for _, cells in chosen))
                 if bool(confounders(contrast, [stratum])) == bool(contrast.confounded):
                     candidates.append(stratum)
         found += _closest(candidates) if len(contrast.arms) == 2 else candidates
@@ -217,14 +242,17 @@ def _settles(head: str, key: str, described: Sequence[Facts]) -> bool:
     return len(pairs) == len({value for value, _ in pairs})
 
 
-def missing(contrast: Contrast, strata: Sequence[Stratum]) -> list[str]:
-    """The runs without which arms would be compared that have different seeds, as one text for each setting."""
-    names = [
-        f"{arm.label}{'' if len(strata) == 1 else f' at {label}'}" for label in labels(strata) for arm in contrast.arms
-    ]
-    seeds = [list(arm) for stratum in strata for arm in stratum.arms]
-    lacking = missing_seeds(dict(zip(names, seeds, strict=True)))
-    return [f"{name} seed={','.join(map(str, seeds))}" for name, seeds in lacking.items()]
+def missing(contrast: Contrast, stratum: Stratum) -> list[str]:
+    """The runs that each arm lacks of a full grid of all bases and all seeds, as one text for each arm and base."""
+    bases = list(dict.fromkeys(base for base, _ in stratum.cells))
+    seeds = sorted({seed for _, seed in stratum.cells})
+    lacking = []
+    for arm, runs in zip(contrast.arms, stratum.arms, strict=True):
+        for base in bases:
+            gone = [seed for seed in seeds if (base, seed) not in runs]
+            where = f" of base {base}" if len(bases) > 1 else ""
+            lacking += [f"{arm.label}{where} seed={','.join(map(str, gone))}"] if gone else []
+    return lacking
 
 
 def _frozen(facts: Facts) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from qerl_bench.errors import require
 from qerl_bench.results.load import Run
 from qerl_bench.results.stats import Mean, area_under_curve, steps_to_threshold
 
+TAUGHT = "train/taught_frac"
 WARM_UP = 0.1  # share of a run's steps, the first ones, that timings leave out
 LATE = 0.2  # share of a run's steps, the last ones, that stand for its end
 START = 5  # steps that stand for the start of a curve
@@ -40,6 +41,10 @@ class Measure:
         """An effect, or a margin, as a reader sees it."""
         return f"×{math.exp(effect):.3f}" if self.ratio else f"{self.scale * effect:+.{2 if self.scale > 1 else 4}f}"
 
+    def shown(self, effect: float) -> float:
+        """An effect as a number of an axis: a difference in the unit, or in per cent for ratios."""
+        return 100 * (math.exp(effect) - 1) if self.ratio else self.scale * effect
+
     def level(self, mean: float) -> str:
         """What one arm came to by itself."""
         return f"{math.exp(mean) if self.ratio else self.scale * mean:.4g}"
@@ -49,8 +54,18 @@ class Measure:
         if mean.n == 1:
             return f"{self.show(mean.mean)} {self.unit}".strip() + " (a single seed)"
         if mean.identical:
-            return f"{self.show(mean.mean)} {self.unit}".strip() + f" (the same in all {mean.n} seeds)"
-        return f"{self.show(mean.mean)} [{self.show(mean.low)}, {self.show(mean.high)}] {self.unit}".strip()
+            return f"{self.show(mean.mean)} {self.unit}".strip() + f" (the same in all {mean.n} repetitions)"
+        return f"{self.show(mean.mean)} {self.between(mean.low, mean.high)} {self.unit}".strip()
+
+    def between(self, low: float, high: float) -> str:
+        """Two ends of an interval."""
+        return f"[{self.show(low)}, {self.show(high)}]"
+
+    def size(self, effect: float) -> str:
+        """An effect without a direction, such as a margin or what can be detected."""
+        if self.ratio:
+            return f"{100 * (math.exp(effect) - 1):.1f} %"
+        return f"{self.show(effect).removeprefix('+')} {self.unit}".strip()
 
 
 def curve(run: Run, metric: str) -> pd.Series:
@@ -80,22 +95,63 @@ def late(metric: str) -> Callable[[Run], float]:
     return lambda run: float(np.nanmean(curve(run, metric).iloc[-max(1, round(LATE * len(curve(run, metric)))) :]))
 
 
+def during(metric: str, start: float, end: float) -> Callable[[Run], float]:
+    """The mean over the steps between two shares of the run, such as 0.1 to 0.2: the second tenth of them."""
+
+    def of(run: Run) -> float:
+        values = curve(run, metric)
+        return float(np.nanmean(values.iloc[math.floor(start * len(values)) : max(1, math.floor(end * len(values)))]))
+
+    return of
+
+
 def typical(metric: str) -> Callable[[Run], float]:
-    """The median over the steps after the first tenth."""
-    return lambda run: float(curve(run, metric).iloc[math.ceil(WARM_UP * len(curve(run, metric))) :].median())
+    """The median over the steps that trained, those of the first tenth left out."""
+
+    def of(run: Run) -> float:
+        values = _trained(run, metric)
+        warm = run.series("train", metric).index[: math.ceil(WARM_UP * len(run.series("train", metric)))]
+        kept = values.drop(warm, errors="ignore")
+        require(not kept.empty, f"{run.name} trained in no step after its first tenth")
+        return float(kept.median())
+
+    return of
 
 
 def largest(metric: str) -> Callable[[Run], float]:
-    return lambda run: float(curve(run, metric).max())
+    """The maximum over the steps that trained."""
+    return lambda run: float(_trained(run, metric).max())
 
 
-def held_out(mode: str) -> Callable[[Run], pd.Series]:
-    """Share of right answers to each held-out question after training. Raises BadInput without that evaluation."""
+def _trained(run: Run, metric: str) -> pd.Series:
+    """Steps in which some completion had a gradient; speed and memory of others are no training's.
 
-    def of(run: Run) -> pd.Series:
-        answers = run.answers(mode)
-        require(run.option("steps") in answers, f"{run.name} was not evaluated after its last step")
-        return answers.loc[:, run.option("steps")]
+    Raises BadInput for a run that has none, and for one that did not record which steps these are.
+    """
+    values, taught = curve(run, metric), run.series("train", TAUGHT)
+    require(not taught.empty, f"{run.name} does not record {TAUGHT}, so its steps may not have trained anything")
+    require(
+        bool((taught > 0).any()),
+        f"{run.name} trained nothing ({TAUGHT} is 0 in every step: all rewards of a group were equal)",
+    )
+    return values[taught.reindex(values.index) > 0]
+
+
+def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
+    """Share of right answers to each held-out question after training; to all, where a committed study kept no more.
+
+    Raises BadInput without that evaluation.
+    """
+
+    def of(run: Run) -> float | pd.Series:
+        last = run.option("steps")
+        if run.path.is_dir() or run.kept_answers is not None:
+            answers = run.answers(mode)
+            require(last in answers, f"{run.name} was not evaluated after its last step")
+            return answers.loc[:, last]
+        accuracy = run.series("eval", f"eval/accuracy_{mode}")
+        require(last in accuracy.index, f"{run.name} was not evaluated after its last step")
+        return float(accuracy.loc[last])
 
     return of
 

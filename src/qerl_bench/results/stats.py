@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import optimize, stats
 
 from qerl_bench.errors import require
 
 LEVEL = 0.95  # of every interval
+POWER = 0.8  # at which an effect counts as detectable
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,15 @@ class Mean:
     """A mean, its standard error and their degrees of freedom; `n` is the number of seeds, or of what was repeated.
 
     The error is NaN where nothing was repeated. With n = 1 and an error, that error is of the questions alone. An error
-    of 0 means that all repetitions gave the same: they say nothing about chance, and no test is made of them.
+    of 0 means that all repetitions gave the same: they say nothing about chance, and no test is made of them. `fixed`
+    is the part of the variance, error squared, that more repetitions would not make smaller: that of the questions.
     """
 
     mean: float
     error: float
     df: float
     n: int
+    fixed: float = 0.0
 
     @property
     def half(self) -> float:
@@ -73,6 +76,41 @@ class Mean:
         """One-sided p-value, doubled for the choice of side, of the hypothesis that it lies within `margin` of 0."""
         return min(2 * min(self.p_above(margin), self.p_below(-margin)), 1.0)
 
+    def power(self, effect: float, level: float) -> float:
+        """The probability that a one-sided test at `level` finds a true mean of `effect`; NaN without a spread.
+
+        The test statistic is then noncentral t with noncentrality effect/error.
+        """
+        critical = float(stats.t.isf(level, self.df))
+        return float(stats.nct.sf(critical, self.df, effect / self.error)) if self.error > 0 else math.nan
+
+    def detectable(self, level: float, power: float = POWER) -> float:
+        """The smallest true mean that a one-sided test at `level` finds with probability `power`; NaN without spread."""
+        if not self.error > 0:
+            return math.nan
+        top = 2.0 * (float(stats.t.isf(level, self.df)) + 10.0) * self.error  # found with more power than is asked for
+        return float(optimize.brentq(lambda effect: self.power(effect, level) - power, 0.0, top))
+
+    def repeated(self, n: int) -> Mean:
+        """What `n` repetitions of the same spread would give in place of those that there are."""
+        spread = (self.error**2 - self.fixed) * self.n / n
+        return Mean(self.mean, math.sqrt(self.fixed + spread), self.df * (n - 1) / (self.n - 1), n, self.fixed)
+
+    def needed(self, effect: float, level: float, power: float = POWER, most: int = 4096) -> int | None:
+        """The fewest repetitions at which a true mean of `effect` is found with `power`; None if `most` are too few.
+
+        They never suffice where the questions alone leave too much to chance.
+        """
+        if not (self.error > 0 and self.n > 1):
+            return None
+        low, high = 1, most
+        if self.repeated(high).detectable(level, power) > effect:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.repeated(middle).detectable(level, power) <= effect else (middle, high)
+        return high
+
 
 def interval(values: Sequence[float] | np.ndarray) -> Mean:
     """Mean of independent numbers, one per seed. With a single one the error is NaN. Raises BadInput without any."""
@@ -83,22 +121,65 @@ def interval(values: Sequence[float] | np.ndarray) -> Mean:
 
 
 def crossed(values: np.ndarray) -> Mean:
-    """Mean of numbers (questions, seeds), or (questions,) of one seed; for paired comparisons, of differences.
+    """Mean of numbers (questions, units), or (questions,) of one unit; for paired comparisons, of differences.
 
-    The variance is the sum of that between questions, averaged over seeds, and that between seeds, averaged over
-    questions: a little too wide, as either holds a share of what is left. Degrees of freedom after Welch and
-    Satterthwaite. With one seed the questions alone count; several that agree on every question have an error of 0.
+    Units are seeds, or bases with their seeds averaged. Both questions and units are samples: the interval speaks for
+    other questions and other units. The variance of a two-way layout without repetition is (MS_q + MS_u - MS_e) / QU,
+    so that what is left (e) counts once; it is never taken to be less than the larger of MS_q and MS_u gives. Degrees
+    of freedom after Satterthwaite. With one unit the questions alone count; several that agree on every question have
+    an error of 0.
     """
-    table = values.reshape(len(values), -1).astype(float)  # (questions, seeds)
-    require(len(table) > 1, f"a comparison by question needs at least two questions, got {len(table)}")
-    if table.shape[1] > 1 and (table == table[:, :1]).all():
-        return Mean(float(table[:, 0].mean()), 0.0, 1.0, table.shape[1])
-    parts = [
-        (_standard_error(means) ** 2, len(means) - 1) for means in (table.mean(1), table.mean(0)) if len(means) > 1
-    ]
-    variance = sum(part for part, _ in parts)
-    spread = sum(part**2 / df for part, df in parts)
-    return Mean(float(table.mean()), math.sqrt(variance), variance**2 / spread if spread else 1.0, table.shape[1])
+    table = values.reshape(len(values), -1).astype(float)  # (questions, units)
+    q, u = table.shape
+    require(q > 1, f"a comparison by question needs at least two questions, got {q}")
+    mean = float(table.mean())
+    if u == 1:
+        return Mean(mean, _standard_error(table[:, 0]), q - 1, 1)
+    if (table == table[:, :1]).all():
+        return Mean(mean, 0.0, 1.0, u)
+    by_question, by_unit = table.mean(1), table.mean(0)
+    rest = table - by_question[:, None] - by_unit[None, :] + mean
+    squares = {  # mean squares and their degrees of freedom
+        "questions": (u * float(by_question.var(ddof=1)), q - 1),
+        "units": (q * float(by_unit.var(ddof=1)), u - 1),
+        "rest": (float((rest**2).sum()) / ((q - 1) * (u - 1)), (q - 1) * (u - 1)),
+    }
+    (ms_q, df_q), (ms_u, df_u), (ms_e, _) = squares.values()
+    total = ms_q + ms_u - ms_e
+    df = total**2 / sum(square**2 / df for square, df in squares.values())
+    for least, its_df in ((ms_q, df_q), (ms_u, df_u)):
+        if least >= total:
+            total, df = least, float(its_df)
+    return Mean(mean, math.sqrt(total / (q * u)), df, u, max(0.0, ms_q - ms_e) / (q * u))
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """An effect over several bases. `between` is the standard deviation of the true effects of bases, estimated."""
+
+    whole: Mean  # over bases
+    by_base: tuple[Mean, ...]
+    between: float
+    prediction: tuple[float, float] | None  # 95 % interval for the effect in one more base; None below three bases
+
+
+def over_bases(values: np.ndarray) -> Hierarchy:
+    """Random-effects mean of numbers (questions, bases, seeds), each base with as many seeds, one question if 1.
+
+    Bases are the unit, with equal weights: the mean over bases with Student's t of B - 1 degrees of freedom is exact
+    whatever the spread within bases is. Prediction interval after Higgins et al. 2009.
+    """
+    q, b, s = values.shape
+    require(b > 1, f"an effect over bases needs at least two of them, got {b}")
+    means = values.mean(2)  # (questions, bases)
+    whole = crossed(means) if q > 1 else interval(means[0])
+    by_base = tuple(crossed(values[:, i]) if q > 1 else interval(values[0, i]) for i in range(b))
+    spread = float(means.mean(0).var(ddof=1))
+    within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
+    between = math.sqrt(max(0.0, spread - within))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, b - 1)) * math.hypot(between, whole.error)
+    prediction = (whole.mean - half, whole.mean + half) if b > 2 else None
+    return Hierarchy(whole, by_base, between, prediction)
 
 
 def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
