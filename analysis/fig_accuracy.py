@@ -5,7 +5,8 @@ python analysis/fig_accuracy.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.effects import effect_rows, format_lines
+from qerl_bench.results.effects import effect_rows
+from qerl_bench.results.lines import format_lines
 from qerl_bench.results.load import Run
 from qerl_bench.results.naming import noise_of
 from qerl_bench.results.paired import GREEDY, REWARD_MEAN, SAMPLED

@@ -3,7 +3,8 @@
 python analysis/fig_controls.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import control_lines, effect_rows
+from qerl_bench.results.effects import effect_rows
+from qerl_bench.results.lines import control_lines
 from qerl_bench.results.paired import ENTROPY, REWARD_MEAN, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms

@@ -5,7 +5,7 @@ python analysis/fig_ranks.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.effects import against, same_but
+from qerl_bench.results.against import against, same_but
 from qerl_bench.results.load import Run
 from qerl_bench.results.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded

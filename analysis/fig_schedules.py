@@ -3,7 +3,7 @@
 python analysis/fig_schedules.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import schedules
+from qerl_bench.results.against import schedules
 from qerl_bench.results.paired import REWARD_LATE, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms

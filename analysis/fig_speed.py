@@ -1,14 +1,15 @@
-"""Speed and memory by weight format and noise: medians after the first tenth of a run, and its peak.
+"""Speed and memory of steps that trained, by weight format and noise: medians after a run's first tenth, and its peak.
 
 python analysis/fig_speed.py runs/ --out figures/
 """
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.effects import all_lines, level_rows
+from qerl_bench.results.effects import level_rows
+from qerl_bench.results.lines import all_lines
 from qerl_bench.results.load import Run
 from qerl_bench.results.measure import largest, typical
-from qerl_bench.results.paired import Column, require_taught, workload
+from qerl_bench.results.paired import Column, workload
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms, with_one_noise
 
@@ -25,7 +26,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 def draw(runs: list[Run]) -> Figure:
     chosen = with_one_noise(runs)
-    require_taught(chosen)
     return level_rows(all_lines(arms(chosen, ["quant.name", "aqn.name"])), COLUMNS, workload(chosen[0]))
 
 

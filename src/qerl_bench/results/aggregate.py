@@ -19,9 +19,9 @@ from matplotlib.ticker import MaxNLocator
 from qerl_bench.errors import require
 from qerl_bench.results.contrasts import FORMAT
 from qerl_bench.results.load import Run
-from qerl_bench.results.match import facts_of
-from qerl_bench.results.paired import by_unit, over_bases, repeated
-from qerl_bench.results.select import BASE, unit
+from qerl_bench.results.match import Cell
+from qerl_bench.results.paired import by_cell, over_bases, repeated
+from qerl_bench.results.select import cell
 from qerl_bench.results.stats import (
     Resampled,
     interquartile_mean,
@@ -39,16 +39,16 @@ TELLING = ("model.name", "task.name", "algo.name", "lora.rank", "aqn.name", "rol
 def scores(runs: Sequence[Run], of: Callable[[Run], float]) -> tuple[dict[str, np.ndarray], str]:
     """For each format the number `of` its runs, (units, settings), and what the settings are.
 
-    Settings are those in which every format was run, at the learning rate nearest to the model's own: a mean over rates at
-    which runs learn and rates at which they collapse would be one of neither. A unit is a base model, its seeds averaged,
-    or a seed where there is a single base. Raises BadInput if there is no such setting, or if a format lacks a unit in
-    one, or has it twice.
+    Settings are those in which every format was run, at the learning rate nearest to the model's own: a mean over rates
+    at which runs learn and rates at which they diverge would be one of neither. A unit is a base model, its seeds
+    averaged, or a seed where there is a single base. Raises BadInput if there is no such setting, or if a format lacks
+    a base and seed in one, or has it twice.
     """
-    settings: dict[str, dict[str, dict[tuple[str, int], Run]]] = {}
+    settings: dict[str, dict[str, dict[Cell, Run]]] = {}
     for run in runs:
-        facts = {key: value for key, value in facts_of(run).items() if not key.startswith((*FORMAT, BASE))}
+        facts = {key: value for key, value in run.facts.items() if not key.startswith(FORMAT)}
         units = settings.setdefault(repr(sorted(facts.items())), {}).setdefault(run.option("quant.name"), {})
-        other = units.setdefault(unit(run), run)
+        other = units.setdefault(cell(run), run)
         require(other is run, f"{other.name} and {run.name} are one setting, format and seed: leave one out")
     names = {run.option("quant.name") for run in runs}
     common = [settings[key] for key in sorted(settings) if settings[key].keys() == names]
@@ -62,30 +62,28 @@ def scores(runs: Sequence[Run], of: Callable[[Run], float]) -> tuple[dict[str, n
     wanted = sorted({key for setting in common for group in setting.values() for key in group})
     require_complete(
         {
-            f"{next(iter(group.values())).name}{f' {BASE}={base}' if base else ''}": [s for b, s in group if b == base]
+            f"{next(iter(group.values())).name} of base {base}": [seed for other, seed in group if other == base]
             for setting in common
             for group in setting.values()
             for base in {base for base, _ in wanted}
         }
     )
-    found = {
-        name: np.stack(
-            [over_bases(by_unit([setting[name][key] for key in wanted], of)).to_numpy()[0] for setting in common], axis=1
-        )
-        for name in sorted(names, key=place)
-    }
+    found = {}
+    for name in sorted(names, key=place):
+        runs_of = [[setting[name][key] for key in wanted] for setting in common]
+        found[name] = np.stack([over_bases(by_cell(group, of)).to_numpy()[0] for group in runs_of], axis=1)
     return found, _described(common, wanted)
 
 
-def _away(setting: dict[str, dict[tuple[str, int], Run]]) -> float:
+def _away(setting: dict[str, dict[Cell, Run]]) -> float:
     """How far the learning rate of a setting is from its model's own, as a factor."""
-    facts = facts_of(next(iter(setting[CONTROL].values())))
+    facts = next(iter(setting[CONTROL].values())).facts
     return round(abs(math.log(facts["optim.lr"] / facts.get("model.lr", facts["optim.lr"]))), 6)
 
 
-def _described(common: Sequence[dict[str, dict[tuple[str, int], Run]]], wanted: Sequence[tuple[str, int]]) -> str:
+def _described(common: Sequence[dict[str, dict[Cell, Run]]], wanted: Sequence[Cell]) -> str:
     firsts = [next(iter(setting[CONTROL].values())) for setting in common]
-    values = [{key: facts_of(run).get(key) for key in TELLING} for run in firsts]
+    values = [{key: run.facts.get(key) for key in TELLING} for run in firsts]
     keys = [key for key in TELLING if len({value[key] for value in values}) > 1]
     said = "; ".join(", ".join(_said(key, value[key]) for key in keys) for value in values)
     several = f"{len(common)} settings ({said})" if keys else "one setting"
@@ -139,10 +137,9 @@ def overview(found: dict[str, np.ndarray], settings: str, label: str, generator:
         for ax, name in zip(profiles, others, strict=True):
             for one in (CONTROL, name):
                 curve = stratified_bootstrap([found[one]], lambda x: performance_profile(x, thresholds), generator)
-                ax.plot(thresholds, curve.value, color=colour(one), drawstyle="steps-post", label=one.upper(), linewidth=1)
-                ax.fill_between(
-                    thresholds, curve.low, curve.high, color=colour(one), alpha=0.12, linewidth=0, step="post"
-                )
+                shade = colour(one)
+                ax.plot(thresholds, curve.value, color=shade, drawstyle="steps-post", label=one.upper(), linewidth=1)
+                ax.fill_between(thresholds, curve.low, curve.high, color=shade, alpha=0.12, linewidth=0, step="post")
             ax.set_title(f"{name.upper()} and BF16", color=colour(name))
             ax.set_xlabel("x")
             ax.xaxis.set_major_locator(MaxNLocator(nbins=3))

@@ -1,8 +1,8 @@
 """Algorithms side by side: how they learn, and how much better held-out answers got, with an honest standard error.
 
 Runs of one algorithm should differ in their seed alone; the same questions are asked before and after training, so
-gains are paired. Curves are drawn against completions sampled: an algorithm that samples twice as many in a step has twice
-as much to learn from.
+gains are paired. Curves are drawn against completions sampled: an algorithm that samples twice as many in a step has
+twice as much to learn from.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from matplotlib.ticker import MaxNLocator
 from qerl_bench.errors import require
 from qerl_bench.results.figures import mean_and_band, moving_average
 from qerl_bench.results.load import Run
-from qerl_bench.results.paired import by_unit, over_bases, repeated
-from qerl_bench.results.select import by_setting, unit
+from qerl_bench.results.paired import by_cell, over_bases, repeated
+from qerl_bench.results.select import by_setting, cell
 from qerl_bench.results.stats import Mean, crossed
 from qerl_bench.results.style import OTHER_COLOURS, caption, label_axes, label_ends, panels, paper_style
 
@@ -33,10 +33,10 @@ def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by algorithm, by name. Raises BadInput if one of them has two runs of a seed."""
     require(bool(runs), "no finished run to compare: pass folders that hold some")
     groups: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: (run.option("algo.name"), unit(run))):
+    for run in sorted(runs, key=lambda run: (run.option("algo.name"), cell(run))):
         groups.setdefault(run.option("algo.name"), []).append(run)
     for name, group in groups.items():
-        units = [unit(run) for run in group]
+        units = [cell(run) for run in group]
         require(len(set(units)) == len(units), f"algo={name} has several runs of one seed ({units}): leave some out")
         require(len(by_setting(group)) == 1, f"runs of algo={name} differ in more than the seed: leave some out")
     return groups
@@ -62,8 +62,8 @@ def sampled(run: Run) -> pd.Series:
 def figure(runs: Sequence[Run], smooth: int) -> Figure:
     """Reward and entropy against completions sampled: mean over seeds, and its 95 % interval, of each algorithm.
 
-    Where a run with dynamic sampling did not keep how often it sampled again, the axis is the step, and the caption says
-    which algorithm samples more in it.
+    Where a run with dynamic sampling did not keep how often it sampled again, the axis is the step, and the caption
+    says which algorithm samples more in it.
     """
     groups = by_algorithm(runs)
     unknown = [
@@ -76,10 +76,10 @@ def figure(runs: Sequence[Run], smooth: int) -> Figure:
         for ax, metric in zip(axes[0], PANELS, strict=True):
             ends = []
             for (name, group), shade in zip(groups.items(), OTHER_COLOURS * len(groups), strict=False):
-                values = over_bases(by_unit(group, lambda run, metric=metric: run.series("train", metric)))
+                values = over_bases(by_cell(group, lambda run, metric=metric: run.series("train", metric)))
                 table = moving_average(values, smooth)
                 if not unknown:
-                    table.index = pd.Index(by_unit(group, sampled).loc[table.index].mean(axis=1) / 1000)
+                    table.index = pd.Index(by_cell(group, sampled).loc[table.index].mean(axis=1) / 1000)
                 line = mean_and_band(ax, table, shade, name)
                 ends.append((float(table.iloc[-1].mean()), str(line.get_label()), shade))
             _finish(ax, metric, not unknown)
@@ -102,12 +102,12 @@ def _notes(groups: dict[str, list[Run]], smooth: int, unknown: Sequence[str]) ->
     counts = {name: repeated(group) for name, group in groups.items()}
     several = len(set(counts.values())) > 1
     said = "; ".join(f"{name}: {count}" for name, count in counts.items()) if several else next(iter(counts.values()))
-    band = ", with the 95% interval (Student's t) of each algorithm by itself, not of a difference" if len(first) > 1 else ""
+    band = ", with the 95% interval (Student's t) of each by itself, not of a difference" if len(first) > 1 else ""
     return [
         f"{first[0].option('quant.name').upper()} {noise}. Mean of {said}{band}.",
         f"Mean of {smooth} steps around each." if smooth > 1 else "",
-        f"{' and '.join(unknown)} sampled further completions in a step to replace groups of equal rewards; how many was "
-        "not kept, so the axis is the step." if unknown else "",
+        f"{' and '.join(unknown)} sampled further completions in a step to replace groups of equal rewards; how many "
+        "was not kept, so the axis is the step." if unknown else "",
         "The vertical axes do not begin at 0.",
     ]  # fmt: skip
 

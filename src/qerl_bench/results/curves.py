@@ -17,9 +17,10 @@ from qerl_bench.results.effects import Line, line
 from qerl_bench.results.load import Run
 from qerl_bench.results.measure import area
 from qerl_bench.results.naming import format_rows, noise_of
-from qerl_bench.results.paired import ENTROPY as ENTROPY_MEAN, REWARD_MEAN, Column, by_unit, differences, effect, over_bases, repeated
+from qerl_bench.results.paired import ENTROPY as ENTROPY_MEAN
+from qerl_bench.results.paired import REWARD_MEAN, Column, by_cell, differences, effect, over_bases, repeated
 from qerl_bench.results.select import arms
-from qerl_bench.results.stats import Mean, interval
+from qerl_bench.results.stats import interval
 from qerl_bench.results.style import BAND, FULL_WIDTH, GREY, SMALL, caption, label_axes, label_ends, panels, paper_style
 
 
@@ -59,7 +60,8 @@ def paired_curves(shown: Sequence[Line], pairs: Sequence[Line], curves: Sequence
             low, high = _limits(pairs, curve)
             for ax, one in zip(others, pairs, strict=True):
                 cut |= _difference(ax, one, curve, low, high)
-                ax.set_title("\n".join([one.label if row == 0 else "", *curve.whole.text(_whole(one, curve))]).strip(), fontsize=SMALL)
+                name = [one.label] if row == 0 else []
+                ax.set_title("\n".join([*name, *_whole(one, curve)]), fontsize=SMALL)
                 if ax is not others[0]:
                     ax.set_yticklabels([])
             others[0].set_ylabel(f"difference{', %' if curve.whole.ratio else ''}")
@@ -71,14 +73,16 @@ def paired_curves(shown: Sequence[Line], pairs: Sequence[Line], curves: Sequence
     return figure
 
 
-def _whole(one: Line, curve: Curve) -> Mean:
-    return effect(one.runs, one.control, curve.whole)[0]
+def _whole(one: Line, curve: Curve) -> list[str]:
+    """Effect and interval as text; nothing while runs have not got equally far."""
+    together = len({run.last_step for run in (*one.runs, *one.control)}) == 1
+    return curve.whole.text(effect(one.runs, one.control, curve.whole)[0]) if together else []
 
 
 def _levels(ax: Axes, shown: Sequence[Line], curve: Curve) -> None:
     ends = []
     for one in shown:
-        mean = over_bases(by_unit(one.runs, curve.of)).mean(axis=1)
+        mean = over_bases(by_cell(one.runs, curve.of)).mean(axis=1)
         values = np.exp(mean) if curve.whole.ratio else mean
         ax.plot(values.index, values, color=one.shade, linewidth=0.9, label=one.label)
         ends.append((float(values.iloc[-1]), one.label, one.shade))
@@ -124,7 +128,9 @@ def _notes(pairs: Sequence[Line], curves: Sequence[Curve]) -> list[str]:
     band = "95% band of each step (Student's t)" if len(runs) > 1 else "no band, since a single seed has none"
     smooth = []
     for curve in curves:
-        window = f"the mean of the last {curve.smooth}" if curve.trailing else f"the mean of {curve.smooth} steps around it"
+        window = (
+            f"the mean of {'the last ' * curve.trailing}{curve.smooth} steps{'' if curve.trailing else ' around it'}"
+        )
         smooth += [f"{curve.metric.split('/')[0]}: {window}"] if curve.smooth > 1 else []
     named = " and ".join(dict.fromkeys(curve.whole.label for curve in curves))
     margins = ", ".join(
@@ -157,10 +163,12 @@ def noise_curves(runs: Sequence[Run], curves: Sequence[Curve]) -> Figure:
     rows = format_rows(arms(runs, [], crossed=["quant.name", "aqn.name"]))
     plain = [row for row in rows if row["aqn.name"] == "none"]
     noisy = [row for row in rows if row["aqn.name"] != "none"]
-    require(len(plain) == len(noisy) > 0, "each format is needed once with noise and once with aqn=none: add what is missing")
+    require(
+        len(plain) == len(noisy) > 0, "each format is needed once with noise and once with aqn=none: add these runs"
+    )
     pairs = [line(row, row["label"], control) for row, control in zip(noisy, plain, strict=True)]
     shown = [line(row, row["label"], None) for row in plain]
-    return paired_curves(shown, pairs, curves, f"{noise_of(noisy[0])} minus no noise, by format; levels: without noise.")
+    return paired_curves(shown, pairs, curves, f"{noise_of(noisy[0])} minus no noise; levels: without noise.")
 
 
 REWARD = Curve("reward/mean", REWARD_MEAN, 11)

@@ -1,7 +1,7 @@
 """A first look at runs: one metric by step for several runs, and the figures of a single run.
 
-The functions that return a figure leave saving to the caller. What compares arms is drawn as paired differences, by step
-in curves.py and as one number per run in effects.py.
+The functions that return a figure leave saving to the caller. What compares arms is drawn as paired differences, by
+step in curves.py and as one number per run in effects.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from matplotlib.axes import Axes
 from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run, load_run
 from qerl_bench.results.naming import format_rows, sigma_of
-from qerl_bench.results.paired import by_unit, over_bases, repeated
-from qerl_bench.results.select import Row, by_setting, unit
+from qerl_bench.results.paired import by_cell, over_bases, repeated
+from qerl_bench.results.select import Row, by_setting, cell
 from qerl_bench.results.stats import interval
 from qerl_bench.results.style import (
     TITLES,
@@ -87,9 +87,9 @@ def _curves(ax: Axes, rows: Sequence[Row], metric: str, smooth: int) -> None:
     mixed = len({aqn for _, aqn in alike}) > 1  # else dashes would tell nothing
     for number, row in enumerate(found):
         names = " and ".join(run.name for run in row["runs"])
-        units = {unit(run) for run in row["runs"]}
+        units = {cell(run) for run in row["runs"]}
         require(len(units) == len(row["runs"]), f"{names} repeat one setting with the same seed: leave one out")
-        table = over_bases(by_unit(row["runs"], lambda run: run.series("train", metric)))
+        table = over_bases(by_cell(row["runs"], lambda run: run.series("train", metric)))
         require(not table.empty, f"{names} have no step in common: leave one out")
         dashes = line_style(row["aqn.name"]) if mixed else "solid"
         line = mean_and_band(ax, moving_average(table, smooth), colour(row["quant.name"]), row["label"], dashes)

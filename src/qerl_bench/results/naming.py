@@ -23,7 +23,7 @@ DETAILS = {
 
 
 def format_rows(rows: Sequence[Row], axis: str = "") -> list[Row]:
-    """`rows` (see `select.arms`) with a `label`, format by format, no noise first; the labels leave the key `axis` out."""
+    """`rows` (see `select.arms`) with a `label`, format by format, no noise first; labels leave the key `axis` out."""
     keys = telling(rows, axis)
     labelled = [row | {"label": row["quant.name"].upper() + details(row, keys)} for row in rows]
     return sorted(labelled, key=lambda row: (place(row["quant.name"]), row["aqn.name"] != "none", row["label"]))
@@ -57,7 +57,6 @@ def sigma_of(run: Run) -> pd.Series:
 
 def noise_of(row: Row) -> str:
     """The schedule with its first and last sigma above zero."""
-    sigma = sigma_of(row["runs"][0])
-    sigma = sigma[sigma > 0]
-    size = f" ($\\sigma$ {sigma.iloc[0]:.1g} to {sigma.iloc[-1]:.1g})" if len(sigma) else ""
+    sigma = [value for value in sigma_of(row["runs"][0]).tolist() if value > 0]
+    size = f" ($\\sigma$ {sigma[0]:.1g} to {sigma[-1]:.1g})" if sigma else ""
     return f"AQN {row['aqn.name']}{size}"

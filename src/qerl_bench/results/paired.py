@@ -1,7 +1,7 @@
 """The one comparison that figures draw: a number of a run minus that of its control, of the same base model and seed.
 
-Such runs share prompts and random numbers, so what these do to both cancels. The interval is Student's t over base models
-where there are several (seeds of a base are averaged first), else over the seeds of the one base.
+Such runs share prompts and random numbers, so what these do to both cancels. The interval is Student's t over base
+models where there are several (seeds of a base are averaged first), else over the seeds of the one base.
 """
 
 from __future__ import annotations
@@ -15,23 +15,20 @@ import pandas as pd
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run
-from qerl_bench.results.measure import LATE, Measure, area, late
+from qerl_bench.results.measure import Measure, area, late
 from qerl_bench.results.paper import ACCURACY, CLAIMS, INITIAL_ENTROPY, LATE_REWARD, REWARD
-from qerl_bench.results.select import unit
+from qerl_bench.results.select import cell
 from qerl_bench.results.stats import Mean, interval
 
 Number = Callable[[Run], float]
-FALL = 0.1  # of accuracy: a run that ends this far below its own best has collapsed
-TAUGHT = "train/taught_frac"
-WINDOW = 5  # the fewest steps in the mean that stands for a run's end or best
 
 
 @dataclass(frozen=True)
 class Column:
     """One panel: the number of a run that it shows, and how a difference of it and an arm's own level are written.
 
-    With `ratio` numbers are positive, the mean of logarithms is taken, and a difference is shown in per cent. `margin` is
-    the smallest difference that would matter, in units of `of` (of its logarithm with `ratio`); 0 where no claim has one.
+    With `ratio` numbers are positive, the mean of logarithms is taken, and a difference is shown in per cent. `margin`
+    is the smallest difference that would matter, in units of `of` (of its logarithm with `ratio`); 0 without a claim.
     """
 
     label: str
@@ -59,9 +56,9 @@ class Column:
         return math.log(value) if self.ratio else value
 
 
-def by_unit(runs: Sequence[Run], of: Callable[[Run], pd.Series | float]) -> pd.DataFrame:
+def by_cell(runs: Sequence[Run], of: Callable[[Run], pd.Series | float]) -> pd.DataFrame:
     """What `of` gives, a column per unit (base, seed); a number is a single row, and steps are those that all have."""
-    found = {unit(run): of(run) for run in runs}
+    found = {cell(run): of(run) for run in runs}
     series = [value if isinstance(value, pd.Series) else pd.Series([value]) for value in found.values()]
     table = pd.concat(series, axis=1, join="inner")
     table.columns = pd.MultiIndex.from_tuples(found, names=["base", "seed"])
@@ -70,8 +67,10 @@ def by_unit(runs: Sequence[Run], of: Callable[[Run], pd.Series | float]) -> pd.D
 
 def over_bases(table: pd.DataFrame) -> pd.DataFrame:
     """One column per base, the mean over its seeds; with a single base one per seed."""
-    bases = table.columns.get_level_values("base")
-    return table.T.groupby(level="base").mean().T if bases.nunique() > 1 else table
+    bases = table.columns.get_level_values("base").unique()
+    if len(bases) == 1:
+        return table
+    return pd.DataFrame({base: table.xs(base, axis="columns", level="base").mean(axis="columns") for base in bases})
 
 
 def differences(treated: Sequence[Run], control: Sequence[Run], of: Callable[[Run], pd.Series | float]) -> pd.DataFrame:
@@ -79,15 +78,18 @@ def differences(treated: Sequence[Run], control: Sequence[Run], of: Callable[[Ru
 
     Raises BadInput with what is missing unless every treated run has a control, and the other way round.
     """
-    units = [{unit(run) for run in arm} for arm in (treated, control)]
+    units = [{cell(run) for run in arm} for arm in (treated, control)]
     alone = sorted(units[0] ^ units[1])
     require(
-        not alone, f"{treated[0].name} and {control[0].name} are not of the same seeds: only one of them has {alone}"
+        not alone, f"{treated[0].name} and {control[0].name} are not of the same bases and seeds: one alone has {alone}"
     )
-    for run, other in zip(sorted(treated, key=unit), sorted(control, key=unit), strict=True):
-        same = run.base == other.base or run.option("model.name") != other.option("model.name")
-        require(same, f"{run.name} and {other.name} were not trained from the same base model: leave one out")
-    first, second = by_unit(treated, of), by_unit(control, of)
+    for run, other in zip(sorted(treated, key=cell), sorted(control, key=cell), strict=True):
+        require(
+            run.block == other.block,
+            f"{run.name} and {other.name} ran on different machines or versions ({run.block}; {other.block}), so they "
+            "may differ in more than what is asked: run both on one",
+        )
+    first, second = by_cell(treated, of), by_cell(control, of)
     common = first.index.intersection(second.index)
     return over_bases(first.loc[common] - second.loc[common])
 
@@ -100,16 +102,16 @@ def effect(treated: Sequence[Run], control: Sequence[Run], column: Column) -> tu
 
 def level(runs: Sequence[Run], column: Column) -> str:
     """An arm's own mean, as text."""
-    mean = float(over_bases(by_unit(runs, column.number)).to_numpy().mean())
+    mean = float(over_bases(by_cell(runs, column.number)).to_numpy().mean())
     return column.level.format(math.exp(mean) if column.ratio else mean)
 
 
 def repeated(runs: Sequence[Run]) -> str:
     """How often a setting was repeated, and what an interval over that is called."""
-    units = [unit(run) for run in runs]
+    units = [cell(run) for run in runs]
     bases, seeds = len({base for base, _ in units}), len({seed for _, seed in units})
     if bases > 1:
-        return f"{bases} base models (mean of {seeds} seed{'s' if seeds > 1 else ''} each)"
+        return f"{bases} base models, {f'the mean of {seeds} seeds' if seeds > 1 else 'one seed'} each"
     return f"{seeds} seeds of one base model" if seeds > 1 else "a single seed"
 
 
@@ -117,16 +119,8 @@ def interval_note(runs: Sequence[Run]) -> str:
     """The sentence that says what points and intervals are."""
     if len(runs) == 1:
         return "A single seed, so there is no interval."
-    small = "Small points: " + ("base models." if len({unit(run)[0] for run in runs}) > 1 else "seeds.")
+    small = "Small points: " + ("base models." if len({cell(run)[0] for run in runs}) > 1 else "seeds.")
     return f"Mean and 95% interval (Student's t) of paired differences over {repeated(runs)}. {small}"
-
-
-def collapsed(run: Run) -> bool:
-    """Whether the accuracy of rollouts in the last fifth of the steps lies more than FALL below that of the best fifth."""
-    accuracy = run.series("train", "accuracy").dropna()
-    steps = max(WINDOW, round(LATE * len(accuracy)))
-    means = accuracy.rolling(steps).mean().dropna()
-    return not means.empty and bool(means.iloc[-1] < means.max() - FALL)
 
 
 def final(decoding: str) -> Number:
@@ -156,22 +150,6 @@ SAMPLED, GREEDY = (
 )
 
 
-
-def require_taught(runs: Sequence[Run]) -> None:
-    """Raise BadInput, naming them, for runs whose typical step trained on no token: such a step has no backward pass."""
-    idle = []
-    for run in runs:
-        taught = run.series("train", TAUGHT).dropna()
-        if taught.empty or taught.median() == 0:
-            idle.append(f"{run.name} ({'not recorded' if taught.empty else 'none'})")
-    require(
-        not idle,
-        f"{TAUGHT}, the share of a step's completion tokens that were trained on, is 0 or missing in {', '.join(idle)}: "
-        "their steps may have left the backward pass out, and say nothing about the time or memory of a step that trains. "
-        "Run them again with task=shape, whose rewards differ in every group, or leave them out",
-    )
-
-
 def workload(run: Run) -> str:
     """What a run that is timed did in a step, as a sentence."""
     model, rollout = run.option("model.name"), run.config.get("rollout", {})
@@ -180,4 +158,5 @@ def workload(run: Run) -> str:
     completions = f", {size} completions a step" if size else ""
     task = run.config.get("task", {})
     tokens = f" of {task['completion_tokens']} tokens" if completions and "completion_tokens" in task else ""
-    return f"{model}{weights}{completions}{tokens}, on {run.device}. Medians after the first tenth of the steps; peak of all."
+    done = f"{model}{weights}{completions}{tokens}, on {run.device}"
+    return f"{done}. Medians of the steps that trained, after the first tenth; peak of all that trained."

@@ -12,11 +12,10 @@ from typing import Any
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run
-from qerl_bench.results.match import facts_of
+from qerl_bench.results.match import Cell
 from qerl_bench.results.stats import require_complete
 
 Row = dict[str, Any]  # a setting: dotted config keys, `runs`, and what a figure adds
-BASE = "model.seed"  # what draws another base model of the same kind; runs that differ in it repeat a setting
 
 
 def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
@@ -28,11 +27,11 @@ def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
     Raises BadInput if there is no run, or if no set has two settings.
     """
     require(bool(runs), "no finished run to draw: pass folders that hold some")
-    free = (*factors, *(f"{key.removesuffix('name')}_target_" for key in factors if key.endswith(".name")), BASE)
+    free = (*factors, *(f"{key.removesuffix('name')}_target_" for key in factors if key.endswith(".name")))
     alike: dict[frozenset[tuple[str, str]], list[Run]] = {}
     for run in runs:
         idle = (*free, "inject.") if run.option("aqn.name") == "none" else free
-        shared = {(key, repr(value)) for key, value in facts_of(run).items() if not key.startswith(idle)}
+        shared = {(key, repr(value)) for key, value in run.facts.items() if not key.startswith(idle)}
         alike.setdefault(frozenset(shared), []).append(run)
     sets = {keys: [run for fewer, group in alike.items() if fewer <= keys for run in group] for keys in alike}
     keys = min(sets, key=lambda keys: (*_order(sets[keys]), sorted(keys)))
@@ -46,51 +45,56 @@ def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
 
 
 def _order(group: list[Run]) -> tuple[int, int, bool, float]:
-    facts = facts_of(group[0])
+    facts = group[0].facts
     away = abs(math.log(facts["optim.lr"] / facts.get("model.lr", facts["optim.lr"])))
     return -len(by_setting(group)), -len(group), all(run.option("aqn.name") != "none" for run in group), away
 
 
-def unit(run: Run) -> tuple[str, int]:
+def cell(run: Run) -> Cell:
     """What runs are paired by: the base model that was trained, and the seed."""
-    return str(facts_of(run).get(BASE, "")), run.option("seed")
+    return run.base, run.option("seed")
 
 
 def by_setting(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ in nothing but seed and base, each setting in the order of these."""
+    """Runs that differ in nothing but seed and base model, each setting in the order of these."""
     found: dict[frozenset[tuple[str, str]], list[Run]] = {}
-    for run in sorted(runs, key=unit):
-        key = frozenset((key, repr(value)) for key, value in facts_of(run).items() if key != BASE)
-        found.setdefault(key, []).append(run)
+    for run in sorted(runs, key=cell):
+        found.setdefault(frozenset((key, repr(value)) for key, value in run.facts.items()), []).append(run)
     return [*found.values()]
 
 
 def arms(runs: Sequence[Run], keys: Sequence[str], crossed: Sequence[str] = ()) -> list[Row]:
-    """One row per setting: `keys`, dotted, of its config (None where it has none), and `runs`, one for each unit.
+    """One row per setting: `keys`, dotted, of its config (None where it has none), and `runs`, one for each cell.
 
     `crossed` are the keys of a factorial design: every combination of their values must be there. Raises BadInput, with
-    the list of missing runs, where one is not, or where a setting lacks a seed or a base that another has; and if a seed
-    is there twice.
+    the list of missing runs, where one is not, or where a setting lacks a seed or a base that another with this kind of
+    model has; and if a seed is there twice.
     """
     rows: list[Row] = []
-    seeds: dict[str, list[int]] = {}
-    bases = sorted({unit(run)[0] for run in runs})
+    bases: dict[str, dict[str, None]] = {}  # by kind of model
     for group in by_setting(runs):
-        facts, units = facts_of(group[0]), [unit(run) for run in group]
-        require(len(set(units)) == len(units), f"{group[0].name} has several runs of one seed ({units})")
-        rows.append({key: facts.get(key) for key in (*keys, *crossed)} | {"runs": group})
-        name = group[0].name.replace(f"-s{units[0][1]}-", "-s*-")
-        seeds |= {_of(base, name, bases): [seed for other, seed in units if other == base] for base in bases}
+        cells = [cell(run) for run in group]
+        require(len(set(cells)) == len(cells), f"{group[0].name} has several runs of one seed ({cells})")
+        rows.append({key: group[0].facts.get(key) for key in (*keys, *crossed)} | {"runs": group})
+        bases.setdefault(_kind(group[0]), {}).update((base, None) for base, _ in cells)
+    seeds: dict[str, list[int]] = {}
+    for row in rows:
+        first, of_kind = row["runs"][0], bases[_kind(row["runs"][0])]
+        name = first.name.replace(f"-s{first.option('seed')}-", "-s*-")
+        for base in of_kind:
+            own = f"{name} of base {base}" if len(of_kind) > 1 else name
+            seeds[own] = [seed for other, seed in map(cell, row["runs"]) if other == base]
     there = [tuple(row[key] for key in crossed) for row in rows]
-    for cell in product(*(dict.fromkeys(column) for column in zip(*there, strict=True))):
-        name = " ".join(f"{key.removesuffix('.name')}={value}" for key, value in zip(crossed, cell, strict=True))
-        seeds |= {_of(base, name, bases): [] for base in bases if crossed and cell not in there}
+    for values in product(*(dict.fromkeys(column) for column in zip(*there, strict=True))):
+        if values not in there:
+            chosen = zip(crossed, values, strict=True)
+            seeds[" ".join(f"{key.removesuffix('.name')}={value}" for key, value in chosen)] = []
     require_complete(seeds)
     return rows
 
 
-def _of(base: str, name: str, bases: Sequence[str]) -> str:
-    return f"{name} {BASE}={base}" if len(bases) > 1 else name
+def _kind(run: Run) -> str:
+    return repr(sorted((key, value) for key, value in run.facts.items() if key.startswith("model.")))
 
 
 def with_one_noise(runs: Sequence[Run]) -> list[Run]:

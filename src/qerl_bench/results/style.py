@@ -1,8 +1,8 @@
 """How every figure looks: size, palette, labels, captions, and files that come out the same on any day.
 
-One meaning per mark in all figures: colour = weight format, filled (points) or solid (lines) = with noise. Where runs of
-one format are told apart by something else, OTHER_COLOURS are used, which are those of no format. Figures are plain objects
-drawn by Agg, without pyplot's global state, so the runner can draw in any process.
+One meaning per mark in all figures: colour = weight format, filled (points) or solid (lines) = with noise. What tells
+runs of one format apart has OTHER_COLOURS, which are those of no format. Figures are plain objects drawn by Agg,
+without pyplot's global state, so the runner can draw in any process.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _width(figure: Figure, text: str) -> float:
 def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float = SMALL) -> None:
     """Write each (value, text, colour) at the right of `ax` beside its value, moved apart where they would overlap."""
     ordered = sorted(ends)
-    figure = ax.get_figure()
+    figure = ax.get_figure(root=True)
     if not ordered or figure is None:
         return
     figure.draw_without_rendering()
