@@ -146,6 +146,13 @@ def test_an_earlier_study_in_the_folder_is_replaced_whole(runs: Path, study: Pat
     assert set(run.metrics["metric"]) == {"entropy"}
 
 
+def test_a_study_does_not_hide_the_runs_that_it_was_made_from(runs: Path, tmp_path: Path) -> None:
+    for out in (runs, tmp_path):
+        with pytest.raises(BadInput, match=r"holds the runs themselves.*and 5 more.*--out DIR"):
+            write_study(find_runs(runs), out, mixed_code=False)
+    assert len(find_runs(tmp_path)) == 8
+
+
 def edited(study: Path, change: Callable[[dict], None]) -> None:
     content = json.loads((study / SETTINGS).read_text())
     change(content)
@@ -156,8 +163,9 @@ def edited(study: Path, change: Callable[[dict], None]) -> None:
     ("change", "complaint"),
     [
         (lambda content: content.pop("runs"), "has no runs"),
-        (lambda content: content["settings"].pop("a101d16e"), "lacks the setting or the environment of nvfp4-exp"),
-        (lambda content: content["environments"].clear(), "lacks the setting or the environment of bf16-.* 5 more"),
+        (lambda content: content["settings"].pop("a101d16e"), "lacks the setting.* of nvfp4-exp"),
+        (lambda content: content["runs"]["nvfp4-exp-grpo-r32-s1-a101d16e"].pop("seed"), "or the seed of nvfp4-exp"),
+        (lambda content: content["environments"].clear(), "lacks .*the environment .*of bf16-.* 5 more"),
         (lambda content: content["config"].update(steps=11), "under the fingerprint 47daada3 has the fingerprint"),
         (
             lambda content: content["runs"].pop("nvfp4-exp-grpo-r32-s1-a101d16e"),

@@ -15,7 +15,7 @@ import pyarrow.parquet as parquet
 from qerl_bench.errors import require
 from qerl_bench.results.load import SCHEMA, Run, load_run, tidy_rows
 from qerl_bench.results.study import ANSWERS, ANSWERS_SCHEMA, SETTINGS, TIDY, describe
-from qerl_bench.results.versions import refuse_mixed
+from qerl_bench.results.versions import named, refuse_mixed
 
 ROWS = 300_000  # gathered before they are written; with one run more, what is held in memory
 CSV = "tidy.csv"
@@ -31,6 +31,7 @@ STUDY_METRICS = (
     "completions/tokens",
     "completions/mean_length",
     "completions/truncated_frac",
+    "dynamic/refills",
     "mismatch/kl",
     "mismatch/ess",
     "aqn/sigma",
@@ -65,6 +66,12 @@ def write_study(
     heads = [load_run(path, metrics=False) for path in paths]
     require(bool(heads), "no runs to put in a table: pass at least one")
     refuse_mixed(heads, mixed_code)
+    inside = [path for path in paths if path.is_dir() and out.resolve() in path.resolve().parents]
+    require(
+        not inside,
+        f"{out} holds the runs themselves ({named(path.name for path in inside)}): a study there would be read in "
+        "their place, and runs that are added later not at all. Choose another folder: --out DIR",
+    )
     settings = describe(heads)
     out.mkdir(parents=True, exist_ok=True)
     names = (TIDY, ANSWERS, CSV, SETTINGS)

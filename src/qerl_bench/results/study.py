@@ -5,8 +5,8 @@
     tidy.parquet      the long table of metrics (load.tidy)
     answers.parquet   run, mode, question, step, and how many of `samples` answers were correct; only if any were kept
 
-Its runs are read by load_runs like run folders. Left out: rollouts, checkpoints, and what is private or decides no
-number (command line, paths, `root` and `logger` of the config).
+Its runs are read by load_runs like run folders. Left out: rollouts, checkpoints, the command line, and `root` and
+`logger` of the config, which decide no number and may be private.
 """
 
 from __future__ import annotations
@@ -112,9 +112,14 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> Study:
     astray = [
         name
         for name, run in runs.items()
-        if run["fingerprint"] not in configs or run["environment"] >= len(environments)
+        if not run.keys() >= {"fingerprint", "seed", "environment", "finished"}
+        or run["fingerprint"] not in configs
+        or run["environment"] >= len(environments)
     ]
-    require(not astray, f"{path / SETTINGS} lacks the setting or the environment of {named(astray)}. {REMEDY} {path}")
+    require(
+        not astray,
+        f"{path / SETTINGS} lacks the setting, the environment or the seed of {named(astray)}. {REMEDY} {path}",
+    )
     metrics = _metrics(path, runs)
     return Study(path, configs, environments, runs, metrics, _answers(path, runs))
 
