@@ -18,6 +18,7 @@ from qerl_bench.quant.linear import pack_linear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.results.anatomy import draw
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
 
@@ -130,7 +131,26 @@ def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
         layers = {"layers.0.q": replace(report, relative_error=error * report.relative_error), "layers.1.q": report}
         write_layers(tmp_path / run / "layers.parquet", layers, "nvfp4", "rtn")
     script.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
-    assert "error_anatomy.png" in capsys.readouterr().out
+    assert "error_anatomy.svg" in capsys.readouterr().out
     assert len(script.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
     with pytest.raises(BadInput, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
         script.main([str(tmp_path), "--out", str(tmp_path / "out")])
+
+
+def test_the_figure_shows_weights_and_outputs_and_says_what_was_not_measured() -> None:
+    """Two layers with errors of 3 and 4 %, whose root mean square is 3.54 %."""
+    layers = [
+        {"layer": layer, "quant": "nvfp4", "quantizer": quantizer, "relative_error": error, "output_error": output}
+        | {"dead_zone": 0.1 * error**2, "scale_bias": 0.0, "grid_noise": 0.9 * error**2}
+        for quantizer, output in (("gptq", 0.01), ("rtn", float("nan")))
+        for layer, error in (("a", 0.03), ("b", 0.04))
+    ]
+    figure = draw(pd.DataFrame(layers))
+    weights, outputs = figure.axes
+    assert [tick.get_text() for tick in weights.get_yticklabels()] == ["rtn", "gptq"]
+    assert [text.get_text() for text in weights.texts] == ["3.5", "3.5"]
+    assert [text.get_text() for text in outputs.texts] == ["1.0"]
+    assert weights.get_xlim()[0] == outputs.get_xlim()[0] == 0
+    said = " ".join(figure.get_supxlabel().split())
+    assert "10.0 to 10.0% in weights rounded to zero" in said and "Not measured: NVFP4 with rtn (output)." in said
+    assert "0.0 to 0.0% a change of scale" in said

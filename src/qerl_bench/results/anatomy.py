@@ -11,7 +11,7 @@ from qerl_bench.errors import BadInput
 from qerl_bench.results.style import FULL_WIDTH, SMALL, caption, colour, panels, paper_style, place
 
 SAME = 1e-3  # relative difference of errors that rounding on another device may make
-PARTS = {"dead_zone": "weights rounded to zero (dead zone)", "scale_bias": "a change of a layer's scale (scale bias)"}
+PARTS = {"dead_zone": "in weights rounded to zero (dead zone)", "scale_bias": "a change of scale of layers (scale bias)"}
 QUANTIZERS = ("rtn", "mse", "awq", "gptq")
 
 
@@ -43,11 +43,12 @@ def draw(table: pd.DataFrame) -> Figure:
         figure, axes = panels(2, len(quants), 0.9 + 0.36 * len(quantizers), FULL_WIDTH, sharey=True)
         unknown = []
         for row, (measure, label) in enumerate(measures.items()):
-            most = 100 * table[measure].max()
+            most = 100 * float(np.nanmax(np.append(table[measure].to_numpy(), 0.0)))
             for ax, quant in zip(axes[row], quants, strict=True):
                 for height, quantizer in enumerate(quantizers):
                     layers = table[(table["quant"] == quant) & (table["quantizer"] == quantizer)]
-                    values = 100 * layers[measure].dropna().to_numpy()
+                    values = 100 * np.array(layers[measure], dtype=float)
+                    values = values[~np.isnan(values)]
                     if len(values) == 0:
                         unknown.append(f"{quant.upper()} with {quantizer} ({measure.split('_')[0]})")
                         continue
@@ -60,7 +61,7 @@ def draw(table: pd.DataFrame) -> Figure:
                     )  # fmt: skip
                 ax.set_yticks(range(len(quantizers)), quantizers)
                 ax.set_ylim(len(quantizers) - 0.4, -0.6)
-                ax.set_xlim(0, 1.05 * most if most > 0 else 1)
+                ax.set_xlim(0, 1.05 * most or 1)
                 ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
                 ax.tick_params(axis="y", length=0)
                 ax.grid(axis="y", visible=False)
@@ -72,13 +73,15 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def _notes(table: pd.DataFrame) -> list[str]:
     """What is drawn, and how much of the squared error is of which kind: too little to be seen beside the rest."""
-    whole: pd.Series = (table["relative_error"] ** 2).groupby([table["quant"], table["quantizer"]]).sum()
     said = []
     for part, name in PARTS.items():
-        share = 100 * table.groupby(["quant", "quantizer"])[part].sum() / whole
-        said.append(f"{name} {share.min():.1f} to {share.max():.1f}%")
+        shares = []
+        for _, layers in table.groupby(["quant", "quantizer"]):
+            squares = layers["relative_error"].to_numpy() ** 2
+            shares.append(100 * float(layers[part].to_numpy().sum() / squares.sum()))
+        said.append(f"{min(shares):.1f} to {max(shares):.1f}% {name}")
     return [
         "Large points and numbers: root mean square over layers; small: layers. Weights: ||W - Q|| / ||W||. Outputs: "
-        "||X (W - Q)^T|| / ||X W^T|| on the text X that awq and gptq look at, so in their favour.",
-        f"Of the squared error of the weights are {' and '.join(said)}; the rest is the spacing of the code table.",
+        "||X (W - Q)^T|| / ||X W^T|| on the text X that awq and gptq were calibrated with, so in their favour.",
+        f"Of the squared error of the weights is {', '.join(said)}; the rest is the spacing of the code table.",
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +39,7 @@ class Curve:
     trailing: bool = False
 
     def of(self, run: Run) -> pd.Series:
-        values = run.series("train", self.metric)
+        values: Any = run.series("train", self.metric)
         means = values.rolling(self.smooth, min_periods=1, center=not self.trailing).mean().where(values.notna())
         return np.log(means) if self.whole.ratio else means
 
@@ -83,9 +84,9 @@ def _levels(ax: Axes, shown: Sequence[Line], curve: Curve) -> None:
     ends = []
     for one in shown:
         mean = over_bases(by_cell(one.runs, curve.of)).mean(axis=1)
-        values = np.exp(mean) if curve.whole.ratio else mean
-        ax.plot(values.index, values, color=one.shade, linewidth=0.9, label=one.label)
-        ends.append((float(values.iloc[-1]), one.label, one.shade))
+        values = np.exp(mean.to_numpy()) if curve.whole.ratio else mean.to_numpy()
+        ax.plot(mean.index, values, color=one.shade, linewidth=0.9, label=one.label)
+        ends.append((float(values[-1]), one.label, one.shade))
     label_axes(ax, curve.metric)
     label_ends(ax, ends)
 
