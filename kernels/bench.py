@@ -1,12 +1,13 @@
 """Microseconds of linear layers over 4-bit weights, beside the floor of the GPU and what else is installed.
 
-    python kernels/bench.py [--out FILE] [--formats nvfp4,mxfp4,nf4] [--tokens 1,16,..] [--layers 7B,32B] [--search]
+    python kernels/bench.py [--out FILE] [--formats nvfp4,mxfp4,nf4] [--tokens 1,16,..] [--layers 7B,32B]
+                            [--search [--lora-rank 32]]
 
 Prints a table and writes a tidy CSV. Every kernel is timed in the same process as replays of a CUDA graph that runs
 over so many copies of the weight that they overflow the L2 cache several times: no run finds its weight there. Peers
 are torch in bfloat16, and bitsandbytes, vLLM's Marlin, gemlite and humming where they can be imported. `--search`
-measures configurations for these layers first and writes them to the user's cache, from where `decode_gemm` takes
-them, or to --table FILE.
+measures configurations for these layers first, with an adapter beside each as runs have it, and writes them to the
+user's cache, from where `decode_gemm` takes them, or to --table FILE. The table of times is of bare layers.
 
 The floor is the larger of bytes (weight, scales, x, y) over COPY_RATE and floating-point operations over MATRIX_RATE,
 both measured on an H200.
@@ -43,6 +44,7 @@ LAYERS = {  # Qwen2.5, N x K; query, key and value are one matrix, and gate and 
     "32B gate_up": (55296, 5120),
     "32B down": (5120, 27648),
 }
+JOINED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters lie one above the other
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 COPY_RATE = 4.30e12  # bytes a second
 MATRIX_RATE = 790e12  # bfloat16 operations a second
@@ -164,50 +166,79 @@ PEERS: dict[str, tuple[str, str, Peer]] = {  # name: package, format, calls
 }
 
 
-Job = tuple[str, tuple[int, int], int, Config]  # format, shape, tokens
+def joined_rank(layer: str, rank: int) -> int:
+    """The rank of the adapter that `decode_gemm` gets in a run with LoRA of `rank`.
+
+    0, none, where joined layers have more together than the kernel takes: then it is added by a matmul of its own.
+    """
+    together = rank * JOINED.get(layer.rpartition(" ")[2], 1)
+    return together if together <= decode.MOST_RANK else 0
+
+
+def adapter(shape: tuple[int, int], tokens: int, rank: int) -> decode.LoRA | None:
+    """x A^T and B of random numbers."""
+    if rank == 0:
+        return None
+    xa, b = (torch.randn((size, rank), dtype=torch.bfloat16, device="cuda") for size in (tokens, shape[0]))
+    return xa, b, 1.0
+
+
+Job = tuple[str, tuple[int, int], int, Config, int]  # format, shape, tokens, configuration, rank of the adapter
+
+
+def _case(config: Config, rank: int) -> str:
+    return f"{config}, adapter of rank {rank}:"
 
 
 def _compile_some(jobs: list[Job]) -> list[str]:
     """Run each configuration once, so that the compiler's cache has it; what fails is reported."""
     failed = []
-    for format_name, shape, tokens, config in jobs:
+    for format_name, shape, tokens, config, rank in jobs:
         x = torch.randn((tokens, shape[1]), dtype=torch.bfloat16, device="cuda")
+        lora = adapter(shape, tokens, rank)
         try:
-            decode.decode_gemm(x, random_weight(format_name, shape), config=config)
+            decode.decode_gemm(x, random_weight(format_name, shape), lora=lora, config=config)
             torch.cuda.synchronize()
         except (RuntimeError, ValueError) as error:
-            failed.append(f"{config}: {error}")
+            failed.append(f"{_case(config, rank)} {error}")
     return failed
 
 
 def compile_all(jobs: list[Job]) -> list[str]:
-    """`_compile_some` in several processes, each pair of format and configuration once."""
-    unique = list({(job[0], job[3]): job for job in jobs}.values())
+    """`_compile_some` in several processes, each format, configuration and adapter once."""
+    unique = list({(job[0], *job[3:]): job for job in jobs}.values())
     with ProcessPoolExecutor(_PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(itertools.chain(*pool.map(_compile_some, [unique[i::_PROCESSES] for i in range(_PROCESSES)])))
 
 
-def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path) -> None:
-    """The fastest configuration for each layer and bucket, into the table `path`. About a minute for eight layers."""
+def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, rank: int) -> None:
+    """The fastest configuration for each layer and bucket beside an adapter of `rank`, into the table `path`."""
+    ranks = {name: joined_rank(name, rank) for name in layers}
     plan = {(name, m): list(decode_configs.candidates(shape, m)) for name, shape in layers.items() for m in buckets}
-    failed = compile_all([("nvfp4", layers[name], m, c) for (name, m), configs in plan.items() for c in configs])
+    jobs = [("nvfp4", layers[name], m, c, ranks[name]) for (name, m), configs in plan.items() for c in configs]
+    failed = compile_all(jobs)
     print("\n".join(["configurations that do not run:", *failed]) if failed else "all configurations run", flush=True)
     best: dict[tuple[int, int], dict[int, Config]] = {}
     for name, shape in layers.items():
         weights = [random_weight("nvfp4", shape) for _ in range(copies("nvfp4", shape))]
         for size in buckets:
             x = torch.randn((size, shape[1]), dtype=torch.bfloat16, device="cuda")
+            loras = [adapter(shape, size, ranks[name]) for _ in weights]  # as many, or the L2 cache would keep it
             measured = []
             for config in plan[name, size]:
-                if config.shared > decode_configs.SHARED_LIMIT or any(str(config) in line for line in failed):
+                case = _case(config, ranks[name])
+                if config.shared > decode_configs.SHARED_LIMIT or any(line.startswith(case) for line in failed):
                     continue
-                calls = [lambda x=x, w=w, c=config: decode.decode_gemm(x, w, config=c) for w in weights]
+                calls = [
+                    lambda x=x, w=w, lora=lora, c=config: decode.decode_gemm(x, w, lora=lora, config=c)
+                    for w, lora in zip(weights, loras, strict=True)
+                ]
                 measured.append((times(calls)[_REPLAYS // 2], config))
             measured.sort(key=lambda pair: pair[0])
             best.setdefault(shape, {})[size] = measured[0][1]
             print(name, size, "; ".join(f"{us:.1f} {c}" for us, c in measured[:3]), flush=True)
         del weights
-    decode_configs.write_table(path, best)
+    decode_configs.write_table(path, best, rank)
 
 
 def rows(layers: dict[str, tuple[int, int]], formats: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
@@ -267,6 +298,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--layers", default="", help="only layers whose name contains one of these")
     parser.add_argument("--search", action="store_true", help="measure configurations first")
+    parser.add_argument("--lora-rank", type=int, default=32, help="of the adapter that --search has; 0 for none")
     parser.add_argument("--table", type=Path, help="where --search writes; the user's cache by default")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -275,10 +307,11 @@ def main() -> None:
     layers = {name: s for name, s in LAYERS.items() if any(part in name for part in options.layers.split(","))}
     if options.search:
         path = options.table or decode_configs.cache_file(torch.cuda.get_device_name())
-        search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path)
+        search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path, options.lora_rank)
     formats = options.formats.split(",")
     gpu = torch.cuda.get_device_name()
-    compile_all([(f, s, m, decode_configs.choose(gpu, s, m)) for f in formats for s in layers.values() for m in tokens])
+    shapes = list(layers.values())
+    compile_all([(f, s, m, decode_configs.choose(gpu, s, m), 0) for f in formats for s in shapes for m in tokens])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     measured = []
     with options.out.open("w", newline="") as file:

@@ -2,8 +2,10 @@
 through transformers, in the same process. Unlike the other benches it needs the whole project, and without a GPU it
 only shows that it runs.
 
-Every prompt is different and no completion stops early. Decode tokens/s leave out the time of a run for one token,
-reading the prompts and drawing from them, so what recording costs is in them.
+Every prompt is different, and every completion has the same length. Decode tokens/s are those of steps alone: the time
+of a round of START tokens is taken off, in which the prompts are read, the first step is launched kernel by kernel and
+the next one is recorded. What these two take more than a replay is `record_s`; a round has it once, and once more each
+time that half of its rows are done. Numbers are medians of several repeats, after one round that compiles.
 """
 
 from __future__ import annotations
@@ -11,68 +13,30 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
 from qerl_bench.kernel_choice import choose_kernels, fused_reason
 from qerl_bench.policy import Policy
-from qerl_bench.quantizer.apply import quantize_model
-from qerl_bench.tokenizer import byte_tokenizer
+from qerl_bench.quantizer.load import load_packed
+from qerl_bench.task.shape import IDS
 
-SHAPES = {  # hidden, layers, heads, key heads, intermediate, vocabulary
-    "7b": (3584, 28, 28, 4, 18944, 152064),
-    "32b": (5120, 64, 40, 8, 27648, 152064),
-    "dry": (64, 2, 4, 2, 128, 300),
-}
+SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
 WAYS: dict[str, Callable[..., list[hf.Completion]]] = {"recorded": hf_graph.decode, "transformers": hf.decode}
 FEW = 12  # tokens of the slow way
-WARM = 4
+START = 3  # tokens by which a round is under way: one drawn from the prompts, one step as it is, one recorded
 
 
-class RandomWeights:
-    """Gives a model on the meta device normal weights, and norms of ones, when they are asked for."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-
-    def fill(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        for name in names:
-            path, _, leaf = name.rpartition(".")
-            module = model.get_submodule(path)
-            shape = module.get_parameter(leaf).shape
-            value = torch.ones(shape, device=self.device)
-            if "norm" not in name:
-                value.normal_(0, 0.02)
-            setattr(module, leaf, torch.nn.Parameter(value.bfloat16(), requires_grad=False))
-
-
-def random_policy(experiment: Experiment, shape: str, rank: int, device: str) -> Policy:
-    """A policy with random weights in the format of `experiment`, packed layer by layer; rank 0 is no adapter."""
-    hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model: PreTrainedModel = Qwen2ForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
-    model.model.rotary_emb = Qwen2RotaryEmbedding(config).to(device)
-    weights = RandomWeights(device)
-    reports = quantize_model(model, experiment.quant, source=weights)
-    weights.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
+def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
+    """A policy with the random weights of `experiment`, in its format; rank 0 is no adapter."""
+    model, tokenizer, reports = load_packed(experiment, None, device)
     model.requires_grad_(False)
     adapter: Any = None
     if rank > 0:
@@ -81,41 +45,47 @@ def random_policy(experiment: Experiment, shape: str, rank: int, device: str) ->
             if "lora_B" in name:
                 parameter.data.normal_(0, 0.01)
     model.eval()
-    policy = Policy(model, byte_tokenizer(), adapter, reports, packing=False)
+    policy = Policy(model, tokenizer, adapter, reports, packing=False)
     policy.kernels = choose_kernels(model, reports, experiment.kernel)
     policy.fused = fused_reason(experiment.kernel, policy.device) is None
-    policy.stop_ids = frozenset({-1})
     return policy
 
 
-def seconds(way: str, policy: Policy, batch: int, prompt: int, new: int) -> tuple[float, float]:
-    """How long one round takes, and its peak of memory in GiB."""
+def seconds(way: str, policy: Policy, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
+    """How long one round of `new` tokens takes with room for `limit`, and its peak of memory in GiB."""
     device = policy.device.type
-    vocabulary = min(256, policy.model.config.vocab_size)
-    ids = torch.randint(vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
-    sampling = Sampling(samples=1, temperature=1.0, max_tokens=new, seed=0)
+    ids = torch.randint(IDS, (batch, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
+    sampling = Sampling(samples=1, temperature=1.0, max_tokens=limit, seed=0)
     reset_peak(device)
     started = now(device)
     with torch.inference_mode():
-        WAYS[way](policy, ids, sampling, list(range(batch)))
+        WAYS[way](policy, ids, sampling, list(range(batch)), [new] * batch)
     return now(device) - started, peak_gib(device)
 
 
-def measured(policy: Policy, way: str, batches: Sequence[int], prompt: int, new: int) -> Iterator[dict[str, Any]]:
+def measured(
+    policy: Policy, way: str, batches: Sequence[int], prompt: int, new: int, repeats: int
+) -> Iterator[dict[str, Any]]:
     for batch in batches:
-        seconds(way, policy, batch, prompt, min(new, WARM))  # compiles
-        total, peak = seconds(way, policy, batch, prompt, new)
-        read, _ = seconds(way, policy, batch, prompt, 1)
+        seconds(way, policy, batch, prompt, START, new)  # compiles
+        rounds = [[seconds(way, policy, batch, prompt, n, new) for n in (1, START, new)] for _ in range(repeats)]
+        steps = [(total - start) / (new - START) for _, (start, _), (total, _) in rounds]
+        step = median(steps)
+        extra = [start - read - (START - 1) * step for (read, _), (start, _), _ in rounds]
         yield {
             "way": way,
             "batch": batch,
             "prompt": prompt,
             "new": new,
-            "read_s": read,
-            "total_s": total,
-            "step_ms": 1e3 * (total - read) / (new - 1),
-            "decode_tok_s": batch * (new - 1) / (total - read),
-            "peak_gib": peak,
+            "repeats": repeats,
+            "read_s": median(read for (read, _), _, _ in rounds),
+            "record_s": median(extra) if way == "recorded" else None,
+            "total_s": median(total for _, _, (total, _) in rounds),
+            "step_ms": 1e3 * step,
+            "step_ms_least": 1e3 * min(steps),
+            "step_ms_most": 1e3 * max(steps),
+            "decode_tok_s": batch / step,
+            "peak_gib": max(peak for _, _, (_, peak) in rounds),
         }
 
 
@@ -128,8 +98,11 @@ def main() -> None:
     parser.add_argument("--slow", type=int, nargs="*", default=[64], help="batches also sampled through transformers")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", help="CSV file to write")
     options = parser.parse_args()
+    if options.new <= START or options.repeats < 1:
+        parser.error(f"--new must be above {START} and --repeats at least 1: a round starts with {START} tokens")
     import pandas as pd
     import transformers
 
@@ -139,13 +112,13 @@ def main() -> None:
     started = time.perf_counter()
     for name in options.formats:
         for rank in options.ranks:
-            words = (f"quant={name}", f"lora.rank={max(rank, 1)}", "model.dtype=bfloat16", "model.warm_start_steps=0")
-            policy = random_policy(build(compose([*words, "eval=none"])), options.shape, rank, device)
+            words = (f"quant={name}", f"model=shape/{options.shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
+            policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
             common = {"shape": options.shape, "format": name, "rank": rank, "gpu": gpu}
             common |= {"torch": torch.__version__, "transformers": transformers.__version__}
             plan = [("recorded", options.batches, options.new), ("transformers", options.slow, min(FEW, options.new))]
             for way, batches, new in plan:
-                for row in measured(policy, way, batches, options.prompt, new):
+                for row in measured(policy, way, batches, options.prompt, new, options.repeats):
                     rows.append(common | row)
                     print(f"[{time.perf_counter() - started:.0f} s]", name, rank, row, flush=True)
             del policy

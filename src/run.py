@@ -10,11 +10,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qerl_bench.config import build, register_resolvers, resolved
+from qerl_bench.labels import check_labels
 from qerl_bench.preflight import exit_code, flags_first, mention_sweep, preflight
 
 
 @hydra.main(config_path="../conf", config_name="run", version_base="1.3")
 def run(cfg: DictConfig) -> None:
+    check_labels(cfg, HydraConfig.get().runtime)
     from qerl_bench.experiment import run_experiment
 
     mention_sweep(HydraConfig.get())

@@ -1,7 +1,8 @@
 """Which tiles the decode GEMM uses: a table measured per GPU, and a rule for shapes that are not in it.
 
 Nothing is tuned while a model runs. `decode_h200.json` is shipped; `bench.py --search` measures the shapes it is given
-on the GPU at hand and writes a table of the same form to the user's cache folder, which goes before the shipped one.
+on the GPU at hand and writes a table of the same form to the user's cache folder, which goes before the shipped one. An
+entry's `lora_rank` is that of the adapter that was there when it was measured. The shipped ones were measured without.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 BUCKETS = (8, 16, 32, 64, 128, 256)  # tokens, rounded up
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 SHARED_LIMIT = 227 * 1024 - 256  # bytes of a program on Hopper, less the barriers
+RANK = "lora_rank"  # of the adapter of one layer, before layers are joined; 0 or absent: none
 _SHIPPED = {"NVIDIA H200": "decode_h200.json"}
 
 
@@ -104,15 +106,16 @@ def table(gpu: str) -> dict[str, dict[str, Config]]:
     found: dict[str, dict[str, Config]] = {}
     for path in tables(gpu):
         for shape, entries in json.loads(path.read_text()).items():
-            found.setdefault(shape, {}).update({size: Config(**entry) for size, entry in entries.items()})
+            configs = {size: {k: v for k, v in entry.items() if k != RANK} for size, entry in entries.items()}
+            found.setdefault(shape, {}).update({size: Config(**config) for size, config in configs.items()})
     return found
 
 
-def write_table(path: Path, best: dict[tuple[int, int], dict[int, Config]]) -> None:
-    """Add measured configurations, by shape and bucket, to the table in `path`."""
+def write_table(path: Path, best: dict[tuple[int, int], dict[int, Config]], lora_rank: int = 0) -> None:
+    """Add configurations measured beside an adapter of `lora_rank`, by shape and bucket, to the table in `path`."""
     entries = json.loads(path.read_text()) if path.is_file() else {}
     for (n, k), configs in best.items():
-        entries.setdefault(f"{n}x{k}", {}).update({str(size): asdict(config) for size, config in configs.items()})
+        entries.setdefault(f"{n}x{k}", {}).update({str(s): asdict(c) | {RANK: lora_rank} for s, c in configs.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f'  "{shape}": {{\n' + _rows(configs) + "\n  }" for shape, configs in entries.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

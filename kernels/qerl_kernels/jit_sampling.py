@@ -126,12 +126,12 @@ def draw(
 
     block = tl.arange(0, BLOCKS)
     masses = tl.zeros((BLOCKS,), tl.float64)  # of what may be drawn, by block
-    total = tl.zeros((BLOCK,), tl.float32)  # of all, as is the next
+    total = tl.zeros((BLOCK,), tl.float32)  # of all, as is the next; NaN if a logit is NaN or plus infinity
     moment = tl.zeros((BLOCK,), tl.float32)
     first = tl.full((BLOCK,), NOWHERE, tl.int32)
     for start in range(0, vocabulary, BLOCK):
         column, x = load_block(base, start, vocabulary, BLOCK)
-        z = tl.maximum((x - highest) * inverse_temperature, LOWEST)
+        z = tl.maximum((x - highest) * inverse_temperature, LOWEST, propagate_nan=tl.PropagateNan.ALL)
         e = tl.exp(z)
         total += e
         moment += z * e
@@ -157,7 +157,8 @@ def draw(
         token = tl.min(tl.where(beyond & (e > 0), column, NOWHERE), 0)
         last = tl.max(tl.where(e > 0, column, -1), 0)  # where the two sums of a block round apart
         token = tl.where(token == NOWHERE, last, token)
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # of a row with NaN any will do, within the row
     tl.store(tokens + row, token.to(tl.int64))
     picked = tl.load(base + token).to(tl.float32)
     tl.store(logprobs + row, (picked - highest) * inverse_temperature - log_s)
-    tl.store(entropies + row, tl.maximum(log_s - t / s, 0.0))
+    tl.store(entropies + row, tl.maximum(log_s - t / s, 0.0, propagate_nan=tl.PropagateNan.ALL))

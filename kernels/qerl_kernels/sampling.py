@@ -33,7 +33,8 @@ def draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor, top_p:
     The token is the first whose cumulative probability exceeds `uniform` (B,) among those that may be drawn: the
     `top_k` likeliest (0: all), and of these the likeliest that together hold `top_p` of their probability. Tokens as
     likely as the last of them are kept too. Log-probability and entropy are those of the whole vocabulary at
-    `temperature`, as a trainer computes them. Temperature 0 takes the likeliest token and reports both at 1.
+    `temperature`, as a trainer computes them. Temperature 0 takes the likeliest token and reports both at 1. Of a row
+    with a logit that is NaN or plus infinity both are NaN, and the token is any.
     """
     scaled = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:

@@ -19,13 +19,25 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.algo.kl import KlPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.injection import Injection
 from qerl_bench.errors import BadInput, require, require_package
+from qerl_bench.labels import check_class, check_labels
+from qerl_bench.limits import (
+    MOST_STEPS,
+    is_folder_name,
+    is_number,
+    require_completions,
+    require_count,
+    require_lr,
+    require_positive,
+    require_readable,
+    require_temperature,
+)
 from qerl_bench.offpolicy import OffPolicy
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
@@ -46,7 +58,8 @@ class RolloutSpec:
     def __post_init__(self) -> None:
         require_count("rollout.prompts", self.prompts)
         require_count("rollout.group_size", self.group_size)
-        require_positive("rollout.temperature", self.temperature)
+        require_completions("rollout.prompts x rollout.group_size", self.prompts, self.group_size)
+        require_temperature("rollout.temperature", self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +80,7 @@ class OptimSpec:
     on_nonfinite: str
 
     def __post_init__(self) -> None:
-        require_positive("optim.lr", self.lr)
+        require_lr("optim.lr", self.lr)
         require(
             self.schedule in ("constant", "linear", "cosine"),
             f"optim.schedule must be constant, linear or cosine, got {self.schedule!r}",
@@ -133,7 +146,7 @@ class Experiment:
     logger: Any
 
     def __post_init__(self) -> None:
-        require_count("steps", self.steps)
+        require_count("steps", self.steps, most=MOST_STEPS)
         require_count("save_every", self.save_every)
         require_count("seed", self.seed, least=0)
         require(
@@ -188,35 +201,20 @@ class Experiment:
             "use aqn=none",
         )
         shape = self.model.config() or {}
+        reads = shape.get("max_position_embeddings")
+        require_readable("task.max_completion_tokens", self.task.max_completion_tokens, reads, self.model.name)
+        require_readable("eval.max_tokens", getattr(self.eval, "max_tokens", None), reads, self.model.name)
         for key in ("hidden_size", "intermediate_size"):
             if key in shape:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.inject)
         self.engine.check_with(self)
+        self.task.check_with(self)
+        self.lora.check_with(f"model={self.model.name}", shape)
 
     @property
     def run_dir(self) -> Path:
         return Path(self.root) / "runs" / self.name
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_folder_name(name: object) -> bool:
-    """Whether `name` is a relative path that leads downwards, such as x or a/b."""
-    return isinstance(name, str) and name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def require_count(key: str, value: object, least: int = 1) -> None:
-    """Raise BadInput unless `value` is a whole number of at least `least`."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(ok, f"{key} must be a whole number of at least {least}, got {value!r}")
-
-
-def require_positive(key: str, value: object) -> None:
-    """Raise BadInput unless `value` is a positive, finite number."""
-    require(is_number(value) and value > 0, f"{key} must be a positive number, got {value!r}")  # type: ignore[operator]
 
 
 def register_resolvers() -> None:
@@ -254,7 +252,10 @@ def compose(overrides: list[str] | None = None) -> DictConfig:
     register_resolvers()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="run"):
-        cfg = hydra_compose("run", overrides=list(overrides or []))
+        cfg = hydra_compose("run", overrides=list(overrides or []), return_hydra_config=True)
+    with open_dict(cfg):
+        hydra = cfg.pop("hydra")
+    check_labels(cfg, hydra.runtime)
     return resolved(cfg)
 
 
@@ -285,6 +286,7 @@ def spec(cfg: DictConfig, key: str) -> Any:
         str(node._target_).startswith("qerl_bench."),
         f"{key}._target_ must name a class of qerl_bench, got {node._target_!r}",
     )
+    check_class(CONF_DIR, key, node)
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:

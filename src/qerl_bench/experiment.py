@@ -28,13 +28,13 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.errors import TrainingStopped, require
 from qerl_bench.evals.base import metrics_of
 from qerl_bench.evals.record import record_evaluation
-from qerl_bench.forensics import NonFinite, dump
+from qerl_bench.forensics import NonFinite, dump, during
 from qerl_bench.policy import Policy
 from qerl_bench.progress import Steps
 from qerl_bench.quant.anatomy import write_layers
 from qerl_bench.records import Group
 from qerl_bench.results.figures import run_figures
-from qerl_bench.results.table import render, summary
+from qerl_bench.results.table import render, summary, untaught
 from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
 from qerl_bench.seeding import derive
 from qerl_bench.sink.base import Sink
@@ -96,7 +96,10 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             evaluate(experiment, policy, engine, run, sinks, step=experiment.steps)
         run_figures(run.path)
         run.finish()
-        print(render(summary([run.path])))
+        table = summary([run.path])
+        if warning := untaught(table):
+            log.warning(warning)
+        print(render(table))
 
 
 def train_step(
@@ -158,10 +161,10 @@ def sampled_batch(
                 with phases.phase("sync"):
                     draws.append(noise_in.enter_context(policy.aqn.sampler(step, number)))
                     syncs.append(engine.sync(sharing))
-                with phases.phase("rollout"):
+                with phases.phase("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(sharing, sampling)
         with phases.phase("reward"):
-            rewards = [task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+            rewards = task.rewards(rollouts)
         bounds = [slice(i, i + rollout.group_size) for i in range(0, len(rollouts), rollout.group_size)]
         return [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in bounds]
 
@@ -222,7 +225,8 @@ def evaluate(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, sinks: list[Sink], step: int
 ) -> None:
     """Evaluate the clean policy and record it; step 0 is the quality of the packed base before any training."""
-    evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
+    with during(f"evaluation after step {step}"):
+        evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
     if evaluation is None:
         return
     scores = record_evaluation(run, experiment.task.name, step, evaluation)

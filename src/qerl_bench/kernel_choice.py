@@ -25,6 +25,7 @@ REFERENCE = "torch"
 DEQUANTIZE = "dequantize + cublas"
 DECODE = f"decode gemm up to {MOST_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 CUBLAS = "cublas"
+BITSANDBYTES = "bitsandbytes matmul_4bit"
 
 
 class AdaptedLinear(lora.Linear):
@@ -134,7 +135,7 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
         assert isinstance(base, torch.nn.Linear), name
         chosen[name] = _chosen(base, kernel, next(model.parameters()).dtype)
         if isinstance(module, AdaptedLinear):
-            module.fused = chosen[name] != REFERENCE
+            module.fused = chosen[name] not in (REFERENCE, BITSANDBYTES)
     for choice in dict.fromkeys(chosen.values()):
         names = [name for name, its in chosen.items() if its == choice]
         log.info("kernel of %d layers (%s ... %s): %s", len(names), names[0], names[-1], choice)
@@ -142,6 +143,8 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
 
 
 def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
+    if isinstance(base, PackedLinear) and base.by_bitsandbytes:
+        return BITSANDBYTES
     device = next(base.buffers()).device if isinstance(base, PackedLinear) else base.weight.device
     if fused_reason(kernel, device) is not None or compute != torch.bfloat16:
         return REFERENCE

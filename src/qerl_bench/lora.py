@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl_bench.errors import require
 
@@ -37,6 +38,21 @@ class Lora:
             "without an adapter use lora=none",
         )
 
+    def check_with(self, where: str, shape: Mapping[str, Any]) -> None:
+        """Raise BadInput if the rank is above the width of a target, as far as a config.json, `shape`, tells it."""
+        inputs = {target: "intermediate_size" if target == "down_proj" else "hidden_size" for target in self.targets}
+        self.check_widths(where, {name: shape[key] for name, key in inputs.items() if key in shape})
+
+    def check_widths(self, where: str, widths: Mapping[str, int]) -> None:
+        """Raise BadInput if the rank is above the input width of a target layer, by name."""
+        narrowest = min(widths, key=lambda name: widths[name], default=None)
+        require(
+            narrowest is None or self.rank <= widths[narrowest],
+            f"lora.rank must be at most the input width of the layers it adapts, and {narrowest} of {where} has "
+            f"{widths.get(narrowest or '')}, got {self.rank}; a larger rank adds parameters and no freedom. Use a "
+            "smaller one, or lora=none to train the weights themselves",
+        )
+
     def peft_config(self) -> LoraConfig:
         import torch
         from peft import LoraConfig
@@ -64,6 +80,9 @@ class FullParameter:
 
     dropout = 0.0
     train_norms = False  # apart from the other weights
+
+    def check_with(self, where: str, shape: Mapping[str, Any]) -> None:
+        """Nothing that could be too wide."""
 
     def __post_init__(self) -> None:
         require(self.rank == 0, f"lora=none has no rank, got lora.rank={self.rank!r}; for an adapter use lora=default")

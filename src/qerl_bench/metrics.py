@@ -78,6 +78,9 @@ STEERED = {  # with aqn=entropy
     "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
 }
 TRAINED = {
+    "train/taught_frac": Metric(
+        "share", "completion tokens trained on whose completion was in a backward pass: its loss can have a gradient"
+    ),
     "loss": Metric("-", "the objective over the whole step, KL penalty included; mean over its updates"),
     "grad_norm": Metric("-", "global gradient norm before clipping; mean over the step's updates"),
     "updates_skipped": Metric("count", "updates of the step that were not applied because something was not finite"),
@@ -256,6 +259,14 @@ def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int)
         "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
         "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
     }
+
+
+def taught_frac(tokens: torch.Tensor, taught: torch.Tensor) -> float:
+    """Share of all completion tokens that belong to completions with a backward pass.
+
+    `tokens` (B,) counts those of each completion, and `taught` (B,) is true where there is one.
+    """
+    return int(tokens[taught].sum()) / int(tokens.sum())
 
 
 def of_syncs(syncs: list[dict[str, float]]) -> dict[str, float]:

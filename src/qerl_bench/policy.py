@@ -22,10 +22,11 @@ from qerl_bench.config import Experiment
 from qerl_bench.errors import require
 from qerl_bench.head import token_scores
 from qerl_bench.kernel_choice import choose_kernels, fused_reason
+from qerl_bench.lora import Lora
 from qerl_bench.packing import Packing, enable, packed_hidden
 from qerl_bench.quant.anatomy import LayerReport
 from qerl_bench.quantizer.load import load_packed
-from qerl_bench.records import Message
+from qerl_bench.records import Message, Prompt
 from qerl_bench.seeding import derive
 from qerl_bench.task.prompts import rendered
 
@@ -83,7 +84,7 @@ class Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         adapter = None
         if experiment.lora.rank > 0:
-            check_targets(model, experiment.lora.targets)
+            check_targets(model, experiment.lora, f"model={experiment.model.name}")
             model.requires_grad_(False)
             with torch.random.fork_rng():
                 torch.manual_seed(derive(experiment.seed, "adapter"))
@@ -118,6 +119,10 @@ class Policy:
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
         return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+    def ids_of(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: its own, or those of its messages."""
+        return self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
 
     def completion_ids(self, text: str) -> list[int]:
         """Token ids of a whole completion, its stop token included."""
@@ -214,14 +219,19 @@ class Policy:
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
 
 
-def check_targets(model: torch.nn.Module, targets: list[str]) -> None:
-    """Raise BadInput if a name in lora.targets is not that of a linear layer of the model."""
-    layers = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    unknown = [target for target in targets if target not in layers]
+def check_targets(model: torch.nn.Module, lora: Lora, where: str) -> None:
+    """Raise BadInput if a name in lora.targets is not that of a linear layer of the model, or the rank is too large."""
+    widths: dict[str, int] = {}  # of the narrowest layer of each name
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            name = path.rsplit(".", 1)[-1]
+            widths[name] = min(widths.get(name, module.in_features), module.in_features)
+    unknown = [target for target in lora.targets if target not in widths]
     require(
         not unknown,
-        f"lora.targets names {', '.join(unknown)}, but the linear layers of this model are {', '.join(sorted(layers))}",
+        f"lora.targets names {', '.join(unknown)}, but the linear layers of this model are {', '.join(sorted(widths))}",
     )
+    lora.check_widths(where, {name: widths[name] for name in lora.targets})
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

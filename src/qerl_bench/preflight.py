@@ -161,11 +161,11 @@ def explain(error: Exception) -> str:
 def keys_of_group(group: str) -> dict[str, list[str]]:
     """Every dotted key of the files in a folder of conf/, with the options that have it; none if there is no folder."""
     found: dict[str, list[str]] = defaultdict(list)
-    for path in sorted((CONF_DIR / group).glob("*.yaml")):
+    for path in sorted((CONF_DIR / group).rglob("*.yaml")):
         tree = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(tree, dict)
         for key in flat({str(name): value for name, value in tree.items() if name not in ("_target_", "defaults")}):
-            found[f"{group}.{key}"].append(path.stem)
+            found[f"{group}.{key}"].append(str(path.relative_to(CONF_DIR / group).with_suffix("")))
     return found
 
 

@@ -13,12 +13,18 @@ RENDERED = "rendered"  # role of a single message that is the whole prompt as te
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question. `id` is unique within its task and split and stable between runs."""
+    """One question. `id` is unique within its task and split and stable between runs.
+
+    Where lengths are what a run is about, `token_ids` are the prompt, and no tokenizer or chat template is asked;
+    `new_tokens` are the exact lengths of its completions, sample by sample, which then no stop token ends.
+    """
 
     id: str
     messages: tuple[Message, ...]
     answer: str  # the gold answer as the task's reward reads it
     question: str = ""  # the bare question, without instruction or template
+    token_ids: tuple[int, ...] | None = None
+    new_tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,8 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One sampled completion. `token_ids` ends with the stop token when `finished` is true.
+    """One sampled completion. `token_ids` ends with the stop token when `finished` is true, unless its prompt says how
+    long it is to be.
 
     `logprobs` and `entropies` (nats, full vocabulary) belong to the policy that sampled, noise included, at the
     rollout temperature; one number per token of `token_ids`.
@@ -44,7 +51,7 @@ class Rollout:
     logprobs: list[float]
     entropies: list[float]
     text: str  # decoded completion without the stop token
-    finished: bool  # a stop token was drawn; false = cut at the token limit
+    finished: bool  # it ended below the token limit, or with a stop token; false = cut at the limit
 
 
 @dataclass(frozen=True, kw_only=True)

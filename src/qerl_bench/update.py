@@ -65,7 +65,8 @@ def update(
     lr = optim.lr_at(step, experiment.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    micros = split(experiment, batch)
+    taught = teaching(experiment, batch)
+    micros = split(experiment, batch, taught)
     measured = Measured()
     policy.train_mode(True)
     for _ in range(optim.updates):
@@ -84,18 +85,23 @@ def update(
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
     return {
+        "train/taught_frac": metrics.taught_frac(batch.mask.sum(1), taught),
         "lr": lr,
         "updates_skipped": optim.updates - measured.applied,
         **measured.metrics(optim.updates, experiment),
     }
 
 
-def split(experiment: Experiment, batch: Batch) -> list[Micro]:
+def teaching(experiment: Experiment, batch: Batch) -> torch.Tensor:
+    """The completions (B,) whose gradient can be other than zero: the others have advantage 0 and no other term."""
+    if experiment.algo.on_policy and experiment.kl.coef == 0 and experiment.optim.entropy_coef == 0:
+        return batch.advantages != 0
+    return torch.ones_like(batch.advantages, dtype=torch.bool)
+
+
+def split(experiment: Experiment, batch: Batch, teaches: torch.Tensor) -> list[Micro]:
     """Micro-batches, first those with a gradient. Weights are those of the whole step, whoever is left out."""
     weights = experiment.algo.weights(batch.mask.sum(1))
-    teaches = torch.ones_like(batch.advantages, dtype=torch.bool)
-    if experiment.algo.on_policy and experiment.kl.coef == 0 and experiment.optim.entropy_coef == 0:
-        teaches = batch.advantages != 0
     return [
         Micro(batch.rows(rows), weights[rows], teaches=taught)
         for taught, among in ((True, teaches), (False, ~teaches))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 import subprocess
 import sys
 import zlib
@@ -22,10 +24,12 @@ from qerl_bench import metrics
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.results.judge import NO_RUNS, Result, judge
 from qerl_bench.results.load import load_runs
+from qerl_bench.results.measure import WARM_UP
 from qerl_bench.results.paper import CLAIMS
+from qerl_bench.rundir import as_dict, flat
 
 ROOT = CONF_DIR.parent
-FOLDERS = ("paper", "tiny")
+FOLDERS = ("paper", "speed", "tiny")
 DESIGNS = sorted(
     f"{folder}/{path.stem}"
     for folder in FOLDERS
@@ -33,6 +37,8 @@ DESIGNS = sorted(
     if path.stem != "base"
 )
 
+pytestmark = pytest.mark.xdist_group("designs")  # all points are composed once, not once for each worker
+SHARED = ("paper/bigmath", "paper/gsm8k", "paper/speed")  # what other designs have in common
 PROGRAM = """
 import json, sys
 from hydra import compose as hydra_compose, initialize_config_dir
@@ -51,7 +57,8 @@ for design in json.load(sys.stdin):
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
     words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)
-    first = [point for point in points if not {f"seed={n}" for n in range(1, 10)} & set(point)]
+    others = {f"{key}={n}" for key in ("seed", "model.seed") for n in range(1, 100)}
+    first = [point for point in points if not others & set(point)]
     configs = [compose(list(point)) for point in first]
     names = [build(config).name for config in configs]
     found["designs"][design] = {"swept": dict(swept), "points": points, "names": names}
@@ -64,7 +71,7 @@ json.dump(found, sys.stdout)
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """For every design what it sweeps, how many runs it has, and the names of those of its first seed."""
+    """For every design what it sweeps, how many runs it has, and the names of those of its first seed and base."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(DESIGNS),
@@ -88,7 +95,22 @@ def test_composing_them_loads_nothing_heavy(found: dict[str, Any]) -> None:
 def test_the_points_of_a_design_are_different_runs(found: dict[str, Any], design: str) -> None:
     points = found["designs"][design]
     assert len(set(points["names"])) == len(points["names"])
-    assert len(points["points"]) == len(points["names"]) * len(str(points["swept"].get("seed", 0)).split(","))
+    repeats = [len(str(points["swept"].get(key, 0)).split(",")) for key in ("seed", "model.seed")]
+    assert len(points["points"]) == len(points["names"]) * math.prod(repeats)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_design_says_how_many_runs_it_has(found: dict[str, Any], design: str) -> None:
+    text = (CONF_DIR / "experiment" / f"{design}.yaml").read_text().replace("\n# ", " ")
+    said = [int(count) for count in re.findall(r"\((\d+) runs", text)]
+    shared = [int(count) for count in re.findall(r"(\d+) of them main's", text)]
+    points = found["designs"][design]
+    swept = len(points["points"]) > 1
+    assert said == ([len(points["points"])] if swept and design not in SHARED else [])
+    repeats = len(points["points"]) // len(points["names"])
+    main = names(found, ["tiny/main"]) if design.startswith("tiny/") and design != "tiny/main" else set()
+    common = len(main & set(points["names"])) * repeats
+    assert shared == ([common] if common else [])
 
 
 # --- the paper -------------------------------------------------------------------------------------------------------
@@ -130,6 +152,34 @@ def test_warm_up_is_a_tenth_of_each_run_of_the_paper(design: str) -> None:
     assert run.optim.warmup_steps == run.steps / 10
 
 
+@pytest.mark.parametrize("design", ["tables3_5_to_8", "tables3_5_to_8_vllm", "table9", "table9_vllm"])
+def test_the_steps_whose_speed_is_measured_have_the_lengths_of_the_paper(found: dict[str, Any], design: str) -> None:
+    configs = [found["configs"][name] for name in names(found, [f"paper/{design}"])]
+    lengths = {(c["task"]["lengths"], c["task"]["prompt_tokens"], c["task"]["completion_tokens"]) for c in configs}
+    assert lengths == {("fixed", 256, 2048)}
+    by_vllm = design.endswith("_vllm")
+    assert {config["engine"]["name"] for config in configs} == {"vllm" if by_vllm else "hf"}
+    nf4 = {config["quant"].get("backend") for config in configs if config["quant"]["name"] == "nf4"}
+    assert nf4 == (set() if by_vllm else {"own", "bitsandbytes"})
+    assert {config["quantizer"]["name"] for config in configs} == {"rtn"}
+
+
+def test_the_arm_of_figure_9_without_noise_differs_from_the_others_in_noise_alone(found: dict[str, Any]) -> None:
+    (none,) = (found["configs"][name] for name in names(found, ["paper/figure9_none"]))
+    for name in names(found, ["paper/figure9"]):
+        other = found["configs"][name]
+        different = {key for key in none if none[key] != other[key]}
+        assert none["aqn"]["name"] == "none" and different == {"aqn", "inject", "name"}
+
+
+def test_the_code_samples_no_group_again(found: dict[str, Any]) -> None:
+    refills = [
+        {found["configs"][name]["algo"]["max_refills"] for name in names(found, [f"paper/{design}"])}
+        for design in ("table2", "table2_code")
+    ]
+    assert refills == [{3}, {0}]
+
+
 def recorded(configs: dict[str, Any], place: Path) -> Path:
     """A run of two seeds for each config, on a GPU: all that the claims ask for, and numbers that differ by seed."""
     for name, config in configs.items():
@@ -159,9 +209,10 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
         return {judgement.claim.title: judgement.results for judgement in judge(CLAIMS, chosen)}
 
     small, gsm8k = (judged(f"qwen2.5-{size}-instruct", "gsm8k") for size in ("3b", "7b"))
+    shape = judged("qwen2.5-7b-instruct", "shape")
     matched = {
         "4-bit raises initial entropy": gsm8k, "AQN adds to it": gsm8k, "Exponential decay is best": small,
-        "Rank matters little": small, "Faster rollouts": gsm8k, "Faster steps, end to end": gsm8k, "Less memory": gsm8k,
+        "Rank matters little": small, "Faster rollouts": shape, "Faster steps, end to end": shape, "Less memory": shape,
         # figure 16's LoRA at the rate of figure 8's NVFP4, as long
         "Faster reward growth than 16-bit LoRA": gsm8k, "Higher final accuracy than 16-bit LoRA": gsm8k,
     }  # fmt: skip
@@ -191,10 +242,20 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
 TINY = [design for design in DESIGNS if design.startswith("tiny/")]
 
 
-def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> None:
-    assert {found["designs"][design]["swept"]["seed"] for design in TINY} == {"0,1,2,3,4"}
-    assert len(names(found, TINY)) == 39
-    assert len(found["designs"]["tiny/main"]["points"]) == 80
+def test_the_tiny_study_has_two_runs_of_41_settings_on_each_of_16_bases(found: dict[str, Any]) -> None:
+    swept = [found["designs"][design]["swept"] for design in TINY]
+    assert {design["seed"] for design in swept} == {"0,1"}
+    assert {design["model.seed"] for design in swept} == {",".join(map(str, range(16)))}
+    assert len(names(found, TINY)) == 41
+    texts = [path.read_text() for path in (ROOT / "Makefile", CONF_DIR / "experiment" / "tiny" / "base.yaml")]
+    assert all(f"{41 * 16 * 2:,} runs" in text for text in texts)
+
+
+def test_the_tiny_study_is_evaluated_closely_at_a_rate_that_falls_to_zero() -> None:
+    for design in TINY:
+        run = build(compose([f"experiment={design}"]))
+        assert (run.eval.name, getattr(run.eval, "samples", None)) == ("task", 32)
+        assert run.optim.lr_at(run.steps, run.steps) < 1e-3 * run.optim.lr
 
 
 @pytest.mark.parametrize(
@@ -202,6 +263,18 @@ def test_the_tiny_study_has_five_seeds_of_37_settings(found: dict[str, Any]) -> 
 )
 def test_baselines_are_runs_of_main(found: dict[str, Any], design: str, shared: int) -> None:
     assert len(names(found, [f"tiny/{design}"]) & names(found, ["tiny/main"])) == shared
+
+
+def test_what_make_study_begins_with_is_a_run_of_main(found: dict[str, Any]) -> None:
+    (words,) = re.findall(r"^FIRST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert build(compose(words.split())).name in names(found, ["tiny/main"])
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64])
+def test_alpha_is_the_same_for_every_rank(rank: int) -> None:
+    for design in ("tiny/ranks", "paper/figure10"):
+        lora = build(compose([f"experiment={design}", f"lora.rank={rank}"])).lora
+        assert (lora.rank, getattr(lora, "alpha", None)) == (rank, 32)
 
 
 @pytest.mark.parametrize("aqn", ["exp", "linear", "cosine", "log"])
@@ -220,10 +293,10 @@ def test_a_control_is_the_control_of_its_name_but_for_what_tiny_shares() -> None
         tiny, plain = (
             compose([f"experiment={name}"]) for name in (f"tiny/control_{control.stem}", f"control/{control.stem}")
         )
-        base = compose(["experiment=tiny/base"])
-        for key in plain:
-            if key != "name":
-                assert tiny[key] == (base if key in ("steps", "offpolicy") else plain)[key], (control.stem, key)
+        base, default = compose(["experiment=tiny/base"]), compose()
+        tiny, plain, base, default = (flat(as_dict(config)) for config in (tiny, plain, base, default))
+        for key in plain.keys() - {"name"}:
+            assert tiny[key] == (plain if base.get(key) == default.get(key) else base)[key], (control.stem, key)
 
 
 LAUNCHED = """
@@ -249,6 +322,7 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
             "experiment=tiny/ranks",
             "-m",
             "seed=0",
+            "model.seed=0",
             f"root={tmp_path}",
         ],
         capture_output=True,
@@ -259,7 +333,35 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
     assert done.returncode == 0, done.stderr
     started = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("started")]
     assert {build(compose(words)).name for words in started} == set(found["designs"]["tiny/ranks"]["names"])
-    assert len(started) == 6
+    assert len(started) == 8
+
+
+# --- speed and memory ------------------------------------------------------------------------------------------------
+
+SPEED = [design for design in DESIGNS if design.startswith("speed/")]
+
+
+@pytest.mark.parametrize(
+    ("design", "points"), [("rollout", 45), ("step", 9), ("memory", 12), ("ragged", 9)], ids=lambda value: str(value)
+)
+def test_a_speed_design_is_as_large_as_it_says(found: dict[str, Any], design: str, points: int) -> None:
+    assert len(found["designs"][f"speed/{design}"]["points"]) == points
+    assert f"({points} runs)" in (CONF_DIR / "experiment" / "speed" / f"{design}.yaml").read_text()
+
+
+@pytest.mark.parametrize("design", SPEED)
+def test_a_speed_design_measures_steps_that_train(design: str) -> None:
+    run = build(compose([f"experiment={design}"]))
+    assert (run.task.name, run.model.name, run.eval.name, run.aqn.name) == ("shape", "shape-7b", "none", "none")
+    assert run.steps - math.ceil(WARM_UP * run.steps) >= 10 and run.save_every == run.steps
+    assert run.algo.on_policy and "shape-7b" in run.name
+    for prompt in run.task.train_prompts(1, run.rollout.prompts, seed=0):
+        assert set(prompt.answer) == {"0", "1"} and len(prompt.answer) == run.rollout.group_size
+
+
+def test_speed_designs_share_runs(found: dict[str, Any]) -> None:
+    assert names(found, ["speed/step"]) < names(found, ["speed/rollout"])
+    assert len(names(found, ["speed/memory"]) & names(found, ["speed/rollout"])) == 3
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -301,10 +403,10 @@ def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], path: Pat
 
 def test_every_design_with_a_grid_has_a_sweep() -> None:
     texts = "".join(path.read_text() for path in SWEEPS)
-    assert [design for design in DESIGNS if design not in texts] == ["paper/bigmath", "paper/gsm8k"]
+    assert [design for design in DESIGNS if design not in texts] == [*SHARED]
 
 
 def test_a_word_of_the_agent_composes(found: dict[str, Any]) -> None:
     sweep = yaml.safe_load((ROOT / "sweeps" / "tiny_learning_rates.yaml").read_text())
-    names = {build(compose(words)).name for words in agent_words(sweep) if "seed=0" in words}
+    names = {build(compose(words)).name for words in agent_words(sweep) if {"seed=0", "model.seed=0"} <= {*words}}
     assert names == set(found["designs"]["tiny/learning_rates"]["names"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,11 +27,14 @@ ROOT = CONF_DIR.parent
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name not in WHOLE)
 RECIPES = sorted(path.stem for path in (CONF_DIR / "recipe").glob("*.yaml"))
-OPTIONS = {axis: sorted(path.stem for path in (CONF_DIR / axis).glob("*.yaml")) for axis in AXES}
+OPTIONS = {
+    axis: sorted(str(path.relative_to(CONF_DIR / axis).with_suffix("")) for path in (CONF_DIR / axis).rglob("*.yaml"))
+    for axis in AXES
+}
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF_DIR / "experiment").with_suffix(""))
     for path in (CONF_DIR / "experiment").rglob("*.yaml")
-    if path.parent.name not in ("paper", "tiny")  # test_designs.py has those
+    if path.parent.name not in ("paper", "speed", "tiny")  # test_designs.py has those
 )
 # Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
 GRIDS = (
@@ -172,7 +176,7 @@ def _refusal(row: dict[str, str]) -> str | None:
     row = {"quant": "bf16", "aqn": "none", "lora": "default"} | row
     if row["lora"] == "none" and row["quant"] != "bf16":
         return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
-    if row["lora"] == "none" and row.get("model", "tiny") != "tiny":
+    if row["lora"] == "none" and row.get("model", "tiny") not in ("tiny", "shape/tiny"):
         return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
     if row.get("quantizer", "rtn") != "rtn" and row["quant"] == "bf16":
         return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
@@ -185,6 +189,12 @@ def _refusal(row: dict[str, str]) -> str | None:
         return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
     if row.get("engine") == "vllm" and row["lora"] == "none":
         return "engine=vllm takes over adapters of rank 1 to 512 each step, and lora=none has lora.rank=0"
+    if row.get("engine") == "vllm" and row.get("model") in ("shape/14b", "shape/32b", "shape/72b"):
+        return "engine.kv_cache_gib=4.0 holds"
+    if row.get("task") == "shape" and row["algo"] == "sft":
+        return "task=shape has no demonstrations to imitate, which algo=sft reads"
+    if row.get("task") == "shape" and row["eval"] != "none":
+        return f"task=shape has no held-out questions, and eval={row['eval']} asks some"
     return None
 
 
@@ -323,7 +333,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
     ("words", "says"),
     [
         ("steps=5", "optim.warmup_steps=5 leaves nothing of steps=5"),
-        ("steps=0", "steps must be a whole number of at least 1, got 0"),
+        ("steps=0", "steps must be a whole number of at least 1 and at most 10,000,000, got 0"),
         ("steps=1.5", "steps must be a whole number"),
         ("steps=true", "steps must be a whole number"),
         ("seed=-1", "seed must be a whole number of at least 0"),
@@ -376,6 +386,16 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("task=word_problems task.procedures.guess=-1", "task.procedures needs a share >= 0"),
         ("task=reasoning_gym task.name=countdown", "its verifier runs the answer as code"),
         ("task=reasoning_gym +task.options.seed=1", "task.options sets seed, which the run decides"),
+        ("task=shape eval=none algo=sft", "task=shape has no demonstrations .*algo=sft.*use an on-policy"),
+        ("task=shape", "task=shape has no held-out questions, and eval=task asks some; use eval=none"),
+        ("task=shape eval=none task.group_size=4", "task.group_size=4 must be rollout.group_size=8"),
+        ("task=shape eval=none task.lengths=normal", "task.lengths must be one of fixed, geometric, got 'normal'"),
+        ("task=shape eval=none task.prompt_tokens=0", "task.prompt_tokens must be a whole number of at least 1, got 0"),
+        ("task=shape eval=none task.max_completion_tokens=9", "completion_tokens=256 is above .*=9, the limit"),
+        ("model=shape/7b model.heads=3", "model.hidden_size must be a multiple of 2"),
+        ("model=shape/7b model.vocabulary=100", "model.vocabulary must be at least 262"),
+        ("model=shape/7b model.tied=1", "model.tied must be true or false, got 1"),
+        ("model=shape/7b lora=none", "steps of RL are lost in bfloat16's rounding"),
         ("+unknown=1", "there is no option unknown"),
         ("+quant.unknown=1", r"quant=bf16 has no option quant\.unknown; leave it out"),
         ("experiment=smoke model=qwen2.5-3b-instruct", r"has no option model\.warm_start_steps"),
@@ -384,13 +404,44 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("name=''", "name must be a folder name"),
         ("name=null", "name must be a folder name"),
         ("root=null", "root a path"),
-        ("quant._target_=os.system", "quant._target_ must name a class of qerl_bench"),
-        ("quant._target_=qerl_bench.quant.base.NoSuchThing", "NoSuchThing"),
+        ("steps=10000001", "steps must be .* at most 10,000,000, got 10000001"),
+        ("rollout.prompts=1001 rollout.group_size=1000", "1,000,000 completions, got 1,001 x 1,000 = 1,001,000"),
+        ("rollout.group_size=1000000000", "must be at most 1,000,000 completions.* make one of the two smaller"),
+        ("eval.questions=1001 eval.samples=1000", "eval.questions x eval.samples must be at most 1,000,000"),
+        ("eval.questions=null eval.samples=1000001", "eval.questions x eval.samples must be at most 1,000,000"),
+        (
+            "rollout.temperature=1e300",
+            "rollout.temperature must be from 0.01 to 100, got 1e.300.* 1 is the model's own",
+        ),
+        ("eval.temperature=0.009", "eval.temperature must be from 0.01 to 100, got 0.009"),
+        ("optim.lr=1e300", "optim.lr must be at most 1, got 1e.300.*uses 1e-6 to 1e-3"),
+        (f"optim.lr={'9' * 400}", "optim.lr must be at most 1"),
+        ("task.max_completion_tokens=4097", "at most the 4096 tokens that model=tiny reads, got 4097; make it smaller"),
+        ("eval.max_tokens=4097", "eval.max_tokens must be at most the 4096 tokens that model=tiny reads"),
+        ("lora.rank=129", "and q_proj of model=tiny has 128, got 129.* Use a smaller one, or lora=none"),
+        ("lora.rank=385 'lora.targets=[down_proj]'", "down_proj of model=tiny has 384, got 385"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(words: str, says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        build(compose(words.split()))
+        build(compose(shlex.split(words)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "rollout.prompts=1000 rollout.group_size=1000",
+        "rollout.temperature=0.01",
+        "eval.temperature=100",
+        "optim.lr=1",
+        "steps=10000000",
+        "task.max_completion_tokens=4096",
+        "lora.rank=128",
+        "lora.rank=384 'lora.targets=[down_proj]'",
+    ],
+)
+def test_limits_are_themselves_allowed(words: str) -> None:
+    build(compose(shlex.split(words)))
 
 
 def test_supervised_training_needs_no_group() -> None:
@@ -400,9 +451,9 @@ def test_supervised_training_needs_no_group() -> None:
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        (["experiment=tiny/ranks"], "seed, quant, lora.rank"),
-        (["experiment=tiny/ranks", "++seed=1", "quant=bf16"], "lora.rank"),
-        (["experiment=tiny/ranks", "seed=1", "quant=bf16", "lora.rank=8"], None),
+        (["experiment=tiny/ranks"], "seed, model.seed, quant, lora.rank"),
+        (["experiment=tiny/ranks", "++seed=1", "model.seed=0", "quant=bf16"], "lora.rank"),
+        (["experiment=tiny/ranks", "seed=1", "model.seed=0", "quant=bf16", "lora.rank=8"], None),
         (["experiment=smoke"], None),
     ],
 )

@@ -20,8 +20,8 @@ from qerl_bench.errors import BadInput
 from qerl_bench.offpolicy import OffPolicy
 
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
-GROUPS = sorted(path for path in CONF_DIR.glob("*/*.yaml") if path.parent.name not in WHOLE)
-FILES = pytest.mark.parametrize("path", GROUPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+GROUPS = sorted(path for path in CONF_DIR.glob("*/**/*.yaml") if path.relative_to(CONF_DIR).parts[0] not in WHOLE)
+FILES = pytest.mark.parametrize("path", GROUPS, ids=lambda path: str(path.relative_to(CONF_DIR).with_suffix("")))
 HYDRA = {"defaults", "hydra"}
 
 
@@ -66,7 +66,8 @@ def test_the_file_starts_with_target_and_name(path: Path) -> None:
     assert list(node)[:2] == ["_target_", "name"]
     assert node["_target_"].startswith("qerl_bench.")
     others = ("default", "quick", "reasoning_gym")  # the last is named by the generator that it uses
-    assert node["name"] == path.stem or path.stem in others, "runs are named by their options"
+    option = "-".join(path.relative_to(CONF_DIR).with_suffix("").parts[1:])
+    assert node["name"] == option or path.stem in others, "runs are named by their options"
 
 
 def test_the_root_and_its_class_have_the_same_keys() -> None:
@@ -100,13 +101,16 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "algo": ("on_policy", "max_refills", "when_degenerate", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),
-        "task": ("check", "train_prompts", "eval_prompts", "demonstrations", "reward", "warm_start_overrides"),
+        "task": (
+            *("check", "check_with", "train_prompts", "eval_prompts", "demonstrations", "rewards", "reward"),
+            "warm_start_overrides",
+        ),
         "eval": ("check", "evaluate"),
         "logger": ("check", "build"),
     }
     for path in GROUPS:
         spec = _class(_load(path)["_target_"])
-        for name in needed.get(path.parent.name, ()):
+        for name in needed.get(path.relative_to(CONF_DIR).parts[0], ()):
             assert hasattr(spec, name) or name in _fields(spec), f"{spec.__name__} lacks {name}"
 
 

@@ -46,6 +46,26 @@ def test_the_same_protocol_gives_the_same_record_and_leaves_the_run_alone(finish
     assert contents(finished) == before
 
 
+def test_both_parts_of_the_error_are_metrics_of_the_run(finished: Path) -> None:
+    """Against the sums of docs/evaluation.md, over the answers that the run kept."""
+    rows = pd.read_parquet(finished / "samples.parquet").query("mode == 'sampled'")
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {line["step"]: line for line in lines if line["kind"] == "eval"}
+    assert set(evaluated) == {0, 4}
+    for step, found in evaluated.items():
+        answers = [list(map(float, x)) for _, x in rows[rows["step"] == step].groupby("question")["correct"]]
+        assert [len(row) for row in answers] == [2] * 5
+        means = [sum(row) / 2 for row in answers]
+        centre = sum(means) / 5
+        whole = sum((m - centre) ** 2 for m in means) / 4 / 5
+        sampling = sum(sum((x - m) ** 2 for x in row) / 1 / 2 for row, m in zip(answers, means, strict=True)) / 5**2
+        assert found["eval/accuracy_sampled"] == pytest.approx(centre)
+        assert found["eval/accuracy_sampled_stderr"] == pytest.approx(whole**0.5)
+        assert found["eval/accuracy_sampled_stderr_sampling"] == pytest.approx(sampling**0.5)
+        rest = max(0.0, whole - sampling) ** 0.5
+        assert found["eval/accuracy_sampled_stderr_questions"] == pytest.approx(rest)
+
+
 def test_another_protocol_has_its_own_folder_and_is_done_once(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +118,7 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
         (["+eval.x=1"], "one plain value for each key"),
         (["eval=none"], "eval=none evaluates nothing"),
         (["eval.samples=0"], r"eval\.samples must be a whole number of at least 1"),
+        (["eval.name=paper"], "eval.name=paper would change what eval is called"),
         (["eval.samples=2", "eval.k=3"], r"eval\.k=3 asks for pass@k of eval\.samples=2"),
         (["eval.top_p=1.5"], r"eval\.top_p must be above 0 and at most 1"),
         (["seed=1", "out=a", "out=b"], "out= names one folder"),

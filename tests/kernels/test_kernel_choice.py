@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 
 from qerl_bench import kernel_choice
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf_graph import eager_reason
 from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import AdaptedLinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
@@ -124,6 +126,30 @@ def test_what_the_kernels_cannot_do_stays_with_the_reference(
 ) -> None:
     policy = make_policy(*overrides, quant="nf4", width=64)
     assert set(_fused(policy, monkeypatch).values()) == {"torch"}
+
+
+def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called for each layer, fused kernels or not, and with the scores and gradients of the reference."""
+    ids, mask = _ids(2, 9), torch.ones(2, 9, dtype=torch.bool)
+    own, theirs = (
+        make_policy("model.dtype=bfloat16", f"quant.backend={name}", quant="nf4", width=64, adapted=True)
+        for name in ("own", "bitsandbytes")
+    )
+    calls: list[int] = []
+    multiply = bitsandbytes.matmul_4bit
+
+    def counted(*given: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        return multiply(*given, **options)
+
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", counted)
+    assert set(_fused(theirs, monkeypatch).values()) == {"bitsandbytes matmul_4bit"}
+    wanted, found = (policy.token_stats(ids, mask, 1.0) for policy in (own, theirs))
+    assert len(calls) == len(theirs.layers)
+    assert torch.allclose(found.logprobs, wanted.logprobs, rtol=0, atol=0.05)
+    assert _distance(_gradients(theirs, found.logprobs), _gradients(own, wanted.logprobs)) < 0.05
+    monkeypatch.setattr(theirs, "fused", True)
+    assert eager_reason(theirs) == "a packed layer runs the reference"
 
 
 def test_dropout_is_left_to_peft(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,23 @@ def test_greedy_takes_the_first_of_the_likeliest(device: str) -> None:
     assert torch.allclose(logprob, wanted[1], atol=1e-6) and torch.allclose(entropy, wanted[2], atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy about NaN, under the interpreter
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("filters", [(0, 1.0), (3, 1.0), (0, 0.6)])
+def test_logits_that_are_not_finite_show(device: str, temperature: float, filters: tuple[int, float]) -> None:
+    """Of such rows the token is within the vocabulary and the log-probability NaN; minus infinity forbids a token."""
+    bad = [[0.0, torch.nan, 1.0], [torch.nan] * 3, [0.0, 1.0, torch.inf], [torch.inf] * 3, [-torch.inf] * 3]
+    logits = torch.tensor([*bad, [0.0, -torch.inf, 1.0]], device=device)
+    keys, (top_k, top_p) = torch.arange(len(logits), device=device), filters
+    numbers = torch.full((len(logits),), 0.5, dtype=torch.float64, device=device)
+    for token, logprob, _ in (
+        draw(logits, temperature, numbers, top_p, top_k),
+        draw_seeded(logits, temperature, keys, 0, top_p, top_k),
+    ):
+        assert logprob.isfinite().tolist() == [False] * len(bad) + [True]
+        assert ((token >= 0) & (token < 3)).all() and token[-1] != 1
+
+
 def test_a_large_vocabulary_in_bfloat16() -> None:
     """152k tokens: the reference's choice but where a number falls on a border, and twice the same bits."""
     if not torch.cuda.is_available():

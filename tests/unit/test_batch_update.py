@@ -194,6 +194,44 @@ def test_a_step_without_signal_moves_nothing(
     assert torch.equal(_state(policy), before)
 
 
+@pytest.mark.parametrize(
+    ("algo", "words", "advantages"),
+    [
+        ("grpo", (), (1.0, -0.5, 0.25, 2.0, -1.5, 0.0, 0.75)),
+        ("grpo", ("optim.updates=3",), (1.0, 0.0, 0.0, 2.0, -1.5, 0.0, 0.0)),
+        ("grpo", (), (0.0,) * 7),
+        ("dapo", (), (0.0, 0.0, 1e-6, 0.0, 0.0, 0.0, 0.0)),
+        ("grpo", ("optim.entropy_coef=0.1",), (0.0,) * 7),
+        ("grpo", ("kl.coef=0.1",), (0.0,) * 7),
+        ("sft", (), (0.0,) * 7),
+    ],
+)
+def test_the_taught_share_is_that_of_tokens_whose_loss_has_a_gradient(
+    make_policy: Callable[..., Any],
+    make_experiment: Callable[..., Any],
+    algo: str,
+    words: tuple[str, ...],
+    advantages: tuple[float, ...],
+) -> None:
+    """Against the gradient of each completion alone. The adapter is not zero, or the divergence of kl would be."""
+    lengths = (4, 1, 9, 0, 6, 3, 12)
+    policy = make_policy(adapted=True)
+    experiment = _experiment(make_experiment, algo, *words)
+    batch = dataclasses.replace(_batch(policy), advantages=torch.tensor(advantages))
+    moved = []
+    for row, length in enumerate(lengths):
+        if length == 0:
+            continue
+        fresh = make_policy(adapted=True)
+        alone = _update(experiment, fresh, make_optimizer(fresh, experiment.optim), batch.rows(torch.tensor([row])))
+        moved.append(alone["grad_norm"] > 0)
+        assert alone["train/taught_frac"] == float(moved[-1])
+    tokens = [length for length in lengths if length]
+    wanted = sum(length for length, taught in zip(tokens, moved, strict=True) if taught) / sum(tokens)
+    found = _update(experiment, policy, make_optimizer(policy, experiment.optim), batch)
+    assert found["train/taught_frac"] == pytest.approx(wanted, abs=1e-12)
+
+
 @ALGORITHMS
 def test_an_update_goes_the_right_way(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], algo: str
@@ -237,4 +275,5 @@ def test_a_supervised_update_says_nothing_about_a_sampler(
     policy = make_policy()
     experiment = _experiment(make_experiment, "sft")
     found = _update(experiment, policy, make_optimizer(policy, experiment.optim), _batch(policy))
-    assert set(found) == {"loss", "grad_norm", "lr", "updates_skipped", "entropy_clean", "entropy_t1"}
+    others = {"loss", "grad_norm", "lr", "updates_skipped", "entropy_clean", "entropy_t1"}
+    assert set(found) == {"train/taught_frac", *others}

@@ -31,8 +31,8 @@ NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compresse
 SPECS = {
     "nvfp4": NVFP4_SPEC,
     "mxfp4": MXFP4(name="mxfp4", scale_rule="even"),
-    "nf4": NF4(name="nf4", double_quant=False),
-    "nf4-double": NF4(name="nf4", double_quant=True),
+    "nf4": NF4(name="nf4", double_quant=False, backend="own"),
+    "nf4-double": NF4(name="nf4", double_quant=True, backend="own"),
 }
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])
 

@@ -84,10 +84,16 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
     class Task:
         max_completion_tokens = 6
 
+        def check_with(self, experiment: Any) -> None:
+            """Suits every experiment."""
+
         def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
             prompts = experiment.task.train_prompts(step, count, seed)
             asked.extend(prompt.id for prompt in prompts)
             return prompts
+
+        def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+            return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
 
         def reward(self, prompt: Prompt, text: str) -> Reward:
             teaches = zlib.crc32(prompt.id.encode()) % 4 == 0

@@ -378,6 +378,19 @@ def test_a_replay_is_what_was_recorded(on_gpu: Policy) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_steps")
+def test_exact_lengths_are_replayed_to_the_token(on_gpu: Policy) -> None:
+    """Whatever stop tokens they draw; the same bits with and without a recording."""
+    lengths = [1 + (7 * i) % 40 for i in range(len(KEYS))]
+    found = _decoded(hf_graph.decode, on_gpu, _sampling(temperature=4.0), lengths=lengths)
+    assert [len(ids) for ids, _, _ in found] == lengths and len(set(lengths)) > 10
+    assert any(token in on_gpu.stop_ids for ids, _, _ in found for token in ids[:-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_graph.Decoding, "_advance", hf_graph.Decoding._step)
+        _same(found, _decoded(hf_graph.decode, on_gpu, _sampling(temperature=4.0), lengths=lengths), 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_steps")
 def test_the_trainer_agrees_as_well_as_with_transformers(on_gpu: Policy) -> None:
     """Log-probabilities against one full pass over the finished sequences, in the rounding of 16 bits."""
     policy = on_gpu

@@ -28,7 +28,7 @@ E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 SPECS = [
     NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors"),
     MXFP4(name="mxfp4", scale_rule="even"),
-    NF4(name="nf4", double_quant=False),
+    NF4(name="nf4", double_quant=False, backend="own"),
 ]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
@@ -75,7 +75,8 @@ def test_specs_import_without_torch() -> None:
         (lambda: MXFP4(name="mxfp4", scale_rule="ceil"), "even, floor, rceil, got 'ceil'"),
         (lambda: NVFP4(name="", compute_dtype="float16", convention="compressed-tensors"), "name is empty"),
         (lambda: MXFP4(name="", scale_rule="even"), "name is empty"),
-        (lambda: NF4(name="", double_quant=False), "name is empty"),
+        (lambda: NF4(name="", double_quant=False, backend="own"), "name is empty"),
+        (lambda: NF4(name="nf4", double_quant=False, backend="marlin"), "quant.backend .* own, bitsandbytes.*'marlin'"),
         (lambda: BF16(name=""), "name is empty"),
     ],
 )
@@ -96,10 +97,10 @@ def test_block_widths_and_bits(spec: Any, block: int, bits: float) -> None:
 def test_nf4_without_bitsandbytes_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reason = NF4(name="nf4", double_quant=False).unsupported_reason("cpu")
+    reason = NF4(name="nf4", double_quant=False, backend="own").unsupported_reason("cpu")
     assert reason is not None and "bitsandbytes" in reason
     with pytest.raises(BadInput, match="bitsandbytes"):
-        NF4(name="nf4", double_quant=False).pack(_weights(1, 64))
+        NF4(name="nf4", double_quant=False, backend="own").pack(_weights(1, 64))
 
 
 @packing
@@ -297,18 +298,18 @@ CODEBOOK = [
 
 def test_nf4_decodes_the_codebook_with_the_first_input_in_the_high_nibble() -> None:
     row = torch.tensor([CODEBOOK * 4])
-    packed = NF4(name="nf4", double_quant=False).pack(torch.cat([row, 2 * row], dim=1))
+    packed = NF4(name="nf4", double_quant=False, backend="own").pack(torch.cat([row, 2 * row], dim=1))
     assert packed["weight"].shape == (64, 1)
     assert _hex(packed["weight"]) == "0123456789abcdef" * 8
     assert packed["absmax"].dtype == torch.float32
     assert packed["absmax"].tolist() == [1.0, 2.0]
-    restored = NF4(name="nf4", double_quant=False).operand(packed, (1, 128), torch.float32)
+    restored = NF4(name="nf4", double_quant=False, backend="own").operand(packed, (1, 128), torch.float32)
     torch.testing.assert_close(restored, torch.cat([row, 2 * row], dim=1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_nf4_picks_the_nearest_entry_and_rounds_once(dtype: torch.dtype) -> None:
-    spec, weight = NF4(name="nf4", double_quant=False), _weights(8, 128, dtype)
+    spec, weight = NF4(name="nf4", double_quant=False, backend="own"), _weights(8, 128, dtype)
     packed = spec.pack(weight)
     blocks = weight.float().view(-1, 64)
     absmax = blocks.abs().amax(dim=1)
@@ -320,7 +321,8 @@ def test_nf4_picks_the_nearest_entry_and_rounds_once(dtype: torch.dtype) -> None
 
 
 def test_nf4_zero_block_stays_zero() -> None:
-    assert _restored(NF4(name="nf4", double_quant=False), torch.zeros(2, 64)).tolist() == torch.zeros(2, 64).tolist()
+    spec = NF4(name="nf4", double_quant=False, backend="own")
+    assert _restored(spec, torch.zeros(2, 64)).tolist() == torch.zeros(2, 64).tolist()
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ def test_bytes_recorded_from_compressed_tensors() -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        (NF4(name="nf4", double_quant=False), 0.0085),
+        (NF4(name="nf4", double_quant=False, backend="own"), 0.0085),
         (NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors"), 0.0090),
         (MXFP4(name="mxfp4", scale_rule="even"), 0.0126),
         (MXFP4(name="mxfp4", scale_rule="floor"), 0.0130),

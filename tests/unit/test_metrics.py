@@ -213,6 +213,9 @@ class Judge:
         many, odd = len(set(completion)) > 6, bool(len(completion) % 2)
         return Reward(total=many + 0.2 * odd, correct=many, parts={"correct": float(many), "format": float(odd)})
 
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+
 
 class Step:
     """One tiny optimiser step, with what is needed to work its numbers out again."""

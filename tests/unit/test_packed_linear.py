@@ -20,7 +20,7 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors")
-SPECS = [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False)]
+SPECS = [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False, backend="own")]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -347,7 +347,7 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
     model = torch.nn.Sequential(_linear(64, 64))
     quantize_model(model, NVFP4_SPEC)
     with pytest.raises(BadInput, match="0 is packed already"):
-        quantize_model(model, NF4(name="nf4", double_quant=False))
+        quantize_model(model, NF4(name="nf4", double_quant=False, backend="own"))
     adapted = get_peft_model(Block(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(BadInput, match="q_proj carries an adapter"):
         quantize_model(adapted, NVFP4_SPEC)
@@ -356,7 +356,7 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
 def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"^q_proj: .*bitsandbytes"):
-        quantize_model(Block(), NF4(name="nf4", double_quant=False))
+        quantize_model(Block(), NF4(name="nf4", double_quant=False, backend="own"))
 
 
 # --- joined layers ---------------------------------------------------------------------------------------------------

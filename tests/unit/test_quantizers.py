@@ -44,8 +44,8 @@ FORMATS = [
     NVFP4_SPEC,
     NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao"),
     MXFP4(name="mxfp4", scale_rule="even"),
-    NF4(name="nf4", double_quant=False),
-    NF4(name="nf4", double_quant=True),
+    NF4(name="nf4", double_quant=False, backend="own"),
+    NF4(name="nf4", double_quant=True, backend="own"),
 ]
 formats = pytest.mark.parametrize("spec", FORMATS, ids=["nvfp4", "torchao", "mxfp4", "nf4", "nf4-double"])
 
@@ -331,7 +331,7 @@ def _output_change(model: Any, packed: Any) -> float:
 
 @pytest.mark.parametrize(
     "spec",
-    [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False)],
+    [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False, backend="own")],
     ids=lambda s: s.name,
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

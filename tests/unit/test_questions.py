@@ -259,6 +259,39 @@ def test_the_same_file_twice_is_refused_and_dropping_it_leaves_nothing() -> None
         replace(spec(TINY, TINY), leaks="drop").check()
 
 
+LINE = "Please reason step by step, and put your final answer within \\boxed{}."
+CARRIED = ["", f"\n{LINE}", f" {LINE.upper()}", f"\n\n{LINE.replace(',', ' ,')}\n"]
+
+
+@pytest.mark.parametrize("kept", ["train", "eval", "neither"])
+@pytest.mark.parametrize("held_out", CARRIED)
+@pytest.mark.parametrize("trained", CARRIED)
+def test_an_instruction_line_hides_no_leak(tmp_path: Path, trained: str, held_out: str, kept: str) -> None:
+    """Whichever split brings the line, and whichever of the two cuts it off."""
+    ours = [{"problem": f"What is half of {i}?{trained}", "answer": "1"} for i in range(3)]
+    theirs = [{"problem": f"What is half of {i}?{held_out}", "answer": "1"} for i in range(2, 5)]
+    words = [f"task.{kept}.instruction_line=null"] if kept != "neither" else []
+    built = replace(
+        task("task=bigmath", "task.leaks=refuse", *words),
+        train_file=str(write(tmp_path / "a", *ours)),
+        eval_file=str(write(tmp_path / "b", *theirs)),
+    )
+    with pytest.raises(BadInput, match=r"1 of 3 training questions of task=bigmath .*train line 3 = test line 1:"):
+        built.check()
+
+
+@pytest.mark.parametrize("name", ["bigmath", "dapo_math"])
+def test_the_competition_sets_as_stored_are_asked_without_their_line(tmp_path: Path, name: str) -> None:
+    files = [write(tmp_path / key, {"problem": f"What is {key}?\n{LINE}", "answer": "1"}) for key in ("a", "b")]
+    built = replace(task(f"task={name}"), train_file=str(files[0]), eval_file=str(files[1]))
+    assert built.train_prompts(1, 1, seed=0)[0].question == "What is a?"
+    assert built.eval_prompts(1)[0].question == "What is b?"
+
+
+def test_a_line_is_part_of_a_question_that_is_nothing_else() -> None:
+    assert normalised(LINE, [LINE]) == normalised(LINE) != normalised(f"Why? {LINE}", [LINE]) == "why"
+
+
 @pytest.mark.parametrize(
     ("text", "other"),
     [("What is 2+2?", "what is  2 + 2"), ("$\\frac{1}{2}$", "\\frac 1 2"), ("①", "1"), ("Größe", "GRÖSSE")],

@@ -19,7 +19,7 @@ from qerl_bench.errors import BadInput
 from qerl_bench.results.collect import write_study
 from qerl_bench.results.load import find_runs, load_run, load_runs, tidy
 from qerl_bench.results.script import guarded
-from qerl_bench.results.table import render, summary
+from qerl_bench.results.table import render, summary, untaught
 
 REPOSITORY = Path(__file__).parents[2]
 LINES = [
@@ -27,9 +27,18 @@ LINES = [
         "kind": "eval", "step": 0, "time": 10.0, "eval/accuracy_greedy": 0.25, "eval/accuracy_greedy_stderr": 0.02,
         "eval/accuracy_sampled": 0.2, "eval/accuracy_sampled_stderr": 0.01,
     },
-    {"kind": "train", "step": 1, "time": 11.0, "reward/mean": 0.5, "entropy": 0.9, "speed/rollout_tok_s": 100.0},
-    {"kind": "train", "step": 2, "time": 12.0, "reward/mean": None, "entropy": 0.8, "speed/rollout_tok_s": 2000.0},
-    {"kind": "train", "step": 3, "time": 13.0, "reward/mean": 0.75, "entropy": 0.7, "speed/rollout_tok_s": 3000.0},
+    {
+        "kind": "train", "step": 1, "time": 11.0, "reward/mean": 0.5, "entropy": 0.9, "speed/rollout_tok_s": 100.0,
+        "train/taught_frac": 1.0,
+    },
+    {
+        "kind": "train", "step": 2, "time": 12.0, "reward/mean": None, "entropy": 0.8, "speed/rollout_tok_s": 2000.0,
+        "train/taught_frac": 0.0,
+    },
+    {
+        "kind": "train", "step": 3, "time": 13.0, "reward/mean": 0.75, "entropy": 0.7, "speed/rollout_tok_s": 3000.0,
+        "train/taught_frac": 0.25,
+    },
     {
         "kind": "eval", "step": 3, "time": 14.0, "eval/accuracy_greedy": 0.5, "eval/accuracy_greedy_stderr": 0.03,
         "eval/accuracy_sampled": 0.4, "eval/accuracy_sampled_stderr": 0.015,
@@ -196,7 +205,7 @@ def test_the_tidy_table_says_what_each_number_belongs_to(tmp_path: Path) -> None
     ]
     row = table[(table["run"] == "first") & (table["metric"] == "entropy") & (table["step"] == 3)]
     assert row[["kind", "value"]].to_numpy().tolist() == [["train", 0.7]]
-    assert table[table["run"] == "second"]["metric"].nunique() == 8  # the first run's other metrics are not invented
+    assert table[table["run"] == "second"]["metric"].nunique() == 9  # the first run's other metrics are not invented
 
 
 def test_the_fingerprint_is_that_of_the_config_without_its_seed(tmp_path: Path) -> None:
@@ -232,6 +241,7 @@ def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
         "gain_final": 0.25, "gain_final_stderr": 0.025,
         "sampled_final": 0.4, "sampled_final_stderr": 0.015, "entropy_first": 0.9, "entropy_last": 0.7,
         "rollout_tok_s": 2500.0,  # median of steps 2 and 3; step 1 is warm-up
+        "taught": pytest.approx(1.25 / 3), "taught_last": 1.0,
         "peak_gib": 0.5,
     }  # fmt: skip
     assert table.to_dict("records") == [expected]
@@ -247,14 +257,35 @@ def test_the_rendered_table_is_aligned_and_marks_what_is_not_there(tmp_path: Pat
     text = render(summary(folders))
     top, heading, first, second, *notes = text.splitlines()
     assert " ".join(first.split()) == (
-        "a-rather-long-name nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.50"
+        "a-rather-long-name nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.42 0.50"
     )
-    assert " ".join(second.split()) == "b * nvfp4 exp 32 0 25.0 ±2.0 - - - - - - -"
+    assert " ".join(second.split()) == "b * nvfp4 exp 32 0 25.0 ±2.0 - - - - - - - -"
     assert len(heading) == len(first) == len(second)
     assert heading.index("step 0") + len("step 0") == first.index("25.0 ±2.0") + len("25.0 ±2.0")
-    assert top.split() == ["accuracy", "accuracy", "gain", "sampled", "entropy", "entropy", "rollout", "peak"]
+    assert top.split() == ["accuracy", "accuracy", "gain", "sampled", "entropy", "entropy", "rollout", "taught", "peak"]
     assert notes[-1] == "* not finished" and "* not finished" not in render(summary(folders[:1]))
     assert render(summary([])) == "no runs"
+
+
+@pytest.mark.parametrize(
+    ("shares", "warned"),
+    [
+        ([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], True),
+        ([0.0, 0.0], True),
+        ([0.0, 1.0, 0.0, 0.0, 0.0, 0.0], False),
+        ([0.0, 0.0, 0.0, 0.0, 0.0, 0.01], False),
+        ([None, None], False),  # of a version that did not measure it
+    ],
+)
+def test_a_run_whose_last_five_steps_taught_nothing_is_named(
+    tmp_path: Path, shares: list[float | None], warned: bool
+) -> None:
+    lines = [{"kind": "train", "step": step, "train/taught_frac": share} for step, share in enumerate(shares, start=1)]
+    table = summary([write_run(tmp_path / "plain"), write_run(tmp_path / "a", lines)])
+    warning = untaught(table)
+    assert (warning is not None) == warned
+    if warning is not None:
+        assert warning.startswith("a: ") and "train/taught_frac = 0" in warning and "task=shape" in warning
 
 
 def load_script(name: str) -> ModuleType:
@@ -273,7 +304,7 @@ def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.Capt
     words = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "all", "--csv"]
     with pytest.warns(UserWarning, match="b: line 6, the last, is half-written and was dropped"):
         load_script("collect").main(words)
-    assert "2 runs, 1 of them unfinished, 48 numbers" in capsys.readouterr().out
+    assert "2 runs, 1 of them unfinished, 54 numbers" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)
     parquet = pd.read_parquet(tmp_path / "out" / "tidy.parquet")

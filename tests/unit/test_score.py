@@ -57,6 +57,17 @@ def test_every_column_of_every_line_and_the_totals(tmp_path: Path) -> None:
     assert totals["means"] == pytest.approx({"correct": 2 / 3, "format": 1 / 3, "reward": 2.2 / 3})
 
 
+def test_questions_are_found_with_the_instruction_line_that_is_cut_off(tmp_path: Path) -> None:
+    line = "Please reason step by step, and put your final answer within \\boxed{}."
+    stored = [{"problem": f"What is {i} + {i}?\n{line}", "answer": str(2 * i)} for i in range(3)]
+    write(tmp_path / "held_out.jsonl", *stored)
+    copied = [{"question": row["problem"], "completion": f"<answer>{row['answer']}</answer>"} for row in stored]
+    file = write(tmp_path / "c.jsonl", *copied, {"question": "What is 2 + 2?", "completion": "", "sample": 1})
+    rows, totals = run(tmp_path, file, "task=math500", f"task.eval_file={tmp_path / 'held_out.jsonl'}")
+    assert [row["id"] for row in rows] == [f"math500/test/{i}" for i in (1, 2, 3, 3)]
+    assert [row["correct"] for row in rows] == [1.0, 1.0, 1.0, 0.0] and totals["unscored"] == 0
+
+
 @pytest.mark.parametrize("form", ["#### {}", "A: {}", "So $\\boxed{{{}}}$.", "<answer>{}</answer>"])
 def test_any_format_with_auto(tmp_path: Path, form: str) -> None:
     golds = [problem["answer"].rpartition("####")[2].strip() for problem in problems()]

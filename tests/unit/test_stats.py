@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from qerl_bench.results.stats import (
     interquartile_mean,
     interval,
     missing_seeds,
+    over_bases,
     performance_profile,
     probability_of_improvement,
     require_complete,
@@ -127,11 +129,20 @@ def test_without_any_spread_there_is_no_test() -> None:
 
 
 def test_crossed_by_hand() -> None:
-    """Questions have means 0, 1 and 2 over seeds (s^2 = 1, so 1/3), seeds 1/3 and 5/3 (s^2 = 8/9, so 4/9)."""
+    """Mean squares: questions 2 (2 df), seeds 8/3 (1 df), rest 2/3 (2 df), which counts once."""
     found = crossed(np.array([[-1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]))
     assert (found.mean, found.n) == (1.0, 2)
-    assert found.error == pytest.approx(math.sqrt(1 / 3 + 4 / 9))
-    assert found.df == pytest.approx((7 / 9) ** 2 / ((1 / 3) ** 2 / 2 + (4 / 9) ** 2 / 1))
+    assert found.error == pytest.approx(math.sqrt((2 + 8 / 3 - 2 / 3) / 6))
+    assert found.df == pytest.approx(4**2 / (2**2 / 2 + (8 / 3) ** 2 / 1 + (2 / 3) ** 2 / 2))
+    assert found.fixed == pytest.approx((2 - 2 / 3) / 6)  # what more seeds would not take away
+
+
+def test_crossed_is_never_surer_than_questions_or_seeds_alone() -> None:
+    """Where the rest is larger than both, the difference of mean squares says nothing, and the larger one counts."""
+    table = np.array([[1.0, -1.0, 0.2], [-1.0, 1.0, 0.0], [0.5, 0.3, -1.0]])
+    found = crossed(table)
+    largest = max(3 * table.mean(1).var(ddof=1), 3 * table.mean(0).var(ddof=1))
+    assert found.error == pytest.approx(math.sqrt(largest / 9)) and found.df == 2
 
 
 def test_crossed_with_one_seed_is_the_interval_over_questions() -> None:
@@ -149,6 +160,54 @@ def test_crossed_covers_a_true_mean() -> None:
         parts = generator.normal(size=(40, 1)), 0.3 * generator.normal(size=(1, 5)), generator.normal(size=(40, 5))
         hits += not crossed(sum(parts, np.zeros((40, 5)))).excludes_zero
     assert 0.93 <= hits / 400 <= 0.995
+
+
+@pytest.mark.parametrize(("n", "level"), [(3, 0.025), (8, 0.025), (8, 0.025 / 9), (16, 0.025)])
+def test_what_is_detectable_is_found_as_often_as_it_says(n: int, level: float) -> None:
+    found = interval(np.random.default_rng(n).normal(size=n))
+    effect = found.detectable(level, power=0.8)
+    draws = effect + found.error * n**0.5 * np.random.default_rng(1).normal(size=(20_000, n))
+    t = draws.mean(1) / (draws.std(1, ddof=1) / n**0.5)
+    assert (t > scipy_stats.t.isf(level, n - 1)).mean() == pytest.approx(0.8, abs=0.012)
+    assert found.power(effect, level) == pytest.approx(0.8)
+    assert math.isnan(interval([0.1] * 3).detectable(level)) and math.isnan(interval([0.1]).detectable(level))
+
+
+def test_as_many_repetitions_are_needed_as_first_find_the_effect() -> None:
+    found = interval(np.random.default_rng(0).normal(size=6))
+    needed = found.needed(0.5 * found.error * 6**0.5, 0.025)
+    by_hand = next(n for n in range(2, 200) if found.repeated(n).power(0.5 * found.error * 6**0.5, 0.025) >= 0.8)
+    assert needed == by_hand == 34  # the textbook's number for half a standard deviation, one sample
+    assert found.repeated(24).error == pytest.approx(found.error / 2)
+    fixed = replace(found, fixed=found.error**2 / 2)
+    assert fixed.repeated(10**9).error == pytest.approx(found.error / 2**0.5)
+    assert fixed.needed(0.5 * found.error, 0.025) is None  # the questions alone leave more to chance than that
+
+
+def test_an_effect_over_bases_by_hand() -> None:
+    """Base means 1, 3 and 5; within each base the two seeds lie one apart: 4 - 0.5 / 2 is the bases' own."""
+    values = np.array([[[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]])
+    found = over_bases(values)
+    assert (found.whole.mean, found.whole.n, found.whole.df) == (3.0, 3, 2)
+    assert found.whole.error == pytest.approx(2 / 3**0.5)
+    assert found.between == pytest.approx(math.sqrt(4 - 0.5 / 2))
+    half = scipy_stats.t.ppf(0.975, 2) * math.hypot(found.between, found.whole.error)
+    assert found.prediction == pytest.approx((3 - half, 3 + half))
+    assert [mean.mean for mean in found.by_base] == [1.0, 3.0, 5.0]
+    assert over_bases(values[:, :2]).prediction is None
+    with pytest.raises(BadInput, match="at least two"):
+        over_bases(values[:, :1])
+
+
+def test_intervals_over_bases_hold_the_true_mean_where_intervals_over_seeds_do_not() -> None:
+    """Effects of bases differ: eight seeds of one base know nothing of that."""
+    generator = np.random.default_rng(3)
+    hits = {"bases": 0, "seeds": 0}
+    for _ in range(400):
+        table = generator.normal(size=(1, 4, 1)) + generator.normal(size=(1, 4, 8))
+        hits["bases"] += not over_bases(table).whole.excludes_zero
+        hits["seeds"] += not interval(table[0, 0]).excludes_zero
+    assert 0.93 <= hits["bases"] / 400 <= 0.98 and hits["seeds"] / 400 < 0.75
 
 
 def test_one_question_is_refused() -> None:

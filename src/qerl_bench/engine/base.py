@@ -43,7 +43,10 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         """`sampling.samples` completions of each prompt, grouped by prompt in the order given.
 
-        They come from the policy as it is now, whether or not `sync` was called.
+        Where a prompt has `new_tokens`, its completions have exactly these lengths: no stop token ends them, and none
+        is made less likely. An engine that cannot do that raises BadInput.
+        They come from the policy as it is now, whether or not `sync` was called. Raises TrainingStopped if its logits
+        are not finite.
         """
         ...
 
@@ -76,13 +79,56 @@ class EngineSpec(Protocol):
     def build(self, policy: Policy) -> RolloutEngine: ...
 
 
+def new_tokens(prompt: Prompt, samples: range, sampling: Sampling) -> list[int | None]:
+    """The exact lengths of these samples of `prompt`, None where a stop token ends them. Raises BadInput for lengths
+    that the samples do not have, or that the limit does not allow."""
+    if prompt.new_tokens is None:
+        return [None] * len(samples)
+    known, longest = len(prompt.new_tokens), max(prompt.new_tokens, default=0)
+    require(
+        samples.stop <= known and min(prompt.new_tokens) >= 1 and longest <= sampling.max_tokens,
+        f"prompt {prompt.id} gives exact lengths of {known} completions, the longest {longest} tokens; they must be "
+        f"those of {samples.stop} samples, of 1 to {sampling.max_tokens} tokens. Let the task draw as many as "
+        "rollout.group_size, and none above task.max_completion_tokens",
+    )
+    return [prompt.new_tokens[sample] for sample in samples]
+
+
+def rollout_of(
+    policy: Policy,
+    prompt: Prompt,
+    sample: int,
+    prompt_ids: list[int],
+    token_ids: list[int],
+    logprobs: list[float],
+    entropies: list[float],
+    sampling: Sampling,
+) -> Rollout:
+    """The record of one completion; `logprobs` and `entropies` have a number for each of its tokens."""
+    if prompt.new_tokens is None:
+        stopped = finished = token_ids[-1] in policy.stop_ids
+    else:
+        assert len(token_ids) == prompt.new_tokens[sample], (prompt.id, sample, len(token_ids), prompt.new_tokens)
+        stopped, finished = False, len(token_ids) < sampling.max_tokens
+    return Rollout(
+        prompt=prompt,
+        sample=sample,
+        prompt_ids=prompt_ids,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        entropies=entropies,
+        text=str(policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids)),
+        finished=finished,
+    )
+
+
 def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling, max_model_len: int | None = None) -> None:
     """`RolloutEngine.require_room` of an engine that reads what the model does, or at most `max_model_len` tokens."""
     context = policy.model.config.max_position_embeddings
     reader, remedy = "the model reads", "use a model of longer context"
     if max_model_len is not None and max_model_len < context:
         context, reader, remedy = max_model_len, "engine.max_model_len allows", "make that larger"
-    lengths = [len(policy.prompt_ids(prompt.messages)) for prompt in prompts]
+    lengths = [len(policy.ids_of(prompt)) for prompt in prompts]
     longest = max(lengths, default=0)
     too_long = sum(length + sampling.max_tokens > context for length in lengths)
     require(

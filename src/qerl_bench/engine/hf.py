@@ -8,11 +8,12 @@ the same numbers are made by the kernel that draws (`qerl_kernels.sampling`), an
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl_bench.config import require_count
-from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
+from qerl_bench.engine.base import RolloutEngine, Sampling, new_tokens, require_room, rollout_of
 from qerl_bench.progress import bar
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
@@ -92,37 +93,20 @@ class HfEngine:
     def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
+        from qerl_bench.forensics import require_finite
+
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
-        prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
+        prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
         keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
+        lengths = [length for prompt in prompts for length in new_tokens(prompt, samples, sampling)]
         with torch.inference_mode():
-            drawn = self.decode(self.policy, prompt_ids, sampling, keys)
-        return [
-            self._rollout(prompt, sample, prompt_ids[i // len(samples)], *drawn[i])
+            drawn = self.decode(self.policy, prompt_ids, sampling, keys, lengths)
+        rollouts = [
+            rollout_of(self.policy, prompt, sample, prompt_ids[i // len(samples)], *drawn[i], sampling)
             for i, (prompt, sample) in enumerate(requests)
         ]
-
-    def _rollout(
-        self,
-        prompt: Prompt,
-        sample: int,
-        prompt_ids: list[int],
-        ids: list[int],
-        logprobs: list[float],
-        entropies: list[float],
-    ) -> Rollout:
-        finished = ids[-1] in self.policy.stop_ids
-        text = self.policy.tokenizer.decode(ids[:-1] if finished else ids)
-        return Rollout(
-            prompt=prompt,
-            sample=sample,
-            prompt_ids=prompt_ids,
-            token_ids=ids,
-            logprobs=logprobs,
-            entropies=entropies,
-            text=str(text),
-            finished=finished,
-        )
+        require_finite(self.policy, rollouts)
+        return rollouts
 
 
 def request_key(sampling: Sampling, prompt_id: str, sample: int) -> int:
@@ -161,9 +145,42 @@ def read_prompts(policy: Policy, prompt_ids: list[list[int]]) -> Read:
     return Read(mask, cache, position[:, -1:], output.logits[:, -1])
 
 
-def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]) -> list[Completion]:
+class Ends:
+    """When each of N requests is done: at a stop token, or at the exact length that it has in `lengths`."""
+
+    def __init__(self, policy: Policy, sampling: Sampling, count: int, lengths: Sequence[int | None] | None) -> None:
+        import torch
+
+        exact = lengths or [None] * count
+        self.stop = torch.tensor(sorted(policy.stop_ids), device=policy.device)
+        self.exact = torch.tensor([length or 0 for length in exact], device=policy.device)  # (N,) 0: at a stop token
+        self.most = max(sampling.max_tokens if length is None else length for length in exact)
+
+    def at(self, drawn: int, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Whether the requests `rows` (R,) are done with `drawn` tokens, the latest of which are `tokens` (R, T)."""
+        import torch
+
+        exact = self.exact[rows]
+        return torch.where(exact > 0, drawn >= exact, torch.isin(tokens, self.stop).any(1))
+
+    def lengths(self, ids: torch.Tensor) -> torch.Tensor:
+        """The length (N,) of each request, of what was drawn (N, T) and may go on behind its end."""
+        import torch
+
+        ends = torch.isin(ids, self.stop)
+        stopped = torch.where(ends.any(1), ends.int().argmax(1) + 1, self.most)
+        return torch.where(self.exact > 0, self.exact, stopped)
+
+
+def decode(
+    policy: Policy,
+    prompt_ids: list[list[int]],
+    sampling: Sampling,
+    keys: list[int],
+    lengths: Sequence[int | None] | None = None,
+) -> list[Completion]:
     """Token ids, log-probabilities and entropies of each request, named by its key: the same number of requests for
-    each prompt, those of one prompt side by side.
+    each prompt, those of one prompt side by side. A request with a number in `lengths` gets exactly so many tokens.
 
     Prompts are read once; the cache is then repeated for the samples of a group. Rows that are done leave the batch as
     soon as they are half of it.
@@ -172,8 +189,8 @@ def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys
 
     from qerl_kernels.sampling import draw, draw_seeded, uniforms
 
-    device, stop = policy.device, torch.tensor(sorted(policy.stop_ids), device=policy.device)
-    count = len(keys)
+    device, count = policy.device, len(keys)
+    ends = Ends(policy, sampling, count, lengths)
     samples = count // len(prompt_ids)
     read = read_prompts(policy, prompt_ids)
     cache = read.cache
@@ -185,16 +202,16 @@ def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys
     alive = torch.ones(count, dtype=torch.bool, device=device)
     seeds = torch.tensor(keys, device=device)
     numbers = None if policy.fused else torch.from_numpy(uniforms(keys, sampling.max_tokens)).to(device)
-    for t in range(sampling.max_tokens):
+    for t in range(ends.most):
         if numbers is None:
             token, logprob, entropy = draw_seeded(logits, sampling.temperature, seeds[rows], t, top_p=sampling.top_p)
         else:
             token, logprob, entropy = draw(logits, sampling.temperature, numbers[rows, t], top_p=sampling.top_p)
         writing = rows[alive]
         ids[writing, t], logprobs[writing, t], entropies[writing, t] = token[alive], logprob[alive], entropy[alive]
-        alive = alive & ~torch.isin(token, stop)
+        alive = alive & ~ends.at(t + 1, token[:, None], rows)
         left = int(alive.sum())
-        if left == 0 or t + 1 == sampling.max_tokens:
+        if left == 0 or t + 1 == ends.most:
             break
         if left <= len(rows) // 2:
             keep = alive.nonzero()[:, 0]

@@ -10,13 +10,14 @@ memory while the model trains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import Completion, completions, read_prompts
+from qerl_bench.engine.hf import Completion, Ends, completions, read_prompts
 from qerl_bench.errors import BadInput
 from qerl_bench.kernel_choice import rounded_adapters, side_by_side
 from qerl_bench.policy import Policy
@@ -47,10 +48,16 @@ def eager_reason(policy: Policy) -> str | None:
     return None
 
 
-def decode(policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]) -> list[Completion]:
+def decode(
+    policy: Policy,
+    prompt_ids: list[list[int]],
+    sampling: Sampling,
+    keys: list[int],
+    lengths: Sequence[int | None] | None = None,
+) -> list[Completion]:
     """What `hf.decode` returns, up to rounding. On a CPU nothing is recorded: the same step, as it is."""
     with rounded_adapters(policy.model, policy.model.dtype):
-        decoding = Decoding(policy, prompt_ids, sampling, keys)
+        decoding = Decoding(policy, prompt_ids, sampling, keys, lengths)
         if policy.device.type != "cuda":
             return decoding.run()
         side, current = _stream(policy.device), torch.cuda.current_stream(policy.device)
@@ -73,13 +80,21 @@ class Decoding:
 
     Rows of a batch are those of `rows`; the first `size` of them are at work. Prompts end at slot W - 1 of the cache,
     so a step writes one slot for all rows; row i begins at slot `starts[i]`. A row that is done goes on drawing until
-    it leaves the batch, and what follows its stop token is cut off at the end. Row `count` of the results takes what
+    it leaves the batch, and what follows its end is cut off. Row `count` of the results takes what
     is drawn to fill up a batch.
     """
 
-    def __init__(self, policy: Policy, prompt_ids: list[list[int]], sampling: Sampling, keys: list[int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        prompt_ids: list[list[int]],
+        sampling: Sampling,
+        keys: list[int],
+        lengths: Sequence[int | None] | None,
+    ) -> None:
         device, count, most = policy.device, len(keys), sampling.max_tokens
         self.policy, self.sampling, self.records = policy, sampling, device.type == "cuda"
+        self.ends = Ends(policy, sampling, count, lengths)
         self.operations = fused_operations if policy.fused else step_reference
         read = read_prompts(policy, prompt_ids)
         samples = count // len(prompt_ids)
@@ -114,24 +129,21 @@ class Decoding:
 
     def run(self) -> list[Completion]:
         """All tokens of the round."""
-        stop = torch.tensor(sorted(self.policy.stop_ids), device=self.rows.device)
-        done, most = 1, self.sampling.max_tokens
+        done, most = 1, self.ends.most
         while done < most:
             stretch = min(LOOK_EVERY, most - done)
             for _ in range(stretch):
                 self._advance()
             done += stretch
-            ended = torch.isin(self.ids[:, :done], stop).any(1)
-            ended[self.count] = True
-            going = (~ended[self.rows[: self.size]]).nonzero()[:, 0]
+            rows = self.rows[: self.size]
+            working = (rows < self.count).nonzero()[:, 0]
+            going = working[~self.ends.at(done, self.ids[rows[working], :done], rows[working])]
             if len(going) == 0:
                 break
             if len(going) <= self.size // 2 and (not self.records or most - done >= PAYS):
                 self._shrink(going)
         ids = self.ids[: self.count]
-        ends = torch.isin(ids, stop)
-        lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, most)
-        return completions(lengths, ids, self.logprobs[: self.count], self.entropies[: self.count])
+        return completions(self.ends.lengths(ids), ids, self.logprobs[: self.count], self.entropies[: self.count])
 
     def _advance(self) -> None:
         """One more token of each row at work."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.config import is_number, require_count
-from qerl_bench.engine.base import RolloutEngine, Sampling, require_room
+from qerl_bench.engine.base import RolloutEngine, Sampling, new_tokens, require_room, rollout_of
 from qerl_bench.engine.vllm_install import require_device, require_supported, takes_codes
 from qerl_bench.errors import require
 from qerl_bench.records import Prompt, Rollout
@@ -122,6 +122,12 @@ def require_cache(spec: Vllm, shape: Mapping[str, Any], item_bytes: int) -> int:
     return longest
 
 
+def requests(prompt: Prompt, sampling: Sampling) -> list[range]:
+    """The samples of a prompt, by the requests that draw them: one for all, or one each where lengths are given."""
+    together = prompt.new_tokens is None
+    return [range(sampling.samples)] if together else [range(i, i + 1) for i in range(sampling.samples)]
+
+
 class VllmEngine:
     """A running vLLM and its mirror of `policy`. `program` is the distribution and version, for the record."""
 
@@ -169,7 +175,7 @@ class VllmEngine:
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
         self._wake()
         self.mirror.push()
-        return self.mirror.probe([self.policy.prompt_ids(prompt.messages) for prompt in prompts])
+        return self.mirror.probe([self.policy.ids_of(prompt) for prompt in prompts])
 
     def _wake(self) -> None:
         import torch
@@ -194,39 +200,58 @@ class VllmEngine:
         require_room(self.policy, prompts, sampling, self.max_model_len)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        from qerl_bench.forensics import require_finite
+
         self.require_room(prompts, sampling)
-        prompt_ids = [self.policy.prompt_ids(prompt.messages) for prompt in prompts]
+        prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
         if self.asleep or not self.mirror.current:
             self.sync(prompts)
+        asked = [(i, part) for i, prompt in enumerate(prompts) for part in requests(prompt, sampling)]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompt_ids],
-            [self._params(prompt, sampling) for prompt in prompts],
+            [{"prompt_token_ids": prompt_ids[i]} for i, _ in asked],
+            [self._params(prompts[i], samples, sampling) for i, samples in asked],
             lora_request=self.mirror.request,
             use_tqdm=False,
         )
         drawn = [sorted(output.outputs, key=lambda completion: completion.index) for output in outputs]
         token_ids = [list(completion.token_ids) for group in drawn for completion in group]
-        owners = [i for i, group in enumerate(drawn) for _ in group]
+        owners = [i for (i, _), group in zip(asked, drawn, strict=True) for _ in group]
         entropies = self._entropies([prompt_ids[i] for i in owners], token_ids, sampling.temperature or 1.0)
         logprobs = [completion.logprobs for group in drawn for completion in group]
-        return [
-            self._rollout(prompts[owner], row % sampling.samples, prompt_ids[owner], ids, entries, entropy)
+        rollouts = [
+            rollout_of(
+                self.policy,
+                prompts[owner],
+                row % sampling.samples,
+                prompt_ids[owner],
+                ids,
+                [entry[token].logprob for entry, token in zip(entries, ids, strict=True)],
+                entropy,
+                sampling,
+            )
             for row, (owner, ids, entries, entropy) in enumerate(
                 zip(owners, token_ids, logprobs, entropies, strict=True)
             )
         ]
+        require_finite(self.policy, rollouts)
+        return rollouts
 
-    def _params(self, prompt: Prompt, sampling: Sampling) -> Any:
-        """Sample i of the prompt is drawn with this seed + i, which is how vLLM numbers the samples of a request."""
+    def _params(self, prompt: Prompt, samples: range, sampling: Sampling) -> Any:
+        """How these samples of the prompt are drawn, which are of one length if that is given.
+
+        Sample i has this prompt's seed + i, whichever request it is in: vLLM counts up from the seed of a request. An
+        exact length is a limit without stop tokens; `min_tokens` would make them impossible to draw.
+        """
         from vllm import SamplingParams
 
+        exact = new_tokens(prompt, samples, sampling)[0]
         return SamplingParams(
-            n=sampling.samples,
+            n=len(samples),
             temperature=sampling.temperature,
             top_p=sampling.top_p,  # below 1, the log-probabilities too are of the tokens that it keeps
-            max_tokens=sampling.max_tokens,
-            seed=derive(sampling.seed, prompt.id) >> 1,  # room to count up
-            stop_token_ids=sorted(self.policy.stop_ids),
+            max_tokens=exact or sampling.max_tokens,
+            seed=(derive(sampling.seed, prompt.id) >> 1) + samples.start,  # halved: room to count up
+            stop_token_ids=sorted(self.policy.stop_ids) if exact is None else [],
             ignore_eos=True,  # these stop tokens and no others
             logprobs=0,  # of the token drawn
             detokenize=False,
@@ -249,21 +274,6 @@ class VllmEngine:
             for row, values, mask in zip(rows.tolist(), found, part.mask, strict=True):
                 entropies[row] = values[mask].tolist()
         return entropies
-
-    def _rollout(
-        self, prompt: Prompt, sample: int, prompt_ids: list[int], ids: list[int], entries: Any, entropies: list[float]
-    ) -> Rollout:
-        finished = ids[-1] in self.policy.stop_ids
-        return Rollout(
-            prompt=prompt,
-            sample=sample,
-            prompt_ids=prompt_ids,
-            token_ids=ids,
-            logprobs=[entry[token].logprob for entry, token in zip(entries, ids, strict=True)],
-            entropies=entropies,
-            text=str(self.policy.tokenizer.decode(ids[:-1] if finished else ids)),
-            finished=finished,
-        )
 
     def record(self) -> dict[str, Any]:
         first = self.workers[0]

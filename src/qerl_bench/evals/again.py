@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.config import CONF_DIR, build, canonical, compose, plain
 from qerl_bench.errors import require
+from qerl_bench.labels import is_label
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
@@ -71,6 +72,13 @@ def asked_again(stored: DictConfig, words: list[str]) -> DictConfig:
         close = difflib.get_close_matches(override.key_or_group, keys, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         require(override.key_or_group in keys, f"there is no option {override.key_or_group}.{hint}")
+        place, _, key = override.key_or_group.rpartition(".")
+        target = OmegaConf.select(cfg, f"{place}._target_") if place else None
+        require(
+            target is None or not is_label(key, target),
+            f"{override.input_line} would change what {place} is called and not what it is; leave it out, and choose "
+            f"another option by its name: {place}=...",
+        )
         OmegaConf.update(cfg, override.key_or_group, override.value())
     return cfg
 
@@ -101,6 +109,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     from qerl_bench.base_digest import digest_of
     from qerl_bench.device import resolve_device
     from qerl_bench.evals.record import record_evaluation
+    from qerl_bench.forensics import during
     from qerl_bench.policy import Policy
     from qerl_bench.warm_start import base_checkpoint
 
@@ -122,7 +131,8 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
         for step in (0, step_of(checkpoint)):
             if step > 0:
                 policy.load(checkpoint)
-            found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
+            with during(f"evaluation after step {step}"):
+                found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
             scores = record_evaluation(record, asked.task.name, step, found)
             log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
         write_atomically(out / "done.json", json.dumps({"run": str(run_dir.resolve())}, indent=1))

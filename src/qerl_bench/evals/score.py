@@ -24,7 +24,6 @@ from qerl_bench.records import Prompt
 from qerl_bench.rundir import write_atomically
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
-from qerl_bench.task.source import normalised
 
 USAGE = "usage: python -m qerl_bench.evals.score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
@@ -58,13 +57,13 @@ def judged(task: Task, file: str) -> list[dict[str, Any]]:
     by_id = {prompt.id: prompt for prompt in prompts}
     by_question: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        for text in {prompt.question, normalised(prompt.question)}:
+        for text in {prompt.question, task.normalised(prompt.question)}:
             by_question[text].append(prompt)
     lines: dict[tuple[str, int], int] = {}
     rows = []
     for line, given in enumerate(read_rows(file), start=1):
         where = f"{file}, line {line}"
-        prompt = _prompt(given, by_id, by_question, f"{where}: ", task.name)
+        prompt = _prompt(given, by_id, by_question, f"{where}: ", task)
         text, sample = given.get("completion"), given.get("sample", 0)
         require(isinstance(text, str), f"{where}: the key 'completion' must be there and hold text; {_has(given)}")
         require(type(sample) is int and sample >= 0, f"{where}: sample must be a whole number from 0, got {sample!r}")
@@ -111,7 +110,7 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(
-    given: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, name: str
+    given: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, task: Task
 ) -> Prompt:
     for key in ("id", "question"):
         if given.get(key) is None:
@@ -120,10 +119,10 @@ def _prompt(
         if key == "id":
             found = [by_id[value]] if value in by_id else []
         else:
-            found = by_question.get(value) or by_question.get(normalised(value)) or []
+            found = by_question.get(value) or by_question.get(task.normalised(value)) or []
         require(
             bool(found),
-            f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={name}; their "
+            f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={task.name}; their "
             f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
         )
         require(

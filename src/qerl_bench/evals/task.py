@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.config import require_count, require_positive
 from qerl_bench.engine.base import Sampling
 from qerl_bench.errors import require
 from qerl_bench.evals.base import Evaluation, Score
 from qerl_bench.evals.probe import adapter_probe
 from qerl_bench.evals.statistics import majority, over_samples, pass_at_k
+from qerl_bench.limits import require_completions, require_count, require_positive, require_temperature
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
@@ -50,7 +50,8 @@ class TaskEvaluation:
             (self.k or 1) <= self.samples,
             f"eval.k={self.k} asks for pass@k of eval.samples={self.samples} completions; k can be at most that many",
         )
-        require_positive("eval.temperature", self.temperature)
+        require_completions("eval.questions x eval.samples", self.questions or 1, self.samples)
+        require_temperature("eval.temperature", self.temperature)
         require_positive("eval.top_p", self.top_p)
         require(self.top_p <= 1, f"eval.top_p must be above 0 and at most 1 (1 = all tokens), got {self.top_p}")
 

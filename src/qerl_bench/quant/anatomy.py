@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-_PIECE = 1 << 17  # weights per piece, which stay in the cache while they are looked at
+_PIECE = 1 << 17  # weights per piece, which stay in a CPU's cache while they are looked at
+_GPU_PIECE = 1 << 24  # few pieces, as a GPU takes longer to start an operation than to do it on a small one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ def layer_report(weight: torch.Tensor, restored: torch.Tensor, size: int) -> Lay
     A layer of zeros has no relative error, gain and cosine 1.
     """
     sums = torch.zeros(8, dtype=torch.float64, device=weight.device)
-    for w, q in zip(weight.reshape(-1).split(_PIECE), restored.reshape(-1).split(_PIECE), strict=True):
+    piece = _PIECE if weight.device.type == "cpu" else _GPU_PIECE
+    for w, q in zip(weight.reshape(-1).split(piece), restored.reshape(-1).split(piece), strict=True):
         w = w.to(torch.float32)
         e = q - w
         zero = q == 0

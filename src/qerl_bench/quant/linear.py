@@ -15,6 +15,7 @@ import torch
 
 from qerl_bench.errors import BadInput
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.nf4 import NF4
 from qerl_kernels import decode, layout
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.training_linear import Adapter, packed_linear
@@ -103,6 +104,11 @@ class PackedLinear(torch.nn.Linear):
         shape = (self.out_features, self.in_features)
         return layout.KernelWeight(self.weight_format.kernel_layout, shape, words, scales, self._scale_offset)
 
+    @property
+    def by_bitsandbytes(self) -> bool:
+        """Whether bitsandbytes multiplies, and neither the fused kernels nor their reference."""
+        return isinstance(self.weight_format, NF4) and self.weight_format.backend == "bitsandbytes"
+
     def use_kernels(self) -> None:
         """Lay the packed tensors out for the fused kernels; from then on these are the one resident copy.
 
@@ -139,6 +145,10 @@ class PackedLinear(torch.nn.Linear):
         """x (..., K) to (..., N), with what `adapter` adds."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        if self.by_bitsandbytes:
+            assert isinstance(self.weight_format, NF4) and adapter is None  # its adapter is left to PEFT
+            shape = (self.out_features, self.in_features)
+            return self.weight_format.multiply(input, self.packed(), shape, self.bias)
         laid = self.kernel_weight
         if laid is not None and not torch.is_grad_enabled():
             rows = input.reshape(-1, self.in_features).contiguous()

@@ -1,7 +1,8 @@
 """quant=nf4: 4.5 bits per weight, QLoRA's format, in the bytes of bitsandbytes and decoded by it.
 
 The baseline of the QeRL paper. The scales stay FP32 unless `double_quant` is on (4.127 bits): a comparison of formats
-would otherwise be one of scale compression too.
+would otherwise be one of scale compression too. `backend=bitsandbytes` multiplies as QLoRA does, for comparisons of
+speed with it; the weights are the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 NESTED_BLOCK = 256  # scales per FP32 scale of scales
+BACKENDS = ("own", "bitsandbytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +34,17 @@ class NF4:
 
     name: str
     double_quant: bool
+    backend: str
 
     def __post_init__(self) -> None:
         require(self.name != "", "quant.name is empty; give the format a name, for example nf4")
         require(
             isinstance(self.double_quant, bool), f"quant.double_quant must be true or false, got {self.double_quant!r}"
+        )
+        require(
+            self.backend in BACKENDS,
+            f"quant.backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; own takes the kernels of "
+            "kernel=auto, bitsandbytes its own matmul",
         )
 
     @property
@@ -58,7 +66,7 @@ class NF4:
 
     @property
     def kernel_layout(self) -> str | None:
-        return None if self.double_quant else "nf4"
+        return None if self.double_quant or self.backend == "bitsandbytes" else "nf4"
 
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
@@ -100,6 +108,15 @@ class NF4:
 
     def output_scale(self, packed: dict[str, torch.Tensor]) -> float:
         return 1.0
+
+    def multiply(
+        self, x: torch.Tensor, packed: dict[str, torch.Tensor], shape: tuple[int, int], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x (..., K) to (..., N) by bitsandbytes' `matmul_4bit`, differentiable in x."""
+        from bitsandbytes import matmul_4bit  # type: ignore[reportPrivateImportUsage]  # its documented place
+
+        state = quant_state(packed, shape, x.dtype)
+        return matmul_4bit(x, packed["weight"], state, bias=None if bias is None else bias.to(x.dtype))
 
 
 def quant_state(

@@ -1,4 +1,4 @@
-"""From an experiment's specs to a packed model: read as packed, packed while reading, or packed after loading."""
+"""From an experiment's specs to a packed model: read as packed, packed while reading or making, or after loading."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from qerl_bench.quant.anatomy import LayerReport, unpacked_report
 from qerl_bench.quant.checkpoint import Weights, quantization_config, read_packed, skeleton
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.quantizer.apply import quantize_model
+from qerl_bench.shape_model import ShapeModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,12 +26,18 @@ def load_packed(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, LayerReport]]:
     """The experiment's model with its linear layers in the experiment's format, its tokenizer, and a report by layer.
 
-    A checkpoint folder whose tensors carry the model's own names is packed block by block while it is read, and one
-    that is packed already is taken as it is; its layers have no report of errors, since nothing was rounded here.
+    Random weights are packed block by block while they are made. A checkpoint folder whose tensors carry the model's
+    own names is packed block by block while it is read, and one that is packed already is taken as it is; its layers
+    have no report of errors, since nothing was rounded here.
     """
     import torch
 
     quant, quantizer, spec = experiment.quant, experiment.quantizer, experiment.model
+    if isinstance(spec, ShapeModel):
+        model, random, tokenizer = spec.streamed(device)
+        sequences = _sequences(experiment, tokenizer)
+        reports = quantize_model(model, quant, quantizer=quantizer, sequences=sequences, source=random)
+        return model.to(device), tokenizer, reports
     folder = spec.folder()
     if folder is not None and quantization_config(folder) is not None:
         require(

@@ -148,14 +148,15 @@ class Run:
 
     def series(self, kind: str, metric: str) -> pd.Series:
         """One metric indexed by step, in order of steps; empty if it was never written."""
-        return self._series.get((kind, metric), pd.Series(dtype="float64", name=metric))
+        rows = self._rows.get((kind, metric), [])
+        values, steps = (self.metrics[column].to_numpy()[rows] for column in ("value", "step"))
+        order = np.argsort(steps, kind="stable")
+        return pd.Series(values[order], index=steps[order], name=metric)
 
     @cached_property
-    def _series(self) -> dict[tuple[str, str], pd.Series]:
-        return {
-            (kind, metric): pd.Series(rows["value"].to_numpy(), rows["step"].to_numpy(), name=metric).sort_index()
-            for (kind, metric), rows in self.metrics.groupby(["kind", "metric"], observed=True, sort=False)
-        }
+    def _rows(self) -> dict[tuple[str, str], Any]:
+        """Where each metric stands in the table."""
+        return self.metrics.groupby(["kind", "metric"], observed=True, sort=False).indices
 
     def answers(self, mode: str) -> pd.DataFrame:
         """Share of right answers to each held-out question, sorted: index question, a column for each evaluated step.

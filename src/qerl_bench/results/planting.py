@@ -39,6 +39,7 @@ MARGINS = {"entropy": float(np.log(1.02)), "area": 0.02, "late": 0.02, "accuracy
 ACTS = 5.0  # margins of entropy by which noise acts on its own target
 STEPS, POINTS = 40, 20  # of a run, and at how many of them it is recorded
 QUESTIONS, SAMPLES = 128, 32
+TABLE = "planting.csv"
 TRAINING = tuple(claim for claim in CLAIMS if not claim.measure.gpu)
 
 
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = [row for job in tqdm(jobs, "planted effects", disable=None) for row in job.result()]
     found = table(pd.DataFrame(rows))
     options.out.mkdir(parents=True, exist_ok=True)
-    found.to_csv(options.out / "planting.csv", index=False, float_format="%.5f")
+    found.to_csv(options.out / TABLE, index=False, float_format="%.5f")
     (options.out / "planting.md").write_text(markdown(found))
     print(markdown(found))
 

@@ -17,8 +17,10 @@ from qerl_bench.results.load import Run, load_run
 NOTES = (
     "accuracy: held-out questions, % ±1 s.e. over questions, greedy decoding before and after training, then sampled;",
     "gain: greedy accuracy over step 0, the quantized base, ±1 s.e. of the difference question by question;",
-    "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory",
+    "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory;",
+    "taught: share of the completion tokens whose completion was in a backward pass, mean over steps",
 )
+LAST = 5  # steps that say whether a run still trains
 
 
 def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
@@ -47,6 +49,7 @@ def render(table: pd.DataFrame) -> str:
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
         ("entropy", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
         ("rollout", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
+        ("taught", "share"): [_number(value, ".2f") for value in table["taught"]],
         ("peak", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
     }
     texts = {"run", "format", "noise"}
@@ -56,9 +59,22 @@ def render(table: pd.DataFrame) -> str:
     return "\n".join([*lines, "", *NOTES, *unfinished])
 
 
+def untaught(table: pd.DataFrame) -> str | None:
+    """A warning where a run of `summary`'s table no longer trained in its last steps; None where all did."""
+    names = [row["run"] for row in table.to_dict("records") if row["taught_last"] == 0]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: no completion of the last {LAST} steps was in a backward pass (train/taught_frac = 0): "
+        "all of a group earned the same. Nothing was learned, and time, tokens/s and memory are those of sampling and "
+        "one forward pass, not of training. To measure these use task=shape, whose rewards always differ"
+    )
+
+
 def _row(run: Run) -> dict[str, Any]:
     identity = run.identity()
     entropy = run.series("train", "entropy")
+    taught = run.series("train", "train/taught_frac")
     return {
         "run": identity["run"],
         "finished": identity["finished"],
@@ -73,6 +89,8 @@ def _row(run: Run) -> dict[str, Any]:
         "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
         "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
         "rollout_tok_s": run.series("train", "speed/rollout_tok_s").iloc[1:].median(),
+        "taught": taught.mean(),
+        "taught_last": taught.iloc[-LAST:].max(),
         "peak_gib": run.done.get("peak_memory_gib") or run.series("train", "memory/peak_gib").max(),
     }
 

@@ -6,9 +6,12 @@ torch, and draws everything from explicit seeds, so any step's prompts can be re
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from qerl_bench.records import Demonstration, Prompt, Reward
+from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
+
+if TYPE_CHECKING:
+    from qerl_bench.config import Experiment
 
 
 class Task(Protocol):
@@ -20,11 +23,19 @@ class Task(Protocol):
     @property
     def max_completion_tokens(self) -> int: ...
 
+    def check_with(self, experiment: Experiment) -> None:
+        """Raise BadInput if `experiment` needs what this task has not. Called while it is built; imports no torch."""
+        ...
+
     def check(self) -> None:
         """Read whatever the task needs and raise BadInput if it is missing or malformed; called before training."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         """The `count` prompts of optimiser step `step`, counted from 1: a pure function of its arguments."""
+        ...
+
+    def normalised(self, question: str) -> str:
+        """The text by which a question is recognised: equal for copies of it that differ in layout alone."""
         ...
 
     def stored_prompts(self) -> list[Prompt]:
@@ -41,6 +52,10 @@ class Task(Protocol):
 
     def warm_start_overrides(self) -> list[str]:
         """The command-line words with which the warm start of model=tiny teaches this task; none: it need not."""
+        ...
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        """Judge the completions of training, one reward for each."""
         ...
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:

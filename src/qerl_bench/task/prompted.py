@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qerl_bench.errors import BadInput, require
-from qerl_bench.records import Prompt, Reward
+from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.task.judge import Judge
 from qerl_bench.task.prompts import Wording
+from qerl_bench.task.source import normalised
+
+if TYPE_CHECKING:
+    from qerl_bench.config import Experiment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,13 @@ class PromptedTask:
         """Numbers, compared exactly."""
         return Judge.of(self, "numeric")
 
+    def check_with(self, experiment: Experiment) -> None:
+        """Suits every experiment."""
+
+    def normalised(self, question: str) -> str:
+        """What two copies of one question have in common, whatever their spacing, punctuation or markup."""
+        return normalised(question)
+
     def stored_prompts(self) -> list[Prompt]:
         """None: generated as they are needed."""
         return []
@@ -46,6 +58,9 @@ class PromptedTask:
     def warm_start_overrides(self) -> list[str]:
         """Nothing to teach model=tiny: it knows task=arithmetic."""
         return []
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         return self.judge.reward(prompt.answer, completion)

@@ -19,7 +19,7 @@ from qerl_bench.task.extract import well_formed
 from qerl_bench.task.judge import Judge
 from qerl_bench.task.prompted import PromptedTask, nothing_to_imitate
 from qerl_bench.task.prompts import worked
-from qerl_bench.task.source import SHOWN, Row, Source, shared
+from qerl_bench.task.source import SHOWN, Row, Source, normalised, shared
 
 log = logging.getLogger(__name__)
 LEAKS = ("refuse", "drop")
@@ -49,6 +49,11 @@ class Questions(PromptedTask):
     @property
     def judge(self) -> Judge:
         return Judge.of(self, self.equality)
+
+    def normalised(self, question: str) -> str:
+        """Without the instruction lines of either split, whichever the question comes from."""
+        sources = (self.eval,) if self.train is None else (self.eval, self.train)
+        return normalised(question, {line for source in sources if (line := source.instruction_line)})
 
     def check(self) -> None:
         """Load both splits. Raises BadInput for faulty rows, a leak, or if there is nothing to train on."""
@@ -104,7 +109,7 @@ class Questions(PromptedTask):
             raise BadInput(self._evaluation_only)
         readable = self.judge.readable if self.equality == "numeric" else bool  # LaTeX takes long; bad gold never pays
         rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", readable)
-        leaked = shared(rows, self._eval_rows)
+        leaked = shared(rows, self._eval_rows, self.normalised)
         if not leaked:
             return rows
         examples = "; ".join(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -181,13 +181,20 @@ def _hub_rows(
     return rows
 
 
-def normalised(text: str) -> str:
-    """`text` reduced to its letters and digits, so that case, spacing, punctuation and markup make no difference."""
-    return " ".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold()))
+def normalised(text: str, instructions: Iterable[str] = ()) -> str:
+    """`text` reduced to its letters and digits, so that case, spacing, punctuation and markup make no difference.
+
+    `instructions` that it ends with are no part of the question and are cut off.
+    """
+    words = " ".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold()))
+    for line in instructions:
+        words = words.removesuffix(f" {normalised(line)}")
+    return words
 
 
-def shared(train: tuple[Row, ...], held_out: tuple[Row, ...]) -> list[tuple[Row, Row]]:
-    """The training rows whose normalised question is also held out, each with its held-out twin."""
-    questions = {normalised(row.question): row for row in held_out}
-    pairs = [(row, questions.get(normalised(row.question))) for row in train]
+def shared(train: tuple[Row, ...], held_out: tuple[Row, ...], same: Callable[[str], str]) -> list[tuple[Row, Row]]:
+    """The training rows whose question is also held out, each with its held-out twin; `same` maps equal questions to
+    one text."""
+    questions = {same(row.question): row for row in held_out}
+    pairs = [(row, questions.get(same(row.question))) for row in train]
     return [(row, twin) for row, twin in pairs if twin is not None]

@@ -1,0 +1,75 @@
+"""The speed designs on a model that a CPU can train: every completion has its length, and every step trains on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_bench.config import build, compose
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "model=shape/tiny", "device=cpu", "steps=3", "rollout.prompts=3", "rollout.group_size=4", "task.prompt_tokens=20",
+    "lora.rank=4", "optim.micro_batch=5",
+)  # fmt: skip
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    path = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}"
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "src" / "run.py"), *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def trained(folder: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize(
+    ("design", "quant", "lengths"),
+    [
+        ("step", "nf4", ("task.completion_tokens=9",)),
+        ("ragged", "nvfp4", ("task.completion_tokens=9", "task.max_completion_tokens=30")),
+    ],
+)
+def test_a_speed_design_trains_on_completions_of_its_lengths(
+    tmp_path: Path, design: str, quant: str, lengths: tuple[str, ...]
+) -> None:
+    words = [f"experiment=speed/{design}", *SMALL, f"quant={quant}", *lengths, f"root={tmp_path}"]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith(f"shape-tiny-{quant}-none-grpo-r4-s0-")
+    experiment = build(compose(words))
+    steps = trained(folder)
+    assert len(steps) == 3
+    for step, line in enumerate(steps, start=1):
+        prompts = experiment.task.train_prompts(step, 3, seed=0)
+        asked = [length for prompt in prompts for length in prompt.new_tokens or ()]
+        assert (len(set(asked)) == 1) == (design == "step")
+        assert line["completions/tokens"] == sum(asked)
+        assert line["completions/mean_length"] == pytest.approx(sum(asked) / 12)
+        # prompt and completion tokens over seconds: no prompt is shorter or longer than asked
+        assert line["speed/train_tok_s"] * line["time/train_s"] == pytest.approx(sum(asked) + 12 * 20)
+        assert line["train/taught_frac"] == 1.0 and line["grad_norm"] > 0
+        assert line["reward/frac_zero_std"] == 0 and line["reward/mean"] == 0.5
+    assert "train/taught_frac = 0" not in done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith(folder.name))
+    assert row.split()[-2] == "1.00"
+
+
+def test_a_run_that_did_not_train_says_so(tmp_path: Path) -> None:
+    """An untrained model that earns nothing: what its steps took is no speed of training."""
+    words = ("experiment=smoke", "task=word_problems", "task.max_completion_tokens=4", "eval=none", "steps=2")
+    done = run(*words, "task.format_weight=0", f"root={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [line["train/taught_frac"] for line in trained(folder)] == [0.0, 0.0]
+    said = done.stdout + done.stderr
+    assert said.count("train/taught_frac = 0") == 1 and "task=shape" in said

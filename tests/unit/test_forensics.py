@@ -1,0 +1,100 @@
+"""A policy whose logits are not finite stops the run, wherever it samples; what trains is in test_update_options.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl_bench.config import build
+from qerl_bench.engine import hf, hf_graph
+from qerl_bench.engine.base import Sampling
+from qerl_bench.errors import TrainingStopped
+from qerl_bench.experiment import run_experiment
+from qerl_bench.forensics import NonFinite, dump, during, require_finite
+from qerl_bench.policy import Policy
+from qerl_bench.preflight import exit_code
+from qerl_bench.records import Prompt
+
+PROMPTS = [Prompt(id=f"test/{i}", messages=({"role": "user", "content": f"{i}+1=?"},), answer="0") for i in range(3)]
+SAMPLING = Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1)
+
+
+def poisoned(policy: Policy) -> Policy:
+    with torch.no_grad():
+        policy.model.model.layers[1].post_attention_layernorm.weight[3] = math.nan
+    return policy
+
+
+@pytest.mark.parametrize("decode", [hf.decode, hf_graph.decode])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampling_stops_and_names_the_weight(
+    make_policy: Callable[..., Policy], decode: Callable[..., Any], temperature: float
+) -> None:
+    policy = make_policy()
+    engine = hf.HfEngine(policy, max_batch=256)
+    engine.decode = decode
+    sampling = replace(SAMPLING, temperature=temperature)
+    assert len(engine.generate(PROMPTS, sampling)) == 6
+    poisoned(policy)
+    says = "6 of 6 completions .* not finite.*prompt test/0: weight model.layers.1.post_attention_layernorm.weight.*"
+    with pytest.raises(TrainingStopped, match=says + "another checkpoint"):
+        engine.generate(PROMPTS, sampling)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("logprobs", math.nan), ("entropies", math.nan), ("logprobs", -math.inf)]
+)
+def test_one_number_is_enough(make_policy: Callable[..., Policy], column: str, value: float) -> None:
+    """As an engine with weights of its own reports them: the policy itself is sound."""
+    policy = make_policy()
+    rollouts = hf.HfEngine(policy, max_batch=256).generate(PROMPTS, SAMPLING)
+    require_finite(policy, rollouts)
+    numbers = getattr(rollouts[3], column)
+    rollouts[3] = replace(rollouts[3], **{column: [*numbers[:-1], value]})
+    with pytest.raises(TrainingStopped, match=r"1 of 6 completions .*test/1: .*weights and activations are finite"):
+        require_finite(policy, rollouts)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "where"),
+    [("eval=task", "evaluation after step 0: 4 of 4"), ("eval=none", "step 1, sampling: 12 of")],
+)
+def test_a_run_ends_with_one_message_that_says_when(
+    make_config: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    evaluation: str,
+    where: str,
+) -> None:
+    whole = Policy.build
+    monkeypatch.setattr(Policy, "build", lambda *given: poisoned(whole(*given)))
+    cfg = make_config("quant=nvfp4", "optim.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
+    assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
+    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    assert printed.startswith(where) and "post_attention_layernorm.weight" in printed
+    assert not (tmp_path / "runs" / "broken" / "done.json").exists()
+
+
+def test_only_what_stopped_a_run_is_told_where() -> None:
+    with pytest.raises(TrainingStopped, match=r"^step 3: no$"), during("step 3"):
+        raise TrainingStopped("no")
+    with pytest.raises(ZeroDivisionError), during("step 3"):
+        _ = 1 / 0
+
+
+def test_tensors_of_a_dump_may_share_memory(tmp_path: Path) -> None:
+    """As log-probabilities before and after the first of one update do."""
+    run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [])
+    values = torch.arange(6.0).view(2, 3)
+    dump(run, 1, NonFinite(what="loss", tensor="x", tensors={"logprobs": values, "old_logprobs": values}))
+    found = load_file(tmp_path / "nonfinite" / "step_000001" / "batch.safetensors")
+    assert torch.equal(found["logprobs"], values) and torch.equal(found["old_logprobs"], values)

@@ -1,0 +1,83 @@
+"""Planted effects and the plan: what is false, what is found, and that the table in the docs is the committed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl_bench.errors import BadInput
+from qerl_bench.results import plan, planting
+from qerl_bench.results.judge import judge
+from qerl_bench.results.paper import CLAIMS
+from qerl_bench.results.study import SETTINGS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_planted_runs_hold_what_was_planted() -> None:
+    """Without chance every claim has its effect, in margins and in the direction claimed, and no other gate closes."""
+    runs = planting.planted_runs(2.0, 4, 2, np.random.default_rng(0))
+    assert len(runs) == 15 * 4 * 2
+    for judgement in judge(planting.TRAINING, runs):
+        sign = -1 if judgement.claim.expected == "less" else 1
+        for result in judgement.voting:
+            assert result.status is None and result.primary is not None and result.primary.effect is not None
+            mean = result.primary.effect.whole
+            assert abs(sign * mean.mean / judgement.claim.margin - 2.0) < 4 * mean.error / judgement.claim.margin
+            assert (mean.n, result.primary.effect.seeds) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("expected", "verdict", "effect", "false"),
+    [
+        ("more", "supported", 0.0, "supported"), ("more", "supported", 0.5, ""), ("more", "reversed", 0.0, "reversed"),
+        ("more", "negligible", 1.0, "negligible"), ("more", "supported but negligible", 0.5, ""),
+        ("more", "supported but negligible", 2.0, "negligible"), ("more", "undecided", 2.0, ""),
+        ("same", "supported", 1.0, "supported"), ("same", "supported", 0.5, ""), ("same", "reversed", 0.5, "reversed"),
+    ],
+)  # fmt: skip
+def test_which_word_is_false(expected: str, verdict: str, effect: float, false: str) -> None:
+    claim = next(claim for claim in CLAIMS if claim.expected == expected)
+    assert planting.false_verdict(claim, verdict, effect) == false
+
+
+def test_a_small_planting_errs_as_rarely_as_it_should() -> None:
+    """Four studies without an effect and four with two margins, eight seeds of one base each."""
+    rows = pd.DataFrame([row for e in (0.0, 2.0) for row in planting.replicate(e, 1, 8, 4, seed=1)])
+    table = planting.table(rows).set_index("effect")
+    for word in ("supported", "negligible", "reversed"):
+        assert (table[f"false {word}"] <= 0.05).all()
+    assert (table["any false"] <= 0.25).all()  # one of four where at most 0.2 are expected
+    assert table.loc[2.0, "supported"] > 0.5 > table.loc[0.0, "supported"]
+
+
+def test_the_table_in_the_docs_is_the_committed_one() -> None:
+    committed = pd.read_csv(ROOT / "docs" / "results" / "planting" / planting.TABLE)
+    assert planting.markdown(committed) in (ROOT / "docs" / "claims.md").read_text()
+    errors = committed[[name for name in committed if str(name).startswith("false ")]]
+    assert (errors <= 0.05).all(axis=None) and (committed["replications"] >= 200).all()
+
+
+def test_a_plan_of_enough_power_is_the_smallest_one() -> None:
+    found = plan.Spread(within=1.0, between=0.25, questions=0.0)
+    designs = plan.designs(found, effect=1.0, level=0.025)
+    sizes = [design.bases * design.seeds for design in designs]
+    assert sizes == sorted(sizes)
+    mean = found.mean(16, 2)
+    assert (mean.n, mean.df) == (16, 15) and mean.error == pytest.approx((1 / 32 + 0.25 / 16) ** 0.5)
+    assert next(d for d in designs if (d.bases, d.seeds) == (16, 2)).detectable == pytest.approx(0.65, abs=0.01)
+    assert found.mean(1, 8).error == pytest.approx((1 / 8) ** 0.5)  # of one base nothing is known about others
+
+
+def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) -> None:
+    study = ROOT / "docs" / "results" / "tiny"
+    assert (study / SETTINGS).is_file()
+    plan.main([str(study), "--effect", "2"])
+    out = capsys.readouterr().out
+    assert "find 2 margins" in out and "| Higher final accuracy than 16-bit LoRA | 2.39 points | 0.50 points (assumed) |" in out
+    for words in (["--effect", "0"], ["--power", "1"], ["--between", "-1"]):
+        with pytest.raises(BadInput, match=words[0]):
+            plan.main([str(study), *words])
