@@ -222,7 +222,10 @@ def test_a_difference_is_taken_within_a_seed_and_its_interval_over_seeds(tmp_pat
     assert ACCURACY.text(mean) == ["+3.0", "[\N{MINUS SIGN}9.7, +15.7]"]
     speed = Column("tokens/s", typical("speed/rollout_tok_s"), ratio=True, level="{:.0f}")
     assert paired.effect(treated, control, speed)[1] == pytest.approx(np.log([1.5, 2.5]))
-    assert paired.level(treated, speed) == f"{1000 * (1.5 * 2.5) ** 0.5:.0f}" and paired.level(control, ACCURACY) == "53.7%"
+    assert (
+        paired.level(treated, speed) == f"{1000 * (1.5 * 2.5) ** 0.5:.0f}"
+        and paired.level(control, ACCURACY) == "53.7%"
+    )
     with pytest.raises(BadInput, match="not of the same bases and seeds"):
         paired.effect(treated, control[:1], ACCURACY)
 
@@ -288,7 +291,9 @@ def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch
     runs = [make(tmp_path, 0), make(tmp_path, 1)]
     runs += [make(tmp_path, 0, "nvfp4"), make(tmp_path, 1, "nvfp4", course=(0.5, 0.8, 0.6))]
     figure = effects.effect_rows(lines.format_lines(arms(runs, ["quant.name", "aqn.name"])), [ACCURACY])
-    marks = {line.get_marker(): list(line.get_xdata()) for line in figure.axes[0].get_lines() if line.get_marker() in ".x"}
+    marks = {
+        line.get_marker(): list(line.get_xdata()) for line in figure.axes[0].get_lines() if line.get_marker() in ".x"
+    }
     assert marks == {".": [pytest.approx(2)], "x": [pytest.approx(4)]}
     assert "diverged" in words(figure)
 
@@ -335,7 +340,9 @@ def test_levels_and_differences_stand_at_their_true_rank(study: Path) -> None:
 def test_at_each_rate_formats_are_compared_with_bf16_there(study: Path) -> None:
     figure = against_of(study, "optim.lr", "optim.lr")
     _, bottom = figure.axes
-    dots = sorted((float(x), float(y)) for x, y in (container.lines[0].get_xydata()[0] for container in bottom.containers))
+    dots = sorted(
+        (float(x), float(y)) for x, y in (container.lines[0].get_xydata()[0] for container in bottom.containers)
+    )
     alone = [dot for dot in dots if not 2e-4 < dot[0] < 5e-4]
     np.testing.assert_allclose(alone, [(1e-4, 3.0), (1e-3, 3.0)])  # at 3e-4, NF4 stands beside NVFP4
     assert len(dots) == 4 and figure.axes[1].get_xlabel() == r"optim.lr ($\times 10^{-4}$)"
@@ -412,7 +419,14 @@ def test_curves_are_differences_by_step_with_the_whole_above_them(study: Path) -
 
 def test_a_curve_of_entropy_never_shows_a_stage_before_it_begins() -> None:
     """A mean around a step would: at step 2 it holds the noise of step 3."""
-    run = Run(Path("x"), {}, {}, True, {}, pd.DataFrame({"kind": "train", "step": [1, 2, 3], "metric": "entropy", "value": [1.0, 1.0, 4.0]}))
+    run = Run(
+        Path("x"),
+        {},
+        {},
+        True,
+        {},
+        pd.DataFrame({"kind": "train", "step": [1, 2, 3], "metric": "entropy", "value": [1.0, 1.0, 4.0]}),
+    )
     column = replace(paired.ENTROPY, ratio=False)
     assert Curve("entropy", column, 3, trailing=True).of(run).tolist() == [1, 1, 2]
     assert Curve("entropy", column, 3).of(run).tolist() == [1, 2, 2.5]
@@ -425,19 +439,24 @@ def test_noise_is_compared_with_none_in_each_format_and_a_missing_arm_is_named(s
     assert all(ax.get_title(loc="left").endswith("+0.000\n[+0.000, +0.000]") for ax in figure.axes[1:])
     assert r"AQN exp ($\sigma$ 0.01 to 0.001) minus no noise" in words(figure)
     with pytest.raises(BadInput, match=r"Missing: quant=nf4 aqn=exp seed=0,1"):
-        noise_curves([run for run in runs if run.option("quant.name") != "nf4" or run.option("aqn.name") == "none"], [REWARD])
+        noise_curves(
+            [run for run in runs if run.option("quant.name") != "nf4" or run.option("aqn.name") == "none"], [REWARD]
+        )
 
 
 def test_runs_that_have_not_got_equally_far_have_no_number_above_their_curve(study: Path) -> None:
     runs = [run for run in varying(load_runs([study]), "quant") if run.option("quant.name") != "nf4"]
-    cut = [replace(run, metrics=run.metrics[run.metrics["step"] < 3]) if run.option("quant.name") == "nvfp4" else run for run in runs]
+    cut = [
+        replace(run, metrics=run.metrics[run.metrics["step"] < 3]) if run.option("quant.name") == "nvfp4" else run
+        for run in runs
+    ]
     figure = format_curves(cut, [REWARD])
     assert figure.axes[1].get_title(loc="left") == "NVFP4 \N{MINUS SIGN} BF16"
     assert figure.axes[1].get_lines()[1].get_xdata().tolist() == [1, 2]
 
 
 def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study: Path, tmp_path: Path) -> None:
-    """In the study nf4 was run at one rank and rate; without it there are more settings, but at the model's own rate."""
+    """Without nf4, which was run at one rank and rate, there are more settings, but at the same rate."""
     runs = load_runs([study])
     found, settings = scores(runs, final("sampled"))
     assert list(found) == ["bf16", "nf4", "nvfp4"]

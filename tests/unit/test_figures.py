@@ -122,7 +122,7 @@ def test_a_caption_is_wrapped_at_the_width_of_its_figure_and_makes_it_taller() -
     figure.draw_without_rendering()
     (drawn,) = [artist for artist in figure.texts if artist.get_text() == text]
     box = drawn.get_window_extent()
-    assert 0 < box.x0 and box.x1 < figure.bbox.width and box.y0 >= 0
+    assert box.x0 > 0 and box.x1 < figure.bbox.width and box.y0 >= 0
     assert box.y1 < figure.axes[0].get_window_extent().y0
 
 
@@ -137,7 +137,9 @@ def test_labels_at_the_ends_of_lines_keep_their_order_and_their_distance() -> No
     assert boxes["a"].y1 <= boxes["b"].y0 + 1 and boxes["b"].y1 < boxes["far"].y0
     middle = (boxes["a"].y0 + boxes["b"].y1) / 2
     assert ax.transData.inverted().transform((0, middle))[1] == pytest.approx(0.495, abs=0.02)
-    assert ax.transData.inverted().transform((0, (boxes["far"].y0 + boxes["far"].y1) / 2))[1] == pytest.approx(0.9, abs=0.02)
+    assert ax.transData.inverted().transform((0, (boxes["far"].y0 + boxes["far"].y1) / 2))[1] == pytest.approx(
+        0.9, abs=0.02
+    )
 
 
 # --- several runs ----------------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def test_runs_that_differ_in_an_option_that_labels_do_not_know_are_never_average
 
 
 def test_seeds_of_a_base_are_averaged_before_bases_are(tmp_path: Path) -> None:
-    """Two bases with two seeds each: means 0.2 and 0.6, so the mean is 0.4 and one base more or less moves it by 0.2."""
+    """Two bases with two seeds each: means 0.2 and 0.6, so that the mean is 0.4 with an error of 0.2."""
     runs = [
         write_run(tmp_path / f"{base}-{seed}", {"accuracy": [value]}, seed=seed, model={"name": "tiny", "seed": base})
         for base, seed, value in ((0, 0, 0.1), (0, 1, 0.3), (1, 0, 0.5), (1, 1, 0.7))
@@ -390,7 +392,9 @@ def test_files_are_the_same_on_any_day_with_real_fonts(tmp_path: Path, monkeypat
 
 
 def test_a_vector_file_is_what_is_written_unless_asked_otherwise(tmp_path: Path) -> None:
-    assert style.save(figures.reward_figure(load_run(reward_run(tmp_path / "a"))), tmp_path / "b") == [tmp_path / "b.svg"]
+    assert style.save(figures.reward_figure(load_run(reward_run(tmp_path / "a"))), tmp_path / "b") == [
+        tmp_path / "b.svg"
+    ]
 
 
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def runs(tmp_path: Path) -> list[Run]:
     found = []
     for quant, level, (seed, off) in product(("nvfp4", "bf16"), LEVELS, enumerate((0.20, 0.30, 0.40))):
         noise = {"name": "constant", "level": level} if level else {"name": "none"}
-        steps = [_step(off * (1 + (4 + seed) * level), **{"reward/mean": 1 - level, "mismatch/kl": 1e-6 + level**2})] * 5
+        steps = [
+            _step(off * (1 + (4 + seed) * level), **{"reward/mean": 1 - level, "mismatch/kl": 1e-6 + level**2})
+        ] * 5
         folder = tmp_path / f"{quant}-{level}-{seed}"
         found.append(_run(folder, noise, steps, quant, seed=seed, held_out=0.8 - 2 * level))
     return found
@@ -81,7 +83,9 @@ def runs(tmp_path: Path) -> list[Run]:
 @pytest.fixture
 def table(tmp_path: Path) -> pd.DataFrame:
     """Three seeds of two temperatures on BF16, and a run of a schedule, which has no single sigma."""
-    runs = [_run(tmp_path / f"bf{seed}", {"name": "none"}, [_step(0.2 + seed / 10)], "bf16", seed=seed) for seed in range(3)]
+    runs = [
+        _run(tmp_path / f"bf{seed}", {"name": "none"}, [_step(0.2 + seed / 10)], "bf16", seed=seed) for seed in range(3)
+    ]
     runs.append(_run(tmp_path / "hot", {"name": "none"}, [_step(0.5)], "bf16", temperature=1.2))
     runs.append(_run(tmp_path / "on", {"name": "constant", "level": 1e-2}, [_step(0.31)]))
     runs.append(_run(tmp_path / "scheduled", {"name": "exp"}, [_step(9.0)]))
@@ -149,7 +153,10 @@ def test_bases_are_the_unit_of_a_sweep_over_several(tmp_path: Path) -> None:
 
 def test_a_sweep_without_an_evaluation_has_no_row_for_accuracy(tmp_path: Path) -> None:
     steps = [_step(0.2, **{"reward/mean": 1.0})]
-    runs = [_run(tmp_path / "a", {"name": "none"}, steps), _run(tmp_path / "b", {"name": "constant", "level": 0.1}, steps)]
+    runs = [
+        _run(tmp_path / "a", {"name": "none"}, steps),
+        _run(tmp_path / "b", {"name": "constant", "level": 0.1}, steps),
+    ]
     assert set(sigma_effects(sigma_rows(runs))["measure"]) == {"entropy", "late reward"}
     assert len(sigma_figure(sigma_rows(runs)).axes) == 3
 

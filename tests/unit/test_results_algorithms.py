@@ -72,7 +72,9 @@ def test_seeds_that_differ_widen_the_error(tmp_path: Path) -> None:
 
 def test_the_figure_has_a_line_for_each_algorithm_against_completions(tmp_path: Path) -> None:
     """dapo samples twice in every step, 16 prompts x 8 completions each time."""
-    folders = [_write(tmp_path, algo, seed, AFTER[seed], float(algo == "dapo")) for algo in ("grpo", "dapo") for seed in (0, 1)]
+    folders = [
+        _write(tmp_path, algo, seed, AFTER[seed], float(algo == "dapo")) for algo in ("grpo", "dapo") for seed in (0, 1)
+    ]
     drawn = figure([load_run(folder) for folder in folders], smooth=3)
     for ax in drawn.axes:
         lines = {line.get_label(): line for line in ax.get_lines()}

@@ -11,7 +11,10 @@ from qerl_bench.errors import BadInput
 from qerl_bench.results.style import FULL_WIDTH, SMALL, caption, colour, panels, paper_style, place
 
 SAME = 1e-3  # relative difference of errors that rounding on another device may make
-PARTS = {"dead_zone": "in weights rounded to zero (dead zone)", "scale_bias": "a change of scale of layers (scale bias)"}
+PARTS = {
+    "dead_zone": "in weights rounded to zero (dead zone)",
+    "scale_bias": "a change of scale of layers (scale bias)",
+}
 QUANTIZERS = ("rtn", "mse", "awq", "gptq")
 
 
