@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.results.against import against, same_but
 from qerl_bench.results.load import Run
+from qerl_bench.results.naming import format_rows
 from qerl_bench.results.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
@@ -19,9 +20,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def draw(runs: list[Run]) -> Figure:
-    rows = arms(runs, ["quant.name", "aqn.name", KEY])
-    control = same_but(rows, KEY, USUAL, "quant.name")
-    return against(rows, KEY, [REWARD_MEAN, SAMPLED], "LoRA rank", control, f"minus rank {USUAL}")
+    rows = format_rows(arms(runs, ["quant.name", "aqn.name", KEY, "lora.alpha"]), axis=KEY)
+    control = same_but(rows, KEY, USUAL, "label")
+    alphas = {row["lora.alpha"] for row in rows}
+    alpha = (
+        f"LoRA alpha {alphas.pop():g}." if len(alphas) == 1 else "LoRA alpha differs with the rank, and so the step."
+    )
+    return against(rows, KEY, [REWARD_MEAN, SAMPLED], "LoRA rank", control, f"minus rank {USUAL}", alpha)
 
 
 if __name__ == "__main__":

@@ -377,7 +377,7 @@ def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study:
     runs = varying(load_runs([study]), "quant", "aqn", "inject", "rollout.temperature", "optim.entropy_coef")
     found = lines.control_lines(arms(runs, KEYS))
     assert [line.label for line in found] == [
-        "BF16", "nothing added", "AQN from 0.01", "entropy bonus 0.01", "noise of NVFP4's size, drawn once",
+        "BF16", "nothing added (control)", "AQN from 0.01", "entropy bonus 0.01", "noise of NVFP4's size, drawn once",
         "temperature 1.5", "NVFP4", "nothing added", "AQN from 0.01", "AQN from 0.05",
     ]  # fmt: skip
     assert [bool(line.control) for line in found] == [False, False, *[True] * 4, False, *[True] * 3]
@@ -574,3 +574,13 @@ def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:
         final("sampled")(load_run(run.path))
     assert math.isclose(final("greedy")(make(tmp_path, 1)), 0.9)
     assert arms([run], ["aqn.sigma_start"]) == [{"aqn.sigma_start": None, "runs": [run]}]
+
+
+def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(tmp_path: Path) -> None:
+    cells = itertools.product(("rtn", "awq"), (8, 32))
+    runs = [make(tmp_path, 0, "nvfp4", rank=rank, quantizer=quantizer) for quantizer, rank in cells]
+    table = naming.format_rows(arms(runs, ["quant.name", "aqn.name", "lora.rank"]), axis="lora.rank")
+    control = against.same_but(table, "lora.rank", 32, "label")
+    pairs = {(row["label"], other["label"]) for row in table if (other := control(row)) is not None}
+    assert pairs == {("NVFP4, rtn", "NVFP4, rtn"), ("NVFP4, awq", "NVFP4, awq")}
+    assert "LoRA alpha differs with the rank" in words(script("fig_ranks").draw(runs))

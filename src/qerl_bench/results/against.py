@@ -64,6 +64,7 @@ def against(
     label: str,
     control: Callable[[Row], Row | None],
     minus: str,
+    *notes: str,
 ) -> Figure:
     """Levels of each format against the numeric config key `key`, on a logarithmic axis, and differences below them.
 
@@ -114,13 +115,13 @@ def against(
             bottom.set_ylabel(f"{minus}{f', {column.unit}' if column.unit else ''}")
             label_ends(top, ends)
         lines = [line(row, "", control(row)) for row in labelled]
-        note = f"Top: means. Bottom: each {minus}; formats at one value stand side by side."
-        caption(figure, note, interval_note(labelled[0]["runs"]), margins(columns), *marks(lines, columns)[-1:])
+        note = f"Top: means (axes not from 0). Bottom: each {minus}; formats at one value stand side by side."
+        caption(figure, *notes, note, interval_note(labelled[0]["runs"]), margins(columns), *marks(lines, columns)[-1:])
     return figure
 
 
 def same_but(rows: Sequence[Row], key: str, usual: object, same: str) -> Callable[[Row], Row | None]:
-    """For `against`: the control of a row is that with the value `usual` of `key`, and the same value of `same`.
+    """For `against`: the control of a row is that with the value `usual` of `key`, and the same `same`, a key or label.
 
     Raises BadInput, naming them, if rows have no control.
     """

@@ -140,7 +140,7 @@ def _notes(pairs: Sequence[Line], curves: Sequence[Curve]) -> list[str]:
         if curve.whole.margin
     )
     return [
-        f"Left: level, mean of {repeated(runs)}. Others: paired difference by step, {band}.",
+        f"Left: level (axis not from 0), mean of {repeated(runs)}. Others: paired difference by step, {band}.",
         f"Above each: difference of the {named} over the run, with 95% interval.",
         f"Grey: the margin within which that would not matter ({margins})." if margins else "",
         f"What a step shows of {', '.join(smooth)}." if smooth else "",

@@ -55,8 +55,9 @@ def control_lines(rows: Sequence[Row]) -> list[Line]:
     for quant in dict.fromkeys(row["quant.name"] for row in ordered):
         lines.append(Line(quant.upper()))
         of_format = [row for row in ordered if row["quant.name"] == quant]
-        controls = [None if row is plain[0] else plain[0] for row in of_format]
-        lines += [line(row, row["label"], control) for row, control in zip(of_format, controls, strict=True)]
+        for row in of_format:
+            own = row is plain[0]
+            lines.append(line(row, f"{row['label']} (control)" if own else row["label"], None if own else plain[0]))
     return lines
 
 
