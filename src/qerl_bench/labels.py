@@ -98,4 +98,4 @@ def check_class(folder: Path, key: str, node: Any) -> None:
 def _classes(folder: Path, key: str) -> dict[object, str]:
     """The class of each option of an axis by the option's name."""
     options = _options([folder], key)
-    return {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml")["_target_"] for option in options}
+    return {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml")._target_ for option in options}

@@ -268,7 +268,8 @@ def test_only_the_primary_setting_votes(study: Study) -> None:
         [9.0, 9.0, 9.0], abs=0.01
     )
     text = markdown(report({"tiny on arithmetic": list(verdicts(runs).values())}, runs))
-    assert len(re.findall(r"\| nvfp4 - bf16 \|[^|]*lora.rank=8[^|]*\| robustness \|", text)) == 3  # entropy, growth, accuracy
+    rows = re.findall(r"\| nvfp4 - bf16 \|[^|]*lora.rank=8[^|]*\| robustness \|", text)
+    assert len(rows) == 3  # entropy, growth, accuracy
 
 
 def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(study: Study, tmp_path: Path) -> None:
@@ -399,7 +400,11 @@ def test_noise_that_acts_is_judged_at_the_dose_that_was_named(study: Study) -> N
 
 @pytest.mark.parametrize(
     ("curves", "why"),
-    [({"rise": 0.02}, "at the floor"), ({"start": 0.9, "rise": 0.09}, "at the ceiling"), ({"rise": 0.6, "fall": 0.5}, "diverged")],
+    [
+        ({"rise": 0.02}, "at the floor"),
+        ({"start": 0.9, "rise": 0.09}, "at the ceiling"),
+        ({"rise": 0.6, "fall": 0.5}, "diverged"),
+    ],
 )
 def test_arms_that_cannot_differ_are_not_compared(study: Study, curves: dict[str, float], why: str) -> None:
     study(["quant=bf16"], **curves)
@@ -612,7 +617,8 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     assert "tiny on arithmetic" in capsys.readouterr().out
     text, html = ((root.parent / "out" / f"claims.{kind}").read_text() for kind in ("md", "html"))
     assert "Faster reward growth than 16-bit LoRA: **supported**" in text
-    assert re.search(r"\| nvfp4 - bf16 \| all \| primary \| [^|]* \| \+0\.0[45]\d+ \[[^|]* reward \| 5 seeds, 4 df \|", text)
+    row = r"\| nvfp4 - bf16 \| all \| primary \| [^|]* \| \+0\.0[45]\d+ \[[^|]* reward \| 5 seeds, 4 df \|"
+    assert re.search(row, text)
     assert "nvfp4-none-grpo-r32-s{0,1,2,3,4}-" in text and "`python src/run.py experiment=tiny/ranks -m`" in text
     for claim in CLAIMS:
         assert claim.title in text and claim.paper in text and claim.source[1:] in text

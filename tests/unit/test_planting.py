@@ -46,7 +46,7 @@ def test_which_word_is_false(expected: str, verdict: str, effect: float, false: 
 
 def test_a_small_planting_errs_as_rarely_as_it_should() -> None:
     """Four studies without an effect and four with two margins, eight seeds of one base each."""
-    rows = pd.DataFrame([row for e in (0.0, 2.0) for row in planting.replicate(e, 1, 8, 4, seed=1)])
+    rows = [row for effect in (0.0, 2.0) for row in planting.replicate(effect, 1, 8, 4, seed=1)]
     table = planting.table(rows).set_index("effect")
     for word in ("supported", "negligible", "reversed"):
         assert (table[f"false {word}"] <= 0.05).all()
@@ -77,7 +77,8 @@ def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) ->
     assert (study / SETTINGS).is_file()
     plan.main([str(study), "--effect", "2"])
     out = capsys.readouterr().out
-    assert "find 2 margins" in out and "| Higher final accuracy than 16-bit LoRA | 2.39 points | 0.50 points (assumed) |" in out
+    assert "find 2 margins" in out
+    assert "| Higher final accuracy than 16-bit LoRA | 2.39 points | 0.50 points (assumed) |" in out
     for words in (["--effect", "0"], ["--power", "1"], ["--between", "-1"]):
         with pytest.raises(BadInput, match=words[0]):
             plan.main([str(study), *words])

@@ -209,7 +209,10 @@ def test_no_instruction_is_an_answer_itself(answer_format: str) -> None:
     assert extract(GOLDEN[answer_format], answer_format) in (None, "", ".", "final answer")
 
 
-@pytest.mark.parametrize("name", [path.stem for path in (Path(__file__).parents[2] / "conf" / "task").glob("*.yaml")])
+TASKS = {path.stem for path in (Path(__file__).parents[2] / "conf" / "task").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", sorted(TASKS - {"shape"}))  # whose prompts are token ids and ask nothing
 def test_every_task_can_be_asked_in_every_way(name: str) -> None:
     task = build_spec(compose([f"task={name}", "task.answer_format=hash", "task.instruction=suffix"]), "task")
     expected = Prompt(

@@ -1,9 +1,9 @@
 """Which arms the claims of the paper contrast: matched ones, and the paper's own methods, which differ in more.
 
-Unless a claim is about it, matched arms have one learning rate and no noise. Formats against BF16 may have any quantizer:
-16-bit weights have none. The primary setting of every claim is rank 32, the model's own learning rate, GRPO and codes
-rounded to nearest. The paper's methods (`recipe=method/...`) differ in format, rate and noise at once; a contrast of them
-says which of these confound it.
+Unless a claim is about it, matched arms have one learning rate and no noise. Formats against BF16 may have any
+quantizer: 16-bit weights have none. The primary setting of most claims is rank 32, the model's own learning rate, GRPO
+and codes rounded to nearest. The paper's methods (`recipe=method/...`) differ in format, rate and noise at once; a
+contrast of them says which of these confound it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ GRPO = Where("algo.name", among=("grpo",))
 NEAREST = Where("quantizer.name", among=("rtn",))
 OWN_RATE = Where("lr_factor", low=0.99, high=1.01)
 PRIMARY = (RANK_32, GRPO, NEAREST, OWN_RATE)
+OWN_KERNELS = (  # and not bitsandbytes', or vLLM's, whose memory is not in the trainer's peak
+    Where("quant.backend", among=("own", None)),
+    Where("engine.name", among=("hf",)),
+)
 SIGMA = Where("aqn.sigma_start", among=(1e-2, None))  # of the paper's Table 4; no noise has none
 NVFP4 = Where("quant.name", among=("nvfp4",))
 LEARNING = (ON_POLICY, ADAPTER, LEARNS)

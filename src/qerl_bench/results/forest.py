@@ -33,7 +33,7 @@ def all_claims(judgements: Sequence[Judgement], scope: str) -> Figure:
         figure, axes = panels(1, 1, 0.95 + ROW * len(lines), width=7.0)
         ax = axes[0, 0]
         _ground(ax, 1.0)
-        for y, (label, judgement, result, first) in enumerate(lines):
+        for y, (_, judgement, result, first) in enumerate(lines):
             claim = judgement.claim
             sign = -1 if claim.expected == "less" else 1
             scaled = _scaled(sign / claim.margin)
@@ -49,7 +49,15 @@ def all_claims(judgements: Sequence[Judgement], scope: str) -> Figure:
             elif result.status:
                 ax.text(REACH * 1.06, y, result.status, color=OPEN, va="center", fontsize=7)
             if not effect:
-                ax.text(0, y, result.reason if len(result.reason) < 40 else "", color=OPEN, ha="center", va="center", fontsize=6.5)
+                ax.text(
+                    0,
+                    y,
+                    result.reason if len(result.reason) < 40 else "",
+                    color=OPEN,
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                )
         _rows(ax, [label for label, *_ in lines])
         ax.set_xlim(-REACH, REACH)
         ax.set_xlabel("effect in margins, to the right as claimed (grey band: too small to matter)")
@@ -103,7 +111,12 @@ def _lines(judgements: Sequence[Judgement]) -> Iterator[tuple[str, Judgement, Re
             head = f"{number}. {judgement.claim.title}"
             several = len(judgement.voting) > 1
             tail = f"{result.contrast.label}" if several else ""
-            yield (f"{head}: {tail}" if several and place == 0 else head if place == 0 else tail), judgement, result, place == 0
+            yield (
+                (f"{head}: {tail}" if several and place == 0 else head if place == 0 else tail),
+                judgement,
+                result,
+                place == 0,
+            )
 
 
 def _caption(judgements: Sequence[Judgement]) -> str:
@@ -131,7 +144,9 @@ def _ground(ax: Axes, margin: float) -> None:
     ax.axvline(0, color=ZERO, linewidth=0.7, zorder=1)
 
 
-def _mark(ax: Axes, y: float, effect: Effect, show: Callable[[float], float], shade: str, kind: str, reach: float) -> None:
+def _mark(
+    ax: Axes, y: float, effect: Effect, show: Callable[[float], float], shade: str, kind: str, reach: float
+) -> None:
     whole = effect.whole
     if whole.n > 1:
         ends = sorted((show(whole.low), show(whole.high)))

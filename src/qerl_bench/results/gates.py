@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
+import numpy as np
 
 from qerl_bench.results.estimate import Setting, holds, settings
 from qerl_bench.results.load import Run
@@ -65,7 +65,9 @@ def learned(setting: Setting, runs: Sequence[Run]) -> str:
     floor = [arm.label for arm, (start, end) in zip(arms, ends, strict=True) if end < start + LEARNED]
     ceiling = [arm.label for arm, (_, end) in zip(arms, ends, strict=True) if end > CEILING]
     if len(floor) > 1:
-        return f"at the floor: accuracy of {' and '.join(floor)} ends less than {100 * LEARNED:.0f} points above its start"
+        return (
+            f"at the floor: accuracy of {' and '.join(floor)} ends less than {100 * LEARNED:.0f} points above its start"
+        )
     if len(ceiling) > 1:
         return f"at the ceiling: accuracy of {' and '.join(ceiling)} ends above {100 * CEILING:.0f} %"
     return ""
@@ -91,8 +93,8 @@ def diverged(run: Run) -> bool:
     accuracy = run.series("train", "accuracy").dropna()
     if len(accuracy) < SMOOTHED:
         return False
-    smooth = accuracy.rolling(SMOOTHED).mean().dropna()
-    return bool(smooth.max() - smooth.iloc[-1] > LOST)
+    smooth = np.convolve(accuracy, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
+    return bool(smooth.max() - smooth[-1] > LOST)
 
 
 def _ends(runs: Sequence[Run]) -> tuple[float, float]:
@@ -103,5 +105,5 @@ def _ends(runs: Sequence[Run]) -> tuple[float, float]:
         values = values if len(values) else run.series("eval", "eval/accuracy_sampled").dropna()
         few = max(1, min(SMOOTHED, math.floor(LATE * len(values))))
         pairs.append((values.iloc[:few].mean(), values.iloc[-few:].mean()))
-    start, end = pd.DataFrame(pairs).mean()
-    return float(start), float(end)
+    start, end = np.mean(pairs, axis=0).tolist()
+    return start, end

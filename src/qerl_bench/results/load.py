@@ -142,7 +142,7 @@ class Run:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The config as far as it decides numbers, flat, and the device; without what chooses the base, and the seed."""
+        """The config as far as it decides numbers, flat, and the device; without base and seed."""
         facts = flat(scientific(self.config))
         return {key: value for key, value in facts.items() if key not in BASE_KEYS} | {"device": self.device}
 
@@ -154,7 +154,7 @@ class Run:
         return pd.Series(values[order], index=steps[order], name=metric)
 
     @cached_property
-    def _rows(self) -> dict[tuple[str, str], Any]:
+    def _rows(self) -> dict[Any, np.ndarray]:
         """Where each metric stands in the table."""
         return self.metrics.groupby(["kind", "metric"], observed=True, sort=False).indices
 

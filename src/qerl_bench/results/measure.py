@@ -134,7 +134,7 @@ def _trained(run: Run, metric: str) -> pd.Series:
         bool((taught > 0).any()),
         f"{run.name} trained nothing ({TAUGHT} is 0 in every step: all rewards of a group were equal)",
     )
-    return values[taught.reindex(values.index) > 0]
+    return values.loc[(taught.reindex(values.index) > 0).to_numpy()]
 
 
 def held_out(mode: str) -> Callable[[Run], float | pd.Series]:

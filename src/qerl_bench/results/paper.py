@@ -23,6 +23,7 @@ from qerl_bench.results.contrasts import (
     NOISE,
     NVFP4,
     ON_POLICY,
+    OWN_KERNELS,
     OWN_RATE,
     PRIMARY,
     RANK_32,
@@ -53,7 +54,9 @@ from qerl_bench.results.measure import (
 )
 
 INITIAL_ENTROPY = Measure("entropy of the sampler at the first step", first("entropy"), ratio=True)
-NOISY_ENTROPY = Measure("entropy of the sampler over the second tenth of the steps", during("entropy", 0.1, 0.2), ratio=True)
+NOISY_ENTROPY = Measure(
+    "entropy of the sampler over the second tenth of the steps", during("entropy", 0.1, 0.2), ratio=True
+)
 REWARD = Measure("mean reward over the run (area under its curve)", area("reward/mean"), unit="reward")
 LATE_REWARD = Measure("mean reward over the last fifth of the steps", late("reward/mean"), unit="reward")
 ACCURACY = Measure("held-out accuracy after training, sampled", held_out("sampled"), unit="points", scale=100.0)
@@ -64,12 +67,12 @@ MEMORY = Measure("peak memory", largest("memory/peak_gib"), ratio=True, gpu=True
 NVFP4_RUNS = (*LEARNING, NVFP4)
 NOISY = (*PRIMARY, SIGMA)
 EIGHT = Where("completions", among=(8,))  # a step, as in the paper's Table 6
-SPEEDS = (RANK_32, GRPO, NEAREST, EIGHT)
+SPEEDS = (RANK_32, GRPO, NEAREST, EIGHT, *OWN_KERNELS)
 TRAINED = (learned, stable)
 
 MAIN = "python src/run.py experiment=tiny/main -m"
 TABLE_1 = "python src/run.py experiment=paper/table1"
-SPEED = "python src/run.py experiment=paper/tables3_5_to_8 -m"
+SPEED = "python src/run.py experiment=speed/step rollout.prompts=1 -m"
 
 CLAIMS = (
     Claim(

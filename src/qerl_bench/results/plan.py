@@ -9,7 +9,6 @@ may demand of a single claim. What a base adds cannot be read from one base: --b
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 from itertools import product
@@ -109,9 +108,19 @@ def main(arguments: list[str] | None = None) -> None:
     for model, task in scopes:
         group = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]
         level = DIRECTION / 2 / len(claims)
-        header = ("claim", "sd over seeds", "sd over bases", "bases x seeds", "runs", "time, one at a time", "16 x 2 finds")
+        header = (
+            "claim",
+            "sd over seeds",
+            "sd over bases",
+            "bases x seeds",
+            "runs",
+            "time, one at a time",
+            "16 x 2 finds",
+        )
         rows = [plan(one, options.effect, options.power, options.between, level) for one in judge(claims, group)]
-        print(f"{model} on {task}: designs that find {options.effect:g} margins with a probability of {options.power:.0%}")
+        print(
+            f"{model} on {task}: designs that find {options.effect:g} margins with a probability of {options.power:.0%}"
+        )
         print(*(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)), sep="\n")
 
 

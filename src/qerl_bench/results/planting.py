@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ ACTS = 5.0  # margins of entropy by which noise acts on its own target
 STEPS, POINTS = 40, 20  # of a run, and at how many of them it is recorded
 QUESTIONS, SAMPLES = 128, 32
 TABLE = "planting.csv"
+WORDS = ("supported", "negligible", "reversed")
 TRAINING = tuple(claim for claim in CLAIMS if not claim.measure.gpu)
 
 
@@ -102,7 +104,7 @@ def replicate(effect: float, bases: int, seeds: int, count: int, seed: int) -> l
     """The verdicts of `count` replications, a row for each and each claim."""
     rows = []
     for number in range(count):
-        generator = np.random.default_rng(derive(seed, "planting", effect, bases, seeds, number))
+        generator = np.random.default_rng(derive(seed, "planting", f"{effect:g}", bases, seeds, number))
         for judgement in judge(TRAINING, planted_runs(effect, bases, seeds, generator)):
             claim, verdict = judgement.claim, judgement.verdict
             row = {"effect": effect, "bases": bases, "seeds": seeds, "replication": number, "claim": claim.title}
@@ -110,21 +112,20 @@ def replicate(effect: float, bases: int, seeds: int, count: int, seed: int) -> l
     return rows
 
 
-def table(rows: pd.DataFrame) -> pd.DataFrame:
+def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Per planted effect and design: shares of false verdicts and of words found, over claims and replications."""
+    same = {claim.title for claim in TRAINING if claim.expected == "same"}
+    cells: dict[tuple[float, int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        cells.setdefault((row["effect"], row["bases"], row["seeds"]), []).append(row)
     lines = []
-    for key, part in rows.groupby(["effect", "bases", "seeds"], sort=False):
-        directed = part[part["claim"].isin([claim.title for claim in TRAINING if claim.expected != "same"])]
-        words = directed["verdict"].str.split(" but ")
-        found = {word: words.map(lambda found, word=word: word in found).mean() for word in ("supported", "negligible", "reversed")}
-        any_false = part.groupby("replication")["false"].agg(lambda column: (column != "").any()).mean()
-        lines.append(
-            dict(zip(("effect", "bases", "seeds"), key, strict=True))
-            | {"replications": part["replication"].nunique()}
-            | found
-            | {f"false {word}": (part["false"] == word).mean() for word in ("supported", "negligible", "reversed")}
-            | {"any false": any_false}
-        )
+    for (effect, bases, seeds), cell in cells.items():
+        words = [row["verdict"].split(" but ") for row in cell if row["claim"] not in same]
+        studies = {row["replication"] for row in cell}
+        line: dict[str, Any] = {"effect": effect, "bases": bases, "seeds": seeds, "replications": len(studies)}
+        line |= {word: fmean(word in found for found in words) for word in WORDS}
+        line |= {f"false {word}": fmean(row["false"] == word for row in cell) for word in WORDS}
+        lines.append(line | {"any false": len({row["replication"] for row in cell if row["false"]}) / len(studies)})
     return pd.DataFrame(lines)
 
 
@@ -133,7 +134,11 @@ def markdown(found: pd.DataFrame) -> str:
     shares = [name for name in found.columns if name not in ("effect", "bases", "seeds", "replications")]
     header = ["true effect", "bases x seeds", *shares]
     lines = [
-        [f"{row['effect']:g} margins", f"{row['bases']:.0f} x {row['seeds']:.0f}", *(f"{100 * row[name]:.1f} %" for name in shares)]
+        [
+            f"{row['effect']:g} margins",
+            f"{row['bases']:.0f} x {row['seeds']:.0f}",
+            *(f"{100 * row[name]:.1f} %" for name in shares),
+        ]
         for row in found.to_dict("records")
     ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *lines]) + "\n"
@@ -141,7 +146,9 @@ def markdown(found: pd.DataFrame) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replications", type=int, default=400, help="of each planted effect and design (default: 400)")
+    parser.add_argument(
+        "--replications", type=int, default=400, help="of each planted effect and design (default: 400)"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder for planting.csv and planting.md")
@@ -150,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(replicate, *cell, options.replications, options.seed) for cell in cells]
         rows = [row for job in tqdm(jobs, "planted effects", disable=None) for row in job.result()]
-    found = table(pd.DataFrame(rows))
+    found = table(rows)
     options.out.mkdir(parents=True, exist_ok=True)
     found.to_csv(options.out / TABLE, index=False, float_format="%.5f")
     (options.out / "planting.md").write_text(markdown(found))
@@ -168,10 +175,22 @@ def _config(quant: str, aqn: str = "none", rank: int = 32, lr: float = 3e-4, alg
 
 
 def _run(
-    config: dict[str, Any], base: int, seed: int, shifts: dict[str, float], easiness: np.ndarray, generator: np.random.Generator
+    config: dict[str, Any],
+    base: int,
+    seed: int,
+    shifts: dict[str, float],
+    easiness: np.ndarray,
+    generator: np.random.Generator,
 ) -> Run:
     """A run whose curves and answers are as far from a common course as `shifts` says."""
-    name = "-".join(["planted", *(str(part) for group in ("quant", "aqn", "algo", "lora", "optim") for part in config[group].values()), f"b{base}", f"s{seed}"])
+    name = "-".join(
+        [
+            "planted",
+            *(str(part) for group in ("quant", "aqn", "algo", "lora", "optim") for part in config[group].values()),
+            f"b{base}",
+            f"s{seed}",
+        ]
+    )
     steps = np.linspace(STEPS // POINTS, STEPS, POINTS).astype(int)
     rise = np.sqrt(steps / STEPS)
     late = steps > STEPS - STEPS // 5

@@ -19,14 +19,15 @@ from qerl_bench.results.stats import Mean
 RULES = (
     "Each claim is decided by one primary contrast, in one setting named before the data: runs whose configs differ in "
     "the one factor and in nothing else but base model and seed, on one machine with one set of library versions. "
-    "Differences are taken within a base and seed (and question, for accuracies). Where there are several bases, they are "
-    "the unit: the effect is their mean. Intervals are at 95 %, Student's t, not adjusted. *Supported*: the effect is in "
-    "the direction claimed. *Reversed*: it is in the other one. *Negligible*: it lies within the margin, "
-    "the smallest effect that would matter; an effect can be there and negligible. A claim that something matters little is supported within the margin and "
-    "reversed outside of it. *Not testable here*: a gate failed, so the comparison could not have shown the effect. "
-    "*Incomplete*: runs are missing. *Undecided*: everything else, with the smallest effect that would have been found "
-    "with a probability of 80 %. p-values are adjusted by Holm's method over the claims of one model and task; the limits "
-    f"are {DIRECTION:g} (two-sided) for a direction and {SMALLNESS:g} for an effect within the margin."
+    "Differences are taken within base and seed (and question, for accuracies). Where there are several bases, they "
+    "are the unit: the effect is their mean. Intervals are at 95 %, Student's t, not adjusted. *Supported*: the effect "
+    "is in the direction claimed. *Reversed*: it is in the other one. *Negligible*: it lies within the margin, the "
+    "smallest effect that would matter; an effect can be there and negligible. A claim that something matters little is "
+    "supported within the margin and reversed outside of it. *Not testable here*: a gate failed, so the comparison "
+    "could not have shown the effect. *Incomplete*: runs are missing. *Undecided*: everything else, with the smallest "
+    "effect that would have been found with a probability of 80 %. p-values are adjusted by Holm's method over the "
+    f"claims of one model and task; the limits are {DIRECTION:g} (two-sided) for a direction and {SMALLNESS:g} for an "
+    "effect within the margin."
 )
 PUBLISHED = (
     "Contrasts *as published* are of the paper's own methods, which differ in more than the claim is about; in what, "
@@ -187,7 +188,11 @@ def _section(number: int, judgement: Judgement, command: str) -> list[Block]:
         header = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
         blocks.append(Table(header, tuple(rows)))
         blocks += [Paragraph(text) for result in compared if (text := _bases(claim, result))]
-    differing = [f"{_contrast(result)}: the arms also differ in {', '.join(result.confounders)}." for result in compared if result.confounders]
+    differing = [
+        f"{_contrast(result)}: the arms also differ in {', '.join(result.confounders)}."
+        for result in compared
+        if result.confounders
+    ]
     blocks += [Paragraph(text) for text in differing]
     for result in compared:
         blocks += [Paragraph(f"Beside it, without a verdict: {name} {_number(mean)}.") for name, mean in result.beside]
@@ -226,7 +231,11 @@ def _bases(claim: Claim, result: Result) -> str:
         return ""
     bases, show = effect.bases, claim.measure.show
     each = ", ".join(show(mean.mean) for mean in bases.by_base)
-    ahead = f"; the effect in one more base would lie in {claim.measure.between(*bases.prediction)}" if bases.prediction else ""
+    ahead = (
+        f"; the effect in one more base would lie in {claim.measure.between(*bases.prediction)}"
+        if bases.prediction
+        else ""
+    )
     spread = f"{bases.between:.3g}" if claim.measure.ratio else f"{claim.measure.scale * bases.between:.3g}"
     unit = "of its logarithm" if claim.measure.ratio else claim.measure.unit
     return f"{_contrast(result)} by base: {each}. Standard deviation between bases {spread} {unit}{ahead}."
@@ -273,7 +282,7 @@ def _html(block: Block) -> str:
     match block:
         case Heading(text, level):
             verdict = text.rsplit(": ", 1)[-1]
-            return f'<h{level}{_class(verdict) if level == 3 else ""}>{html.escape(text)}</h{level}>'
+            return f"<h{level}{_class(verdict) if level == 3 else ''}>{html.escape(text)}</h{level}>"
         case Paragraph(text):
             return f"<p>{_inline(text)}</p>"
         case Table(header, rows):

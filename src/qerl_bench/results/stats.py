@@ -85,11 +85,12 @@ class Mean:
         return float(stats.nct.sf(critical, self.df, effect / self.error)) if self.error > 0 else math.nan
 
     def detectable(self, level: float, power: float = POWER) -> float:
-        """The smallest true mean that a one-sided test at `level` finds with probability `power`; NaN without spread."""
+        """The smallest true mean that a one-sided test at `level` finds with `power`; NaN without spread."""
         if not self.error > 0:
             return math.nan
         top = 2.0 * (float(stats.t.isf(level, self.df)) + 10.0) * self.error  # found with more power than is asked for
-        return float(optimize.brentq(lambda effect: self.power(effect, level) - power, 0.0, top))
+        found = optimize.root_scalar(lambda effect: self.power(effect, level) - power, bracket=(0.0, top))
+        return float(found.root)
 
     def repeated(self, n: int) -> Mean:
         """What `n` repetitions of the same spread would give in place of those that there are."""
