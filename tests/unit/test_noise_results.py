@@ -120,7 +120,7 @@ def test_effects_of_each_sigma_are_paired_within_seeds_and_formats(runs: list[Ru
     assert [row["mean"], row["low"], row["high"]] == pytest.approx(expected)
     assert table.loc[("BF16", 1e-1, "late reward")]["mean"] == pytest.approx(-0.1)
     assert table.loc[("BF16", 1e-1, "held-out (sampled)")]["mean"] == pytest.approx(-20)
-    assert table.loc[("BF16", 1e-1, "entropy")]["kl"] == pytest.approx(1e-2 + 1e-6)
+    assert table.loc[("BF16", 1e-1, "entropy")]["mismatch"] == pytest.approx(1e-2 + 1e-6)
 
 
 def test_each_format_has_a_column_of_its_own_and_each_measure_a_row_with_its_margin(runs: list[Run]) -> None:

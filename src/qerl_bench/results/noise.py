@@ -59,8 +59,8 @@ def sigma_rows(runs: Sequence[Run]) -> list[Row]:
 def sigma_effects(rows: Sequence[Row]) -> pd.DataFrame:
     """What each sigma above 0 does, minus none in the same format: a row per format, sigma and measure that runs have.
 
-    Columns quant, sigma, measure, mean, low, high (95 %; in per cent of the entropy, reward, points), n, and kl, the
-    mean mismatch of the same steps as the entropy's, NaN where it was not kept.
+    Columns quant, sigma, measure, mean, low, high (95 %; in per cent of the entropy, reward, points), n, and
+    mismatch, the mean of mismatch/kl over the steps that entropy is looked at in, NaN where it was not kept.
     """
     found = []
     for label, sigma, one in _doses(rows):
@@ -71,7 +71,7 @@ def sigma_effects(rows: Sequence[Row]) -> pd.DataFrame:
             mean, _ = effect(one.runs, one.control, column)
             ends = [column.shown(value) for value in (mean.mean, mean.low, mean.high)]
             found.append([label, sigma, column.label, *ends, mean.n, kl])
-    return pd.DataFrame(found, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "kl"])
+    return pd.DataFrame(found, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
 
 
 def sigma_figure(rows: Sequence[Row]) -> Figure:
