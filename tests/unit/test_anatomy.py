@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from qerl_bench.errors import BadInput
 from qerl_bench.quant.anatomy import layer_report, output_error, unpacked_report, write_layers
@@ -18,9 +20,20 @@ from qerl_bench.quant.linear import pack_linear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quantizer.apply import RTN, quantize_model
+from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.results.anatomy import draw
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
+
+
+def analysis(name: str) -> Any:
+    path = Path(__file__).parents[2] / "analysis" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def test_by_hand() -> None:
@@ -120,11 +133,7 @@ def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
 def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(__file__).parents[2] / "analysis" / "error_anatomy.py"
-    spec = importlib.util.spec_from_file_location("error_anatomy", path)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = analysis("error_anatomy")
     weight = torch.randn(4, 32)
     report = layer_report(weight, weight.round(), size=8)
     for run, error in (("a", 1.0), ("b", 1.0001), ("c", 1.01)):
@@ -155,3 +164,19 @@ def test_the_figure_shows_weights_and_outputs_and_says_what_was_not_measured() -
     said = " ".join(figure.get_supxlabel().split())
     assert "10.0 to 10.0% in weights rounded to zero" in said and "Not measured: NVFP4 with rtn (output)." in said
     assert "0.0 to 0.0% a change of scale" in said
+
+
+def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_output_error_measured() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
+    text = Calibration(file=None, samples=1, length=16, seed=0)
+    found = {}
+    for name, quantizer in (("plain", RTN), ("with text", analysis("layer_errors").WithText(RTN, text))):
+        packed = copy.deepcopy(model)
+        found[name] = quantize_model(packed, NVFP4_SPEC, quantizer=quantizer, sequences=[list(range(16))])
+    assert found["plain"].keys() == found["with text"].keys() and len(found["plain"]) == 7
+    for layer, report in found["plain"].items():
+        error = found["with text"][layer].output_error
+        assert report.output_error is None and error is not None and 0.02 < error < 0.3
+        assert replace(found["with text"][layer], output_error=None) == report
