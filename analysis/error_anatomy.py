@@ -1,29 +1,25 @@
-"""What kind of error each packed layer makes: scale bias, dead zone and grid noise, by layer, format and quantizer.
+"""The error that packing makes in each layer, of its weights and of its outputs, by format and quantizer.
 
-python analysis/error_anatomy.py runs/ --out figures/
+python analysis/error_anatomy.py docs/results/quantizers --out figures/      # or folders of runs or exports
 """
-
-import argparse
-from pathlib import Path
 
 import pandas as pd
 
 from qerl_bench.errors import require
 from qerl_bench.results.anatomy import draw, one_of_each
-from qerl_bench.results.script import guarded
+from qerl_bench.results.script import figure_parser, guarded
 from qerl_bench.results.style import save
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw error_anatomy.pdf and .png of runs or exports.")
-    parser.add_argument("folders", nargs="+", type=Path, help="folders searched for layers.parquet")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
-    options = parser.parse_args(arguments)
-    files = [file for folder in options.folders for file in sorted(folder.rglob("layers.parquet"))]
-    searched = ", ".join(map(str, options.folders))
-    require(len(files) > 0, f"no layers.parquet in {searched}: give folders of runs or exports")
+    options = figure_parser(__doc__).parse_args(arguments)
+    files = [file for folder in options.runs for file in sorted(folder.rglob("layers.parquet"))]
+    searched = ", ".join(map(str, options.runs))
+    require(
+        len(files) > 0, f"no layers.parquet in {searched}: give folders of runs, of exports, or of a committed table"
+    )
     table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files]).query("relative_error > 0")
-    print(*save(draw(one_of_each(table)), options.out / "error_anatomy"), sep="\n")
+    print(*save(draw(one_of_each(table)), options.out / "error_anatomy", options.formats), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
-"""Held-out accuracy after training by weight format and noise, with intervals over seeds.
+"""Held-out accuracy after training: each weight format minus BF16, and noise minus none in each format, in pairs.
 
 python analysis/fig_accuracy.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import Column, dots, final, format_rows
-from qerl_bench.results.measure import area
+from matplotlib.figure import Figure
+
+from qerl_bench.results.effects import effect_rows
+from qerl_bench.results.lines import format_lines
+from qerl_bench.results.load import Run
+from qerl_bench.results.naming import noise_of
+from qerl_bench.results.paired import GREEDY, REWARD_MEAN, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms, with_one_noise
 
-COLUMNS = [
-    Column("held-out, greedy", final("greedy"), True),
-    Column("held-out, sampled", final("sampled"), True),
-    Column("mean reward", area("reward/mean")),
-]
-
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "accuracy", ["quant.", "quantizer.", "aqn.name"],
-        lambda runs: dots(format_rows(arms(with_one_noise(runs), ["quant.name", "aqn.name"])), COLUMNS),
-    )  # fmt: skip
+    draw_figure(arguments, __doc__, "accuracy", ["quant.", "quantizer.", "aqn.name"], draw)
+
+
+def draw(runs: list[Run]) -> Figure:
+    rows = arms(with_one_noise(runs), [], crossed=["quant.name", "aqn.name"])
+    noise = [f"Noise: {noise_of(row)}." for row in rows if row["aqn.name"] != "none"][:1]
+    return effect_rows(format_lines(rows), [SAMPLED, GREEDY, REWARD_MEAN], *noise)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""Noise on and off: reward and entropy by training step, one column per weight format.
+"""Noise minus none, in pairs: reward and entropy by training step, one column per weight format.
 
 python analysis/fig_aqn.py runs/ --out figures/
 """
 
-from qerl_bench.results.figures import by_format
-from qerl_bench.results.load import tidy
+from qerl_bench.results.curves import ENTROPY, REWARD, noise_curves
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import with_one_noise
-
-SMOOTH = 11  # steps
 
 
 def main(arguments: list[str] | None = None) -> None:
     draw_figure(
         arguments, __doc__, "aqn", ["quant.", "quantizer.", "aqn.name"],
-        lambda runs: by_format(tidy(with_one_noise(runs)), ["reward/mean", "entropy"], SMOOTH), unfinished=True,
+        lambda runs: noise_curves(with_one_noise(runs), [REWARD, ENTROPY]), unfinished=True,
     )  # fmt: skip
 
 

@@ -1,24 +1,25 @@
-"""Is it the noise? BF16 with other sources of entropy or noise beside quantization and AQN, with intervals over seeds.
+"""Is it the noise? BF16 with other sources of entropy or noise, and quantization with AQN, each minus BF16, in pairs.
 
 python analysis/fig_controls.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import Column, control_rows, dots, final
-from qerl_bench.results.measure import area
+from qerl_bench.results.effects import effect_rows
+from qerl_bench.results.lines import control_lines
+from qerl_bench.results.paired import ENTROPY, REWARD_MEAN, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
 
 FACTORS = ["quant.", "quantizer.", "aqn", "inject", "rollout.temperature", "optim.entropy_coef"]
 KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", *FACTORS[-2:]]
-COLUMNS = [
-    Column("mean entropy", area("entropy")),  # not of the first step: there the schedules have no noise yet
-    Column("mean reward", area("reward/mean")),
-    Column("held-out, sampled", final("sampled"), True),
-]
+COLUMNS = [ENTROPY, REWARD_MEAN, SAMPLED]  # entropy of all steps: in the first the schedules have no noise yet
+NOTE = "Each arm minus BF16 with nothing added."
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "controls", FACTORS, lambda runs: dots(control_rows(arms(runs, KEYS)), COLUMNS))
+    draw_figure(
+        arguments, __doc__, "controls", FACTORS,
+        lambda runs: effect_rows(control_lines(arms(runs, KEYS)), COLUMNS, NOTE),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

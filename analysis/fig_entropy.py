@@ -1,12 +1,12 @@
-"""Entropy of the policy by training step, as it sampled and with any noise off, one line per weight format.
+"""Entropy of the policy by training step, as it sampled and with any noise off: each weight format over BF16, in pairs.
 
 python analysis/fig_entropy.py runs/ --out figures/
 """
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.figures import comparison
-from qerl_bench.results.load import Run, tidy
+from qerl_bench.results.curves import CLEAN, ENTROPY, format_curves
+from qerl_bench.results.load import Run
 from qerl_bench.results.script import draw_figure, guarded
 
 
@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def draw(runs: list[Run]) -> Figure:
     noisy = any(run.option("aqn.name") != "none" for run in runs)  # without noise the two are the same
-    return comparison(tidy(runs), ["entropy", "entropy_clean"][: 1 + noisy], share_y=True)
+    return format_curves(runs, [ENTROPY, CLEAN] if noisy else [ENTROPY])
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
-"""Learning rate against reward and held-out accuracy, one line per weight format.
+"""Reward and held-out accuracy against the learning rate, and each format minus BF16 at the same rate, in pairs.
 
 python analysis/fig_learning_rates.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import Column, against, final
-from qerl_bench.results.measure import area
+from matplotlib.figure import Figure
+
+from qerl_bench.results.against import against, same_but
+from qerl_bench.results.load import Run
+from qerl_bench.results.paired import REWARD_LATE, SAMPLED
 from qerl_bench.results.script import draw_figure, guarded
 from qerl_bench.results.select import arms
 
 KEY = "optim.lr"
-COLUMNS = [Column("mean reward", area("reward/mean")), Column("held-out, sampled", final("sampled"), True)]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "learning_rates", ["quant.", "quantizer.", "optim.lr"],
-        lambda runs: against(arms(runs, ["quant.name", "aqn.name", KEY]), KEY, COLUMNS, "learning rate"),
-    )  # fmt: skip
+    draw_figure(arguments, __doc__, "learning_rates", ["quant.", "quantizer.", "optim.lr"], draw)
+
+
+def draw(runs: list[Run]) -> Figure:
+    rows = arms(runs, ["quant.name", "aqn.name", KEY])
+    control = same_but(rows, "quant.name", "bf16", KEY)
+    return against(rows, KEY, [REWARD_LATE, SAMPLED], "learning rate", control, "minus BF16")
 
 
 if __name__ == "__main__":

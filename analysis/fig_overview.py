@@ -6,21 +6,21 @@ python analysis/fig_overview.py runs/ --out figures/
 import numpy as np
 
 from qerl_bench.results.aggregate import overview, scores
-from qerl_bench.results.effects import final
 from qerl_bench.results.load import load_runs
-from qerl_bench.results.script import guarded, parser_for
+from qerl_bench.results.paired import final
+from qerl_bench.results.script import figure_parser, guarded
 from qerl_bench.results.style import save
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_for(__doc__)
+    parser = figure_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
     options = parser.parse_args(arguments)
     runs = [run for run in load_runs(options.runs, options.mixed_code) if run.finished]
     rollouts = [run for run in runs if run.option("algo.name") != "sft" and run.option("eval.name") != "none"]
-    found = scores(rollouts, final("sampled"))
-    figure = overview(found, "held-out, sampled", np.random.default_rng(options.seed))
-    print(*save(figure, options.out / "overview"), sep="\n")
+    found, settings = scores(rollouts, final("sampled"))
+    figure = overview(found, settings, "held-out, sampled", np.random.default_rng(options.seed))
+    print(*save(figure, options.out / "overview", options.formats), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,23 @@
-"""Noise against entropy, accuracy and mismatch: a figure over sigma, and the effect on entropy by format.
+"""Dose and response: constant noise of each sigma minus none, in pairs, on entropy, reward and accuracy, by format.
 
-python analysis/fig_sigma.py runs/ --out figures/ --step 1 --sigma 1e-2
+python analysis/fig_sigma.py runs/ --out figures/
 """
 
 from qerl_bench.results.load import load_runs
-from qerl_bench.results.noise import SIGMA_FACTORS, entropy_effect, sigma_figure, sigma_table, with_one_sigma
-from qerl_bench.results.script import comparable, guarded, parser_for
+from qerl_bench.results.noise import SIGMA_FACTORS, sigma_effects, sigma_figure, sigma_rows, with_one_sigma
+from qerl_bench.results.script import comparable, figure_parser, guarded
 from qerl_bench.results.style import save
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("--step", type=int, default=1, help="training step to look at (default: 1, before training)")
-    parser.add_argument("--sigma", type=float, default=1e-2, help="noise to compare with none (default: 1e-2)")
-    options = parser.parse_args(arguments)
-
-    runs = load_runs(options.runs, options.mixed_code)
-    table = sigma_table(comparable(with_one_sigma(runs), SIGMA_FACTORS), options.step)
+    options = figure_parser(__doc__).parse_args(arguments)
+    runs = [run for run in load_runs(options.runs, options.mixed_code) if run.finished]
+    rows = sigma_rows(comparable(with_one_sigma(runs), SIGMA_FACTORS))
+    effects = sigma_effects(rows)
     options.out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.out / "sigma.csv", index=False)
-    effect = entropy_effect(table, options.sigma)
-    effect.to_csv(options.out / "entropy_effect.csv", index=False)
-    print(f"entropy (nats/token) at step {options.step}, noise off and on (sigma {options.sigma:g}), 95 % intervals")
-    print(effect.to_string(index=False, float_format=lambda value: f"{value:.5f}"))
-    print(*save(sigma_figure(table), options.out / "sigma"), sep="\n")
+    effects.to_csv(options.out / "sigma.csv", index=False)
+    print(effects.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+    print(*save(sigma_figure(rows), options.out / "sigma", options.formats), sep="\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import load_runs
-from qerl_bench.results.noise import SIGMA_FACTORS, matched_temperature, sigma_table, with_one_sigma
+from qerl_bench.results.noise import SIGMA_FACTORS, entropies, matched_temperature, with_one_sigma
 from qerl_bench.results.script import comparable, guarded, parser_for
 from qerl_bench.results.stats import interval
 
@@ -19,7 +19,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     runs = load_runs(options.runs, options.mixed_code)
-    table = sigma_table(comparable(with_one_sigma(runs), SIGMA_FACTORS), options.step)
+    factors = (*SIGMA_FACTORS, "rollout.temperature")
+    table = entropies(comparable(with_one_sigma(runs), factors), options.step)
     arm = table[(table["quant"] == options.noisy) & (table["sigma"] == options.sigma) & (table["temperature"] == 1.0)]
     require(not arm.empty, f"no run of quant={options.noisy} with sigma {options.sigma:g} at temperature 1")
     target = interval(arm["entropy"].tolist())

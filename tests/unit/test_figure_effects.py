@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from qerl_bench.errors import BadInput
-from qerl_bench.results import effects
-from qerl_bench.results.aggregate import overview, scores
-from qerl_bench.results.effects import Column, final
-from qerl_bench.results.figures import by_format
-from qerl_bench.results.load import Run, load_run, load_runs, tidy
-from qerl_bench.results.measure import area
+from qerl_bench.results import against, effects, lines, naming, paired
+from qerl_bench.results.aggregate import chance, overview, scores
+from qerl_bench.results.curves import REWARD, Curve, format_curves, noise_curves
+from qerl_bench.results.load import Run, load_run, load_runs
+from qerl_bench.results.measure import area, typical
+from qerl_bench.results.paired import Column, final
 from qerl_bench.results.select import arms, by_setting, varying, with_one_noise
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,15 +31,21 @@ SIGMAS = {"exp": (0, 0.01, 0.001), "linear": (0, 0.01, 0.005), "none": (0, 0, 0)
 SIGMAS["constant"] = (0.01, 0.01, 0.01)
 
 
+def held_out(quant: str, aqn: str, rank: int, seed: int) -> float:
+    """What `make` gives as held-out accuracy: with NVFP4 it is higher by 0.02 and 0.04, with noise by 0.01."""
+    return 0.5 + rank / 1000 + seed / 100 + 0.02 * (1 + seed) * (quant == "nvfp4") + 0.01 * (aqn != "none")
+
+
 def make(
     root: Path, seed: int, quant: str = "bf16", aqn: str = "none", rank: int = 32, lr: float = 3e-4, **changes: Any
 ) -> Run:
-    """A run whose held-out accuracy is 0.5 + rank / 1000 + seed / 100, and whose mean reward is 0.4 + seed / 10."""
+    """A run whose mean reward is 0.4 + seed / 10."""
     noise: dict[str, Any] = {"name": aqn, "_target_": f"schedule.{aqn}"}
     if aqn in ("exp", "linear"):
         noise |= {"sigma_start": changes.pop("sigma", 0.01)}
     if aqn == "constant":
         noise |= {"level": changes["level"]}
+    base, course = changes.pop("base", 0), changes.pop("course", (0.5, 0.5, 0.5))
     config = {
         "name": f"{quant}-{aqn}-{rank}-{lr}-{'-'.join(map(str, changes.values()))}-s{seed}-x",
         "steps": 3,
@@ -49,9 +56,9 @@ def make(
         "algo": {"name": "grpo"},
         "eval": {"name": "task"},
         "lora": {"name": "default", "rank": rank, "alpha": rank},
-        "model": {"name": "tiny", "lr": 3e-4},
+        "model": {"name": "tiny", "lr": 3e-4, "seed": base},
         "task": {"name": "arithmetic"},
-        "rollout": {"temperature": changes.get("temperature", 1.0)},
+        "rollout": {"temperature": changes.get("temperature", 1.0), "prompts": 2, "group_size": 4},
         "inject": {"cadence": changes.get("cadence", "step")},
         "optim": {"lr": lr, "entropy_coef": changes.get("entropy_coef", 0.0)},
     }
@@ -59,12 +66,14 @@ def make(
     folder = root / config["name"]
     folder.mkdir(parents=True)
     lines: list[dict[str, Any]] = []
-    for step, sigma in zip((1, 2, 3), SIGMAS[aqn], strict=True):
-        line = {"kind": "train", "step": step, "reward/mean": 0.4 + seed / 10, "accuracy": 0.5, "entropy": 0.1 * step}
-        line |= {"mismatch/kl": 1e-3, "mismatch/ess": 0.99}
-        line |= {"entropy_clean": 0.1, "aqn/sigma": sigma, "speed/rollout_tok_s": 1000.0, "time/step_s": 1.0}
+    for step, sigma, accuracy in zip((1, 2, 3), SIGMAS[aqn], course, strict=True):
+        entropy = 0.1 * step * (1.1 if quant == "nvfp4" else 1)
+        line = {"kind": "train", "step": step, "reward/mean": 0.4 + seed / 10, "accuracy": accuracy, "entropy": entropy}
+        line |= {"mismatch/kl": 1e-3, "mismatch/ess": 0.99, "train/taught_frac": changes.get("taught", 1.0)}
+        line |= {"entropy_clean": 0.1, "aqn/sigma": sigma, "time/step_s": 1.0}
+        line |= {"speed/rollout_tok_s": 1000.0 * (1.5 + seed if quant == "nvfp4" else 1)}
         lines.append(line | {"memory/peak_gib": 0.5})
-    for step, accuracy in ((0, 0.3), (3, 0.5 + rank / 1000 + seed / 100)):
+    for step, accuracy in ((0, 0.3), (3, held_out(quant, aqn, rank, seed))):
         lines.append({"kind": "eval", "step": step, "eval/accuracy_sampled": accuracy, "eval/accuracy_greedy": 0.9})
     (folder / "config.yaml").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -84,6 +93,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for rank in (8, 128):
                 make(root, seed, quant, rank=rank)
         make(root, seed, "nf4")
+        make(root, seed, "nf4", "exp")
         make(root, seed, "nvfp4", "linear")
         make(root, seed, "nvfp4", "exp", sigma=0.05)
         make(root, seed, temperature=1.5)
@@ -98,14 +108,28 @@ def described(runs: list[Run]) -> set[tuple[Any, ...]]:
 
 
 def dots_of(ax: Any) -> dict[str, tuple[float, float, float]]:
-    """Position, value and half of its interval of each labelled dot."""
+    """Position, value and half of its interval of each labelled dot, in a figure of rows."""
     found = {}
     for container in ax.containers:
         assert isinstance(container, ErrorbarContainer)
         ((x, y),) = container.lines[0].get_xydata()
         ((low, _), (high, _)) = container.lines[2][0].get_segments()[0]
-        found[str(container.get_label())] = float(y), float(x), float(high - low) / 2
+        found[f"{container.get_label()} {y:g}"] = float(y), float(x), float(high - low) / 2
     return found
+
+
+def band_of(ax: Any) -> tuple[float, float]:
+    """Where the margin of a panel of rows lies."""
+    box = ax.patches[0].get_extents().transformed(ax.transData.inverted())
+    return float(box.x0), float(box.x1)
+
+
+def rows_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_yticklabels()]
+
+
+def words(figure: Figure) -> str:
+    return " ".join(figure.get_supxlabel().split())
 
 
 # --- which runs ------------------------------------------------------------------------------------------------------
@@ -125,6 +149,7 @@ def test_what_a_setting_does_not_have_does_not_set_it_apart(study: Path) -> None
         ("nvfp4", "exp"),
         ("nvfp4", "linear"),
         ("nf4", "none"),
+        ("nf4", "exp"),
     }
     assert {setting[:2] for setting in described(chosen)} == expected
     assert all(run.option("aqn.sigma_start") == 0.01 for run in chosen if run.option("aqn.name") != "none")
@@ -161,109 +186,285 @@ def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
 
 def test_seeds_of_a_setting_stand_together_and_a_gap_in_the_grid_is_named(tmp_path: Path) -> None:
     runs = [make(tmp_path, 1), make(tmp_path, 0), make(tmp_path, 0, "nvfp4")]
-    assert [[run.option("seed") for run in group] for group in by_setting(runs).values()] == [[0, 1], [0]]
+    assert [[run.option("seed") for run in group] for group in by_setting(runs)] == [[0, 1], [0]]
     with pytest.raises(BadInput, match=r"Missing: nvfp4-none.* seed=1"):
         arms(runs, [])
     with pytest.raises(BadInput, match="several runs of one seed"):
         arms([*runs, make(tmp_path, 0)], [])
 
 
+def test_a_cell_that_a_factorial_design_lacks_is_named_with_its_seeds(tmp_path: Path) -> None:
+    pairs = [("bf16", "none"), ("nvfp4", "none"), ("nvfp4", "exp")]
+    runs = [make(tmp_path, seed, *pair) for pair in pairs for seed in (0, 1)]
+    assert len(arms(runs, ["quant.name", "aqn.name"])) == 3
+    with pytest.raises(BadInput, match=r"Missing: quant=bf16 aqn=exp seed=0,1\. "):
+        arms(runs, [], crossed=["quant.name", "aqn.name"])
+
+
+def test_bases_repeat_a_setting_as_seeds_do_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    cells = [("bf16", 0), ("bf16", 1), ("nvfp4", 0)]
+    runs = [make(tmp_path, seed, quant, base=base) for quant, base in cells for seed in (0, 1)]
+    assert len(by_setting(runs)) == 2 and varying(runs, "quant") == runs
+    with pytest.raises(BadInput, match=r"Missing: nvfp4-none.* of base tiny: .*seed=1.* seed=0,1"):
+        arms(runs, [])
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+ACCURACY = Column("held-out", final("sampled"), "points", 100.0, margin=0.01, level="{:.1%}")
+
+
+def test_a_difference_is_taken_within_a_seed_and_its_interval_over_seeds(tmp_path: Path) -> None:
+    control, treated = ([make(tmp_path, seed, quant) for seed in (0, 1)] for quant in ("bf16", "nvfp4"))
+    mean, points = paired.effect(treated, control, ACCURACY)
+    assert points == pytest.approx([0.02, 0.04])
+    assert (mean.mean, mean.half) == (pytest.approx(0.03), pytest.approx(T * 0.01))
+    assert ACCURACY.text(mean) == ["+3.0", "[\N{MINUS SIGN}9.7, +15.7]"]
+    speed = Column("tokens/s", typical("speed/rollout_tok_s"), ratio=True, level="{:.0f}")
+    assert paired.effect(treated, control, speed)[1] == pytest.approx(np.log([1.5, 2.5]))
+    assert (
+        paired.level(treated, speed) == f"{1000 * (1.5 * 2.5) ** 0.5:.0f}"
+        and paired.level(control, ACCURACY) == "53.7%"
+    )
+    with pytest.raises(BadInput, match="not of the same bases and seeds"):
+        paired.effect(treated, control[:1], ACCURACY)
+
+
+def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> None:
+    """The effect of a seed is the same on each base, so that bases, seeds averaged first, do not spread at all."""
+    control, treated = (
+        [make(tmp_path, seed, quant, base=base) for base in (0, 1, 2) for seed in (0, 1)] for quant in ("bf16", "nvfp4")
+    )
+    mean, points = paired.effect(treated, control, ACCURACY)
+    assert points == pytest.approx([0.03] * 3) and mean.n == 3
+    assert paired.repeated(treated) == "3 base models, the mean of 2 seeds each"
+    assert paired.repeated(treated[::2]) == "3 base models, one seed each"
+    assert "Small points: base models." in paired.interval_note(treated)
+
+
+def test_pairs_that_were_torn_between_machines_are_refused(tmp_path: Path) -> None:
+    control, treated = make(tmp_path, 0), make(tmp_path, 0, "nvfp4")
+    other = replace(treated, environment={"packages": {"torch": "2.11"}})
+    with pytest.raises(BadInput, match=r"different machines or versions .*torch 2\.11"):
+        paired.effect([other], [control], ACCURACY)
+
+
+def test_margins_are_those_of_the_claims() -> None:
+    assert (paired.SAMPLED.margin, paired.REWARD_MEAN.margin, paired.REWARD_LATE.margin) == (0.01, 0.02, 0.02)
+    assert paired.ENTROPY.shown(paired.ENTROPY.margin) == pytest.approx(2)
+
+
 # --- what is drawn ---------------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_dots_is_a_mean_and_an_interval(study: Path) -> None:
+def test_rows_are_differences_to_bf16_and_of_noise_with_the_margin_as_a_band(study: Path) -> None:
     runs = with_one_noise(varying(load_runs([study]), "quant", "aqn.name"))
-    table = effects.format_rows(arms(runs, ["quant.name", "aqn.name"]))
-    figure = effects.dots(table, [Column("held-out", final("sampled"), True), Column("reward", area("reward/mean"))])
-    names = ["BF16, no noise", "BF16, AQN exp", "NF4, no noise", "NVFP4, no noise", "NVFP4, AQN exp"]
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == names
-    for ax, mean, half in zip(figure.axes, (0.537, 0.45), (T * 0.005, T * 0.05), strict=True):
-        found = dots_of(ax)
-        assert list(found) == [f"_{name}" for name in names]
-        for place, name in enumerate(names):
-            assert found[f"_{name}"] == pytest.approx((place, mean, half), abs=1e-6)
-        filled = [container.lines[0].get_markerfacecolor() != "white" for container in ax.containers]
-        assert filled == ["AQN" in name for name in names]
-        assert [container.lines[0].get_color() for container in ax.containers][::2] == ["#000000", "#0072B2", "#D55E00"]
+    table = arms(runs, [], crossed=["quant.name", "aqn.name"])
+    figure = effects.effect_rows(lines.format_lines(table), [ACCURACY, Column("reward", area("reward/mean"))])
+    names = ["minus BF16", "BF16 (control)", "NF4", "NVFP4", "noise minus none", "BF16", "NF4", "NVFP4"]
+    assert rows_of(figure) == names
+    left, right = figure.axes
+    expected = {"_NF4 2": 0, "_NVFP4 3": 3, "_BF16 5": 1, "_NF4 6": 1, "_NVFP4 7": 1}
+    drawn = dots_of(left)
+    assert {name: round(dot[1], 6) for name, dot in drawn.items()} == expected
+    assert drawn["_NVFP4 3"][2] == pytest.approx(100 * T * 0.01, rel=1e-5)
+    assert band_of(left) == pytest.approx((-1, 1)) and band_of(right)[0] == band_of(right)[1]
+    assert all(dot[1:] == (pytest.approx(0), pytest.approx(0)) for dot in dots_of(right).values())
+    filled = [container.lines[0].get_markerfacecolor() != "white" for container in left.containers]
+    assert filled == [False, False, True, True, True]
+    numbers = [text.get_text() for text in left.texts]
+    assert numbers == ["53.7%", "53.7%", "56.7%", "54.7%", "54.7%", "57.7%"]
+    assert list(left.get_lines()[1].get_xdata()) == pytest.approx([0, 0])  # seeds of NF4
+    for said in ("2 seeds of one base model", "Filled: with noise", "held-out ±1 points", "Small points: seeds"):
+        assert said in words(figure)
 
 
 def test_a_single_seed_has_no_interval_and_is_called_that(tmp_path: Path) -> None:
-    runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4")]
-    table = effects.format_rows(arms(runs, ["quant.name", "aqn.name"]))
-    figure = effects.dots(table, [Column("held-out", final("sampled"))])
-    assert dots_of(figure.axes[0])["_BF16, no noise"] == pytest.approx((0, 0.532, 0))
-    assert figure.get_suptitle() == "a single seed"
+    table = arms([make(tmp_path, 0), make(tmp_path, 0, "nvfp4")], ["quant.name", "aqn.name"])
+    figure = effects.effect_rows(lines.format_lines(table), [ACCURACY])
+    assert dots_of(figure.axes[0]) == {"_NVFP4 2": (2, pytest.approx(2), 0)}
+    assert "A single seed, so there is no interval." in words(figure) and "hollow" not in words(figure)
+
+
+def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl_bench.results.gates.SMOOTHED", 1)
+    runs = [make(tmp_path, 0), make(tmp_path, 1)]
+    runs += [make(tmp_path, 0, "nvfp4"), make(tmp_path, 1, "nvfp4", course=(0.5, 0.8, 0.6))]
+    figure = effects.effect_rows(lines.format_lines(arms(runs, ["quant.name", "aqn.name"])), [ACCURACY])
+    marks = {
+        line.get_marker(): list(line.get_xdata()) for line in figure.axes[0].get_lines() if line.get_marker() in ".x"
+    }
+    assert marks == {".": [pytest.approx(2)], "x": [pytest.approx(4)]}
+    assert "diverged" in words(figure)
 
 
 def test_rows_that_format_and_noise_do_not_tell_apart_name_what_does(tmp_path: Path) -> None:
     """Quantizers of 4-bit weights and learning rates; an axis is not named, nor a quantizer of 16-bit weights."""
     runs = [make(tmp_path, 0, lr=1e-3), make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", quantizer="awq")]
     table = arms(runs, ["quant.name", "aqn.name", "optim.lr"])
-    assert [row["label"] for row in effects.format_rows(table)] == [
-        "BF16, no noise, lr 0.001", "NVFP4, no noise, awq, lr 0.0003", "NVFP4, no noise, rtn, lr 0.0003",
+    assert [row["label"] for row in naming.format_rows(table)] == [
+        "BF16, lr 0.001", "NVFP4, awq, lr 0.0003", "NVFP4, rtn, lr 0.0003",
     ]  # fmt: skip
-    labels = [row["label"] for row in effects.format_rows(table[:2], axis="optim.lr")]
-    assert labels == ["BF16, no noise", "NVFP4, no noise"]
+    labels = [row["label"] for row in naming.format_rows(table[:2], axis="optim.lr")]
+    assert labels == ["BF16", "NVFP4"]
 
 
-def test_a_number_against_rank_has_a_line_for_each_format(study: Path) -> None:
-    runs = varying(load_runs([study]), "quant", "lora.rank", "lora.alpha")
+def against_of(study: Path, key: str, *factors: str) -> Figure:
+    runs = varying(load_runs([study]), "quant", *factors)
+    table = arms(runs, ["quant.name", "aqn.name", key])
+    if key == "lora.rank":
+        control, minus = against.same_but(table, key, 32, "quant.name"), "minus rank 32"
+    else:
+        control, minus = against.same_but(table, "quant.name", "bf16", key), "minus BF16"
+    return against.against(table, key, [ACCURACY], key, control, minus)
+
+
+def test_levels_and_differences_stand_at_their_true_rank(study: Path) -> None:
+    figure = against_of(study, "lora.rank", "lora.rank", "lora.alpha")
+    top, bottom = figure.axes
+    levels = {str(line.get_label()): line.get_xydata() for line in top.get_lines()}
+    assert list(levels) == ["BF16", "NF4", "NVFP4"]  # nf4 has one rank, and is there as a point
+    np.testing.assert_allclose(levels["BF16"], [(8, 0.513), (32, 0.537), (128, 0.633)])
+    np.testing.assert_allclose(levels["NF4"], [(32, 0.537)])
+    assert [text.get_text() for text in bottom.get_xticklabels()] == ["8", "32", "128"]
+    assert min(text.get_fontsize() for text in bottom.get_xticklabels()) >= 7
+    dots = [container.lines[0].get_xydata()[0] for container in bottom.containers]
+    for rank, difference in ((8, -2.4), (128, 9.6)):  # formats stand beside each other, around their rank
+        first, second = (float(x) for x, y in dots if abs(y - difference) < 1e-6)
+        assert 0.8 * rank < first < rank and first * second == pytest.approx(rank**2)
+    assert len(dots) == 4  # nothing at rank 32, the control
+    assert {line.get_linestyle() for line in bottom.get_lines()} <= {"None", "-"}
+    assert not any(line.get_linestyle() == "-" and len(set(line.get_ydata())) > 1 for line in bottom.get_lines())
+
+
+def test_at_each_rate_formats_are_compared_with_bf16_there(study: Path) -> None:
+    figure = against_of(study, "optim.lr", "optim.lr")
+    _, bottom = figure.axes
+    dots = sorted(
+        (float(x), float(y)) for x, y in (container.lines[0].get_xydata()[0] for container in bottom.containers)
+    )
+    alone = [dot for dot in dots if not 2e-4 < dot[0] < 5e-4]
+    np.testing.assert_allclose(alone, [(1e-4, 3.0), (1e-3, 3.0)])  # at 3e-4, NF4 stands beside NVFP4
+    assert len(dots) == 4 and figure.axes[1].get_xlabel() == r"optim.lr ($\times 10^{-4}$)"
+    assert [text.get_text() for text in bottom.get_xticklabels()] == ["1", "3", "10"]
+
+
+def test_nothing_to_draw_against_and_a_missing_control_are_refused(tmp_path: Path) -> None:
+    runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", rank=8)]
     table = arms(runs, ["quant.name", "aqn.name", "lora.rank"])
-    ax = effects.against(table, "lora.rank", [Column("held-out", final("sampled"), True)], "LoRA rank").axes[0]
-    drawn = {str(container.get_label()): container for container in ax.containers}
-    assert list(drawn) == ["BF16, no noise", "NVFP4, no noise"]  # nf4 has one rank: no line
-    for container in drawn.values():
-        xs, ys = container.lines[0].get_xydata().T
-        assert xs == pytest.approx([8, 32, 128], rel=0.05) and ys == pytest.approx([0.513, 0.537, 0.633])
-        (low, high), *_ = container.lines[2][0].get_segments()
-        assert high[1] - low[1] == pytest.approx(2 * T * 0.005, rel=1e-5)
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "32", "128"]
+    with pytest.raises(BadInput, match=r"no format was run with two values of lora\.rank"):
+        against.against(table[:2], "lora.rank", [ACCURACY], "rank", lambda _: None, "")
+    assert against.same_but(table, "lora.rank", 32, "quant.name")(table[2]) is table[1]
+    with pytest.raises(BadInput, match=r"nvfp4-none-8-.*: no run with quant\.name=bf16"):
+        against.same_but(table, "quant.name", "bf16", "lora.rank")
 
 
-def test_schedules_show_their_sigma_and_what_came_of_it(study: Path) -> None:
+def test_schedules_show_their_sigma_and_what_they_are_above_the_exponential_one(study: Path) -> None:
     runs = varying([run for run in load_runs([study]) if run.option("quant.name") == "nvfp4"], "aqn.name")
-    figure = effects.schedules(arms(runs, ["aqn.name"]), [Column("held-out", final("sampled"))])
-    lines = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].get_lines()}
-    assert lines == {"none": [0, 0, 0], "exp": [0, 0.01, 0.001], "linear": [0, 0.01, 0.005]}
-    assert list(dots_of(figure.axes[1])) == ["_none", "_exp", "_linear"]
+    table = arms(runs, ["quant.name", "aqn.name"])
+    figure = against.schedules(table, [ACCURACY])
+    curves = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].get_lines()}
+    assert curves == {"exp (control)": [0, 0.01, 0.001], "none": [0, 0, 0], "linear": [0, 0.01, 0.005]}
+    assert {name: round(dot[1], 6) for name, dot in dots_of(figure.axes[1]).items()} == {"_none 1": -1, "_linear 2": 0}
+    with pytest.raises(BadInput, match="compared with aqn=exp"):
+        against.schedules([row for row in table if row["aqn.name"] != "exp"], [ACCURACY])
 
 
-def test_controls_are_named_by_what_they_add(study: Path) -> None:
-    keys = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", "rollout.temperature", "optim.entropy_coef"]
+KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", "rollout.temperature", "optim.entropy_coef"]
+
+
+def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study: Path) -> None:
     runs = varying(load_runs([study]), "quant", "aqn", "inject", "rollout.temperature", "optim.entropy_coef")
-    assert [row["label"] for row in effects.control_rows(arms(runs, keys))] == [
-        *(
-            "BF16",
-            "BF16, entropy bonus 0.01",
-            "BF16, temperature 1.5",
-            "BF16, AQN from 0.01",
-            "BF16, format_error_fixed",
-        ),
-        *("NVFP4", "NVFP4, AQN from 0.01", "NVFP4, AQN from 0.05"),
-    ]
-
-
-def test_noise_on_and_off_stand_in_one_panel_per_format(study: Path) -> None:
-    runs = with_one_noise(varying(load_runs([study]), "quant", "aqn.name"))
-    figure = by_format(tidy(runs), ["reward/mean", "entropy"], smooth=1)
-    assert isinstance(figure, Figure)
-    assert [ax.get_title(loc="left") for ax in figure.axes[:3]] == ["BF16", "NF4", "NVFP4"]
-    lines = {str(line.get_label()): line for line in figure.axes[5].get_lines()}
-    assert {label: line.get_linestyle() for label, line in lines.items()} == {
-        "NVFP4, no noise": "--",
-        "NVFP4, AQN exp": "-",
+    found = lines.control_lines(arms(runs, KEYS))
+    assert [line.label for line in found] == [
+        "BF16", "nothing added (control)", "AQN from 0.01", "entropy bonus 0.01", "noise of NVFP4's size, drawn once",
+        "temperature 1.5", "NVFP4", "nothing added", "AQN from 0.01", "AQN from 0.05",
+    ]  # fmt: skip
+    assert [bool(line.control) for line in found] == [False, False, *[True] * 4, False, *[True] * 3]
+    assert {tuple(run.name for run in line.control) for line in found if line.control} == {
+        tuple(run.name for run in found[1].runs)
     }
-    assert lines["NVFP4, AQN exp"].get_ydata() == pytest.approx([0.1, 0.2, 0.3])
+    without = [run for run in runs if run not in found[1].runs]
+    with pytest.raises(BadInput, match="0 of these settings are BF16 without noise"):
+        lines.control_lines(arms(without, KEYS))
+
+
+def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, tmp_path: Path) -> None:
+    draw = script("fig_speed").draw
+    figure = draw(varying(load_runs([study]), "quant", "aqn.name"))
+    assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
+    numbers = [text.get_text() for text in figure.axes[0].texts]
+    assert numbers[:2] == ["1000", "1000, ×1.00"]  # the others are ratios to BF16, with an interval where they spread
+    low, high = (math.exp((math.log(1.5) + math.log(2.5)) / 2 + sign * T * math.log(2.5 / 1.5) / 2) for sign in (-1, 1))
+    assert f"2000, ×1.94 [{low:.2f}, {high:.2f}]" in numbers
+    assert "tiny, 8 completions a step, on unknown" in words(figure)
+    runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4", taught=0.0)]
+    with pytest.raises(BadInput, match=r"nvfp4-none.* trained nothing"):
+        draw(runs)
+
+
+def test_curves_are_differences_by_step_with_the_whole_above_them(study: Path) -> None:
+    runs = varying(load_runs([study]), "quant")
+    figure = format_curves(runs, [Curve("entropy", paired.ENTROPY)])
+    levels, nf4, nvfp4 = figure.axes
+    assert [line.get_label() for line in levels.get_lines()] == ["BF16", "NF4", "NVFP4"]
+    np.testing.assert_allclose(levels.get_lines()[2].get_ydata(), [0.11, 0.22, 0.33])
+    title = nvfp4.get_title(loc="left").split("\n")
+    assert title == ["NVFP4 \N{MINUS SIGN} BF16", "+10.0", "[+10.0, +10.0]"]  # per cent
+    drawn = {str(line.get_label()): line for line in nvfp4.get_lines()}
+    np.testing.assert_allclose(drawn["_NVFP4 \N{MINUS SIGN} BF16"].get_ydata(), [10, 10, 10])
+    assert nf4.get_ylim() == nvfp4.get_ylim() and nf4.get_ylim()[0] < -2 and nf4.get_ylim()[1] > 10
+    assert "±2% of mean entropy" in words(figure) and "2 seeds of one base model" in words(figure)
+
+
+def test_a_curve_of_entropy_never_shows_a_stage_before_it_begins() -> None:
+    """A mean around a step would: at step 2 it holds the noise of step 3."""
+    run = Run(
+        Path("x"),
+        {},
+        {},
+        True,
+        {},
+        pd.DataFrame({"kind": "train", "step": [1, 2, 3], "metric": "entropy", "value": [1.0, 1.0, 4.0]}),
+    )
+    column = replace(paired.ENTROPY, ratio=False)
+    assert Curve("entropy", column, 3, trailing=True).of(run).tolist() == [1, 1, 2]
+    assert Curve("entropy", column, 3).of(run).tolist() == [1, 2, 2.5]
+
+
+def test_noise_is_compared_with_none_in_each_format_and_a_missing_arm_is_named(study: Path) -> None:
+    runs = with_one_noise(varying(load_runs([study]), "quant", "aqn.name"))
+    figure = noise_curves(runs, [REWARD])
+    assert [ax.get_title(loc="left").split("\n")[0] for ax in figure.axes[1:]] == ["BF16", "NF4", "NVFP4"]
+    assert all(ax.get_title(loc="left").endswith("+0.000\n[+0.000, +0.000]") for ax in figure.axes[1:])
+    assert r"AQN exp ($\sigma$ 0.01 to 0.001) minus no noise" in words(figure)
+    with pytest.raises(BadInput, match=r"Missing: quant=nf4 aqn=exp seed=0,1"):
+        noise_curves(
+            [run for run in runs if run.option("quant.name") != "nf4" or run.option("aqn.name") == "none"], [REWARD]
+        )
+
+
+def test_runs_that_have_not_got_equally_far_have_no_number_above_their_curve(study: Path) -> None:
+    runs = [run for run in varying(load_runs([study]), "quant") if run.option("quant.name") != "nf4"]
+    cut = [
+        replace(run, metrics=run.metrics[run.metrics["step"] < 3]) if run.option("quant.name") == "nvfp4" else run
+        for run in runs
+    ]
+    figure = format_curves(cut, [REWARD])
+    assert figure.axes[1].get_title(loc="left") == "NVFP4 \N{MINUS SIGN} BF16"
+    assert figure.axes[1].get_lines()[1].get_xdata().tolist() == [1, 2]
 
 
 def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study: Path, tmp_path: Path) -> None:
-    """Two seeds: 0.5 + rank / 1000 + seed / 100. In the study nf4 was run at one setting, without it there are more."""
+    """Without nf4, which was run at one rank and rate, there are more settings, but at the same rate."""
     runs = load_runs([study])
-    found = scores(runs, final("sampled"))
+    found, settings = scores(runs, final("sampled"))
     assert list(found) == ["bf16", "nf4", "nvfp4"]
-    assert all(table == pytest.approx(np.array([[0.532], [0.542]])) for table in found.values())
-    two = scores([run for run in runs if run.option("quant.name") != "nf4"], final("sampled"))
-    assert two["bf16"].shape == (2, 6)  # noise, three rates, two other ranks
+    assert found["bf16"] == pytest.approx(np.array([[0.542, 0.532], [0.552, 0.542]]))
+    assert found["nvfp4"] - found["bf16"] == pytest.approx(np.array([[0.02, 0.02], [0.04, 0.04]]))
+    assert settings == "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model"
+    two, _ = scores([run for run in runs if run.option("quant.name") != "nf4"], final("sampled"))
+    assert two["bf16"].shape == (2, 4)  # noise, two other ranks; not the two other rates
     with pytest.raises(BadInput, match=r"grid is incomplete.*seed=1"):
         scores([run for run in runs if (run.option("quant.name"), run.option("seed")) != ("nf4", 1)], final("sampled"))
     with pytest.raises(BadInput, match="no setting was run with each of the formats bf16, mxfp4, nf4, nvfp4"):
@@ -273,18 +474,20 @@ def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study:
 
 
 def test_the_overview_shows_middle_chance_and_profile() -> None:
-    """Of eight runs the middle four count; nvfp4 wins against two of three quarters; profiles fall from 1 to 0."""
+    """Of eight runs the middle four count; nvfp4 wins against five of the eight runs of its own seed and setting."""
     found = {"bf16": np.arange(8.0).reshape(4, 2) / 10, "nvfp4": np.full((4, 2), 0.45)}
-    middle, better, profile = overview(found, "held-out", np.random.default_rng(0)).axes
+    figure = overview(found, "two settings", "held-out", np.random.default_rng(0))
+    middle, better, profile = figure.axes
     assert {name: dot[:2] for name, dot in dots_of(middle).items()} == {
-        "_bf16": (0, pytest.approx(0.35)), "_nvfp4": (1, pytest.approx(0.45)),
+        "_bf16 0": (0, pytest.approx(0.35)), "_nvfp4 1": (1, pytest.approx(0.45)),
     }  # fmt: skip
-    assert dots_of(middle)["_nvfp4"][2] == pytest.approx(0)
-    # against 0, .2, .4, .6 (three below) and .1, .3, .5, .7 (two below)
-    assert dots_of(better) == {"_nvfp4": (1, pytest.approx(5 / 8), pytest.approx(0, abs=0.5))}
-    lines = {str(line.get_label()): line.get_ydata() for line in profile.get_lines()}
-    assert list(lines) == ["BF16", "NVFP4"] and set(lines["NVFP4"]) == {0.0, 1.0}
-    assert [lines["BF16"][0], lines["BF16"][-1]] == [7 / 8, 0.0]
+    assert dots_of(middle)["_nvfp4 1"][2] == pytest.approx(0)
+    assert dots_of(better) == {"_nvfp4 1": (1, pytest.approx(5 / 8), pytest.approx(0, abs=0.5))}
+    assert chance(np.array([[0.1, -0.1], [0.0, 0.2]])) == 5 / 8
+    curves = {str(line.get_label()): line.get_ydata() for line in profile.get_lines()}
+    assert list(curves) == ["BF16", "NVFP4"] and set(curves["NVFP4"]) == {0.0, 1.0}
+    assert [curves["BF16"][0], curves["BF16"][-1]] == [7 / 8, 0.0]
+    assert "Two settings." in words(figure)
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------------
@@ -306,9 +509,9 @@ def test_a_script_draws_its_part_of_a_study(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.pdf", f"{name}.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.svg"]
     said = capsys.readouterr().err
-    assert "of 36 runs, the largest set that differs in" in said and "_target_" not in said
+    assert "of 38 runs, the largest set that differs in" in said and "_target_" not in said
 
 
 def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
@@ -321,13 +524,14 @@ def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
     with pytest.raises(BadInput, match="no two of these 4 runs differ"):
         script("fig_accuracy").main(arguments)
     script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
-    assert (tmp_path / "out" / "accuracy.png").is_file() and "compared" not in capsys.readouterr().err
+    assert (tmp_path / "out" / "accuracy.svg").is_file() and "compared" not in capsys.readouterr().err
 
 
 def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path) -> None:
     for out in (tmp_path / "one", tmp_path / "two"):
         script("fig_overview").main([str(study), "--out", str(out)])
-    assert (tmp_path / "one" / "overview.png").read_bytes() == (tmp_path / "two" / "overview.png").read_bytes()
+    first, second = ((tmp_path / out / "overview.svg").read_bytes() for out in ("one", "two"))
+    assert first == second
 
 
 def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +542,7 @@ def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys:
             make(tmp_path / "runs", seed, aqn="constant", level=level)
     script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     rows = (tmp_path / "out" / "sigma.csv").read_text().splitlines()[1:]
-    assert len(rows) == 6 and not any("-8-" in row for row in rows)
+    assert len(rows) == 6 and all(row.startswith("BF16,") for row in rows)  # two levels x three measures
     assert "6 of 8 runs" in capsys.readouterr().err
 
 
@@ -370,3 +574,13 @@ def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:
         final("sampled")(load_run(run.path))
     assert math.isclose(final("greedy")(make(tmp_path, 1)), 0.9)
     assert arms([run], ["aqn.sigma_start"]) == [{"aqn.sigma_start": None, "runs": [run]}]
+
+
+def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(tmp_path: Path) -> None:
+    cells = itertools.product(("rtn", "awq"), (8, 32))
+    runs = [make(tmp_path, 0, "nvfp4", rank=rank, quantizer=quantizer) for quantizer, rank in cells]
+    table = naming.format_rows(arms(runs, ["quant.name", "aqn.name", "lora.rank"]), axis="lora.rank")
+    control = against.same_but(table, "lora.rank", 32, "label")
+    pairs = {(row["label"], other["label"]) for row in table if (other := control(row)) is not None}
+    assert pairs == {("NVFP4, rtn", "NVFP4, rtn"), ("NVFP4, awq", "NVFP4, awq")}
+    assert "LoRA alpha differs with the rank" in words(script("fig_ranks").draw(runs))

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -15,14 +16,14 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
+from matplotlib.lines import Line2D
 
 from qerl_bench.errors import BadInput
 from qerl_bench.results import figures, style
-from qerl_bench.results.load import find_runs, load_run, tidy
+from qerl_bench.results.load import Run, find_runs, load_run
 
 REPOSITORY = Path(__file__).parents[2]
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4")
@@ -69,13 +70,14 @@ def write_run(
     return folder
 
 
-def table_of(*folders: Path) -> pd.DataFrame:
-    return tidy(load_run(folder) for folder in folders)
+def runs_of(*folders: Path) -> list[Run]:
+    return [load_run(folder) for folder in folders]
 
 
-def new_axes() -> Axes:
-    with style.paper_style():
-        return style.panels(1, 1, 2.0)[1][0, 0]
+def curve(folders: Sequence[Path], metric: str, smooth: int = 1) -> tuple[Axes, list[Line2D]]:
+    """The panel of a comparison of one metric, and its lines."""
+    ax = figures.comparison(runs_of(*folders), [metric], smooth).axes[0]
+    return ax, [line for line in ax.get_lines() if isinstance(line, Line2D)]
 
 
 def points(line: Any) -> list[tuple[float, float]]:
@@ -95,26 +97,56 @@ def reward_run(folder: Path, steps: int = 40, **options: Any) -> Path:
 # --- marks -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_format_has_a_colour_of_its_own_and_an_unknown_one_keeps_to_spare_colours() -> None:
+def test_each_format_has_a_colour_of_its_own_and_an_unknown_one_keeps_to_other_colours() -> None:
     assert tuple(style.FORMAT_COLOURS) == FORMATS
     assert len({style.colour(name) for name in FORMATS}) == 4
+    assert not set(style.OTHER_COLOURS) & set(style.FORMAT_COLOURS.values())
     for name in ("fp8", "int4", "q4_k_m"):
         assert style.colour(name) == style.colour(name)
-        assert style.colour(name) not in style.FORMAT_COLOURS.values()
     # The same in every process: text hashes differ between processes, this number does not.
-    assert style.colour("fp8") == style.SPARE_COLOURS[1]  # zlib.crc32(b"fp8") = 1 modulo 3
+    assert style.colour("fp8") == style.OTHER_COLOURS[zlib.crc32(b"fp8") % len(style.OTHER_COLOURS)]
 
 
 def test_only_runs_without_noise_are_dashed() -> None:
     assert [style.line_style(aqn) for aqn in ("none", "exp", "linear")] == ["dashed", "solid", "solid"]
 
 
+def test_a_caption_is_wrapped_at_the_width_of_its_figure_and_makes_it_taller() -> None:
+    with style.paper_style():
+        figure, _ = style.panels(1, 1, 1.0)
+        words = [f"word{number}" for number in range(60)]
+        style.caption(figure, " ".join(words[:30]), "", " ".join(words[30:]))
+    text = figure.get_supxlabel()
+    assert text.split() == words and text.count("\n") >= 3
+    assert figure.get_figheight() == pytest.approx(1.0 + (1.3 * 7 * (text.count("\n") + 1) + 4) / 72)
+    figure.draw_without_rendering()
+    (drawn,) = [artist for artist in figure.texts if artist.get_text() == text]
+    box = drawn.get_window_extent()
+    assert box.x0 > 0 and box.x1 < figure.bbox.width and box.y0 >= 0
+    assert box.y1 < figure.axes[0].get_window_extent().y0
+
+
+def test_labels_at_the_ends_of_lines_keep_their_order_and_their_distance() -> None:
+    with style.paper_style():
+        figure, axes = style.panels(1, 1, 2.0)
+        ax = axes[0, 0]
+        ax.set_ylim(0, 1)
+        style.label_ends(ax, [(0.5, "b", "red"), (0.49, "a", "blue"), (0.9, "far", "black")])
+        figure.draw_without_rendering()
+    boxes = {text.get_text(): text.get_window_extent() for text in ax.texts}
+    assert boxes["a"].y1 <= boxes["b"].y0 + 1 and boxes["b"].y1 < boxes["far"].y0
+    middle = (boxes["a"].y0 + boxes["b"].y1) / 2
+    assert ax.transData.inverted().transform((0, middle))[1] == pytest.approx(0.495, abs=0.02)
+    assert ax.transData.inverted().transform((0, (boxes["far"].y0 + boxes["far"].y1) / 2))[1] == pytest.approx(
+        0.9, abs=0.02
+    )
+
+
 # --- several runs ----------------------------------------------------------------------------------------------------
 
 
 def test_one_seed_is_a_line_through_its_numbers_without_a_band(tmp_path: Path) -> None:
-    ax = new_axes()
-    (line,) = figures.curve(ax, table_of(write_run(tmp_path / "a", {"accuracy": [0.1, 0.4, 0.2]})), "accuracy")
+    ax, (line,) = curve([write_run(tmp_path / "a", {"accuracy": [0.1, 0.4, 0.2]})], "accuracy")
     assert points(line) == [(1, 0.1), (2, 0.4), (3, 0.2)]
     assert line.get_color() == "#D55E00" and line.get_linestyle() == "-" and not ax.collections
     assert line.get_label() == "NVFP4, AQN exp"
@@ -126,8 +158,7 @@ def test_seeds_are_averaged_and_banded_over_the_steps_that_all_have(tmp_path: Pa
         write_run(tmp_path / "b", {"accuracy": [0.3, 0.2]}, seed=1),
         write_run(tmp_path / "c", {"accuracy": [0.2, 0.6, 0.1]}, seed=2),
     ]
-    ax = new_axes()
-    (line,) = figures.curve(ax, table_of(*runs), "accuracy")
+    ax, (line,) = curve(runs, "accuracy")
     np.testing.assert_allclose(line.get_xydata(), [(1, 0.2), (2, 0.4)])
     (band,) = ax.collections
     corners = {(round(float(x), 9), round(float(y), 9)) for x, y in band.get_paths()[0].vertices}
@@ -140,12 +171,12 @@ def test_seeds_are_averaged_and_banded_over_the_steps_that_all_have(tmp_path: Pa
 
 
 def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -> None:
-    table = table_of(write_run(tmp_path / "a", {"accuracy": [0.0, 0.3, 0.9, 0.3]}))
-    (line,) = figures.curve(new_axes(), table, "accuracy", smooth=3)
+    run = write_run(tmp_path / "a", {"accuracy": [0.0, 0.3, 0.9, 0.3]})
+    _, (line,) = curve([run], "accuracy", smooth=3)
     np.testing.assert_allclose(line.get_ydata(), [0.15, 0.4, 0.5, 0.6])
     for smooth in (0, 4):
         with pytest.raises(BadInput, match="odd"):
-            figures.curve(new_axes(), table, "accuracy", smooth=smooth)
+            curve([run], "accuracy", smooth=smooth)
 
 
 @pytest.mark.parametrize("smooth", [1, 3])
@@ -154,7 +185,7 @@ def test_a_number_that_was_not_finite_leaves_a_gap_in_the_mean(tmp_path: Path, s
         write_run(tmp_path / "a", {"loss": [1.0, None, 1.0, 1.0]}, seed=0),
         write_run(tmp_path / "b", {"loss": [3.0, 3.0, 3.0, 3.0]}, seed=1),
     ]
-    (line,) = figures.curve(new_axes(), table_of(*runs), "loss", smooth)
+    _, (line,) = curve(runs, "loss", smooth)
     assert [math.isnan(y) for _, y in points(line)] == [False, True, False, False]
     assert np.nanmax(np.asarray(line.get_ydata())) == 2.0
 
@@ -164,66 +195,83 @@ def test_settings_come_in_one_order_with_their_own_marks(tmp_path: Path) -> None
         reward_run(tmp_path / f"{quant}-{aqn}", quant=quant, aqn=aqn)
         for quant, aqn in product(("fp8", *reversed(FORMATS)), ("exp", "none"))
     ]
-    lines = figures.curve(new_axes(), table_of(*runs), "accuracy")
+    _, lines = curve(runs, "accuracy")
     assert [line.get_label() for line in lines] == [
-        f"{quant.upper()}, {noise}" for quant in (*FORMATS, "fp8") for noise in ("no noise", "AQN exp")
+        f"{quant.upper()}{noise}" for quant in (*FORMATS, "fp8") for noise in ("", ", AQN exp")
     ]
     marks = {(line.get_color(), line.get_linestyle()) for line in lines}
     assert len(marks) == 10 and {line.get_marker() for line in lines} == {"None"}
 
 
+def test_where_no_arm_has_noise_lines_are_solid(tmp_path: Path) -> None:
+    _, lines = curve([reward_run(tmp_path / quant, quant=quant, aqn="none") for quant in FORMATS], "accuracy")
+    assert {line.get_linestyle() for line in lines} == {"-"}
+
+
 def test_what_colour_and_dashes_do_not_show_gets_a_marker_and_a_word(tmp_path: Path) -> None:
-    runs = [reward_run(tmp_path / f"r{rank}", rank=rank) for rank in (64, 16)]
-    lines = figures.curve(new_axes(), table_of(*runs), "accuracy")
-    assert [line.get_label() for line in lines] == ["NVFP4, AQN exp, rank 16", "NVFP4, AQN exp, rank 64"]
+    _, lines = curve([reward_run(tmp_path / f"r{rank}", rank=rank) for rank in (64, 16)], "accuracy")
+    assert {line.get_label() for line in lines} == {"NVFP4, rank 16, AQN exp", "NVFP4, rank 64, AQN exp"}
     assert len({line.get_marker() for line in lines}) == 2
 
 
-def test_runs_that_differ_in_an_option_without_a_column_are_never_averaged(tmp_path: Path) -> None:
+def test_runs_that_differ_in_an_option_that_labels_do_not_know_are_never_averaged(tmp_path: Path) -> None:
     runs = [
-        reward_run(tmp_path / name, seed=seed, aqn="exp", rollout={"temperature": temperature})
-        for seed, (name, temperature) in enumerate([("a", 1.0), ("b", 0.6), ("c", 1.0)])
+        reward_run(tmp_path / name, seed=seed, aqn="exp", rollout={"top_p": top_p})
+        for seed, (name, top_p) in enumerate([("a", 1.0), ("b", 0.6), ("c", 1.0)])
     ]
-    lines = figures.curve(new_axes(), table_of(*runs), "accuracy")
+    _, lines = curve(runs, "accuracy")
     fingerprints = [load_run(run).identity()["fingerprint"] for run in runs]
     assert {line.get_label() for line in lines} == {f"NVFP4, AQN exp, {name}" for name in fingerprints}
     assert len(lines) == 2 and len({line.get_marker() for line in lines}) == 2
 
 
+def test_seeds_of_a_base_are_averaged_before_bases_are(tmp_path: Path) -> None:
+    """Two bases with two seeds each: means 0.2 and 0.6, so that the mean is 0.4 with an error of 0.2."""
+    runs = [
+        write_run(tmp_path / f"{base}-{seed}", {"accuracy": [value]}, seed=seed, model={"name": "tiny", "seed": base})
+        for base, seed, value in ((0, 0, 0.1), (0, 1, 0.3), (1, 0, 0.5), (1, 1, 0.7))
+    ]
+    ax, (line,) = curve(runs, "accuracy")
+    assert points(line) == [(1, pytest.approx(0.4))]
+    ends = {float(y) for _, y in ax.collections[0].get_paths()[0].vertices}
+    assert max(ends) == pytest.approx(0.4 + 12.706205 * 0.2)  # Student's t, one degree of freedom; s = 0.2 sqrt(2)
+
+
 def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
-    table = table_of(reward_run(tmp_path / "a"), reward_run(tmp_path / "b"))
-    with pytest.raises(BadInput, match="a and b repeat one setting with the same seed 0"):
-        figures.curve(new_axes(), table, "accuracy")
+    runs = [reward_run(tmp_path / "a"), reward_run(tmp_path / "b")]
+    with pytest.raises(BadInput, match="a and b repeat one setting with the same seed"):
+        curve(runs, "accuracy")
     with pytest.raises(BadInput, match="none of these runs has the metric kl"):
-        figures.curve(new_axes(), table, "kl")
+        curve(runs[:1], "kl")
 
 
 def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> None:
-    runs = [reward_run(tmp_path / f"{quant}-{seed}", quant=quant, seed=seed) for quant in FORMATS for seed in (0, 1)]
-    figure = figures.comparison(table_of(*runs), ["reward/mean", "accuracy"], smooth=3)
+    folders = [reward_run(tmp_path / f"{quant}-{seed}", quant=quant, seed=seed) for quant in FORMATS for seed in (0, 1)]
+    runs = runs_of(*folders)
+    figure = figures.comparison(runs, ["reward/mean", "accuracy"], smooth=3)
     left, right = figure.axes
     assert (left.get_ylabel(), right.get_ylabel()) == ("reward per completion", "accuracy of rollouts")
     np.testing.assert_allclose(
         np.asarray(left.get_lines()[0].get_ydata()), 2 * np.asarray(right.get_lines()[0].get_ydata())
     )
     (legend,) = figure.legends
-    assert legend.get_title().get_text() == "mean and 95% interval of 2 seeds, smoothed over 3 steps"
+    assert legend.get_title().get_text() == "mean and 95% interval of 2 seeds of one base model, smoothed over 3 steps"
     assert len(legend.get_texts()) == 4
-    single = figures.comparison(table_of(runs[0]), ["accuracy"])
+    single = figures.comparison(runs[:1], ["accuracy"])
     assert single.legends[0].get_title().get_text() == ""
 
 
 def test_a_long_legend_stays_inside_the_figure_and_above_the_panels(tmp_path: Path) -> None:
     runs = [
-        reward_run(tmp_path / f"{quant}-{aqn}-{rank}", quant=quant, aqn=aqn, rank=rank)
+        load_run(reward_run(tmp_path / f"{quant}-{aqn}-{rank}", quant=quant, aqn=aqn, rank=rank))
         for quant, aqn, rank in product(FORMATS, ("none", "exp"), (16, 64))
     ]
-    figure = figures.comparison(table_of(*runs), ["reward/mean", "accuracy"])
+    figure = figures.comparison(runs, ["reward/mean", "accuracy"])
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.width
     assert all(ax.get_window_extent().y1 < box.y0 for ax in figure.axes)
-    single = figures.comparison(table_of(runs[0]), ["reward/mean", "accuracy"])
+    single = figures.comparison(runs[:1], ["reward/mean", "accuracy"])
     single.canvas.draw()
     heights = [shown.axes[0].get_window_extent().height for shown in (figure, single)]
     assert heights[0] == pytest.approx(heights[1], rel=0.1)  # more lines make the figure taller, not its panels flatter
@@ -294,9 +342,9 @@ def test_a_run_without_noise_has_no_noise_panel(tmp_path: Path) -> None:
 def test_run_figures_of_a_run_with_rollouts(tmp_path: Path) -> None:
     folder = reward_run(tmp_path / "a", evals=(0, 40))
     assert figures.run_figures(folder) == [
-        folder / "figures" / name for name in ("reward.pdf", "reward.png", "entropy.pdf", "entropy.png")
+        folder / "figures" / name for name in ("reward.svg", "reward.png", "entropy.svg", "entropy.png")
     ]
-    assert (folder / "figures" / "reward.pdf").read_bytes().startswith(b"%PDF")
+    assert b"<svg" in (folder / "figures" / "reward.svg").read_bytes()[:1000]
     assert (folder / "figures" / "entropy.png").read_bytes().startswith(b"\x89PNG")
     assert find_runs(tmp_path) == [folder]
 
@@ -304,7 +352,7 @@ def test_run_figures_of_a_run_with_rollouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("evals", [(), (0, 2)])
 def test_run_figures_of_a_run_without_rollouts_shows_its_loss(tmp_path: Path, evals: tuple[int, ...]) -> None:
     folder = write_run(tmp_path / "sft", {"loss": [2.0, 1.0], "entropy_clean": [1.0, 1.0]}, evals=evals)
-    assert figures.run_figures(folder) == [folder / "figures" / name for name in ("loss.pdf", "loss.png")]
+    assert figures.run_figures(folder) == [folder / "figures" / name for name in ("loss.svg", "loss.png")]
     figure = figures.loss_figure(load_run(folder))
     assert len(figure.axes) == (2 if evals else 1)
     assert points(labelled(figure.axes[0])["training"]) == [(1, 2.0), (2, 1.0)]
@@ -328,17 +376,25 @@ def test_a_run_without_a_training_step_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_the_same_on_any_day_with_real_fonts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = load_run(reward_run(tmp_path / "a", evals=(0, 40)))
+    run, kinds = load_run(reward_run(tmp_path / "a", evals=(0, 40))), ("svg", "pdf", "png")
     figure = figures.reward_figure(run)
-    first = [path.read_bytes() for path in style.save(figure, tmp_path / "one.v1")]
+    first = [path.read_bytes() for path in style.save(figure, tmp_path / "one.v1", kinds)]
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
-    again = [path.read_bytes() for path in style.save(figure, tmp_path / "two.v1")]
-    redrawn = [path.read_bytes() for path in style.save(figures.reward_figure(run), tmp_path / "three")]
+    again = [path.read_bytes() for path in style.save(figure, tmp_path / "two.v1", kinds)]
+    redrawn = [path.read_bytes() for path in style.save(figures.reward_figure(run), tmp_path / "three", kinds)]
     assert first == again == redrawn
-    assert (tmp_path / "one.v1.pdf").exists() and (tmp_path / "one.v1.png").exists()
-    assert b"CreationDate" not in first[0]
-    assert b"/FontType 42" in first[0] or b"/CIDFontType2" in first[0]  # TrueType outlines, not Type 3 drawings
-    assert b"/Type3" not in first[0]
+    assert all((tmp_path / f"one.v1.{kind}").exists() for kind in kinds)
+    svg, pdf, _ = first
+    assert b"<dc:date>" not in svg and b"CreationDate" not in pdf
+    assert b"<text" not in svg and b'<g id="text_1">' in svg  # text as outlines: no page has the same fonts
+    assert b"/FontType 42" in pdf or b"/CIDFontType2" in pdf  # TrueType outlines, not Type 3 drawings
+    assert b"/Type3" not in pdf
+
+
+def test_a_vector_file_is_what_is_written_unless_asked_otherwise(tmp_path: Path) -> None:
+    assert style.save(figures.reward_figure(load_run(reward_run(tmp_path / "a"))), tmp_path / "b") == [
+        tmp_path / "b.svg"
+    ]
 
 
 def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
@@ -351,7 +407,7 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
 
 
 def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
-    figure = figures.comparison(table_of(reward_run(tmp_path / "a")), ["accuracy"])
+    figure = figures.comparison(runs_of(reward_run(tmp_path / "a")), ["accuracy"])
     assert isinstance(figure, style.PaperFigure)
     png = figure._repr_png_()
     assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 200)
@@ -373,10 +429,10 @@ def test_figure_scripts_draw_what_they_find(tmp_path: Path, capsys: pytest.Captu
     steps = {"entropy": [1.0, 0.9], "entropy_clean": [1.0, 0.8], "reward/mean": [0.1, 0.2], "accuracy": [0.1, 0.2]}
     write_run(tmp_path / "runs" / "whole", steps)
     (write_run(tmp_path / "runs" / "cut", steps, quant="bf16") / "done.json").unlink()
-    load_script(f"fig_{name}").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.pdf", f"{name}.png"]
+    load_script(f"fig_{name}").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"])
     said = capsys.readouterr()
-    assert said.out.split() == [str(tmp_path / "out" / f"{name}.pdf"), str(tmp_path / "out" / f"{name}.png")]
+    assert said.out.split() == [str(tmp_path / "out" / f"{name}.svg"), str(tmp_path / "out" / f"{name}.pdf")]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.pdf", f"{name}.svg"]
     assert "cut is not finished" in said.err and "whole" not in said.err
 
 

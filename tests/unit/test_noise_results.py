@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from qerl_bench.errors import BadInput
-from qerl_bench.results.load import load_run
+from qerl_bench.results.load import Run, load_run
 from qerl_bench.results.noise import (
-    HELD_OUT,
-    entropy_effect,
+    DIFFERENCES,
+    entropies,
     loop_report,
     matched_temperature,
+    sigma_effects,
     sigma_figure,
-    sigma_table,
+    sigma_rows,
+    with_one_sigma,
 )
 from qerl_bench.results.stats import interval
 
@@ -37,13 +41,15 @@ def _run(
         "quantizer": {"name": "rtn"},
         "aqn": aqn,
         "rollout": {"temperature": temperature},
+        "model": {"name": "tiny", "seed": more.get("base", 0)},
+        "task": {"name": "arithmetic"},
     }
     lines = [{"kind": "train", "step": step, **values} for step, values in enumerate(train, start=1)]
     if held_out is not None:
         lines = [
-            {"kind": "eval", "step": 0, HELD_OUT: 0.1},
+            {"kind": "eval", "step": 0, "eval/accuracy_sampled": 0.1},
             *lines,
-            {"kind": "eval", "step": len(train), HELD_OUT: held_out},
+            {"kind": "eval", "step": len(train), "eval/accuracy_sampled": held_out},
         ]
     (folder / "config.yaml").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -54,17 +60,36 @@ def _step(entropy: float, **more: float) -> dict[str, float]:
     return {"entropy": entropy, "entropy_clean": 0.1, "accuracy": 0.5, "mismatch/kl": 1e-3, "mismatch/ess": 0.99} | more
 
 
+LEVELS = (0.0, 1e-2, 1e-1)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Run]:
+    """Formats x sigmas x three seeds, whose entropies lie far apart, while noise multiplies them by nearly the same.
+
+    At sigma 0.01 by 1.04, 1.05 and 1.06; reward falls by sigma, accuracy by twice sigma.
+    """
+    found = []
+    for quant, level, (seed, off) in product(("nvfp4", "bf16"), LEVELS, enumerate((0.20, 0.30, 0.40))):
+        noise = {"name": "constant", "level": level} if level else {"name": "none"}
+        steps = [
+            _step(off * (1 + (4 + seed) * level), **{"reward/mean": 1 - level, "mismatch/kl": 1e-6 + level**2})
+        ] * 5
+        folder = tmp_path / f"{quant}-{level}-{seed}"
+        found.append(_run(folder, noise, steps, quant, seed=seed, held_out=0.8 - 2 * level))
+    return found
+
+
 @pytest.fixture
 def table(tmp_path: Path) -> pd.DataFrame:
-    """Three seeds whose entropies lie far apart, while noise adds 0.010, 0.012 and 0.014 to them."""
-    runs = []
-    for seed, (off, on) in enumerate([(0.20, 0.210), (0.30, 0.312), (0.40, 0.414)]):
-        runs.append(_run(tmp_path / f"off{seed}", {"name": "none"}, [_step(off)], seed=seed, held_out=0.7))
-        runs.append(_run(tmp_path / f"on{seed}", {"name": "constant", "level": 1e-2}, [_step(on)], seed=seed))
-        runs.append(_run(tmp_path / f"bf{seed}", {"name": "constant", "level": 0.0}, [_step(off)], "bf16", seed=seed))
+    """Three seeds of two temperatures on BF16, and a run of a schedule, which has no single sigma."""
+    runs = [
+        _run(tmp_path / f"bf{seed}", {"name": "none"}, [_step(0.2 + seed / 10)], "bf16", seed=seed) for seed in range(3)
+    ]
     runs.append(_run(tmp_path / "hot", {"name": "none"}, [_step(0.5)], "bf16", temperature=1.2))
-    runs.append(_run(tmp_path / "scheduled", {"name": "exp"}, [_step(9.0)]))  # has no single sigma
-    return sigma_table(runs, step=1)
+    runs.append(_run(tmp_path / "on", {"name": "constant", "level": 1e-2}, [_step(0.31)]))
+    runs.append(_run(tmp_path / "scheduled", {"name": "exp"}, [_step(9.0)]))
+    return entropies(runs, step=1)
 
 
 def test_interval_by_hand() -> None:
@@ -80,40 +105,72 @@ def test_interval_by_hand() -> None:
 
 
 def test_the_table_has_one_row_for_each_run_with_a_sigma(table: pd.DataFrame) -> None:
-    assert len(table) == 10
-    assert sorted(set(table["sigma"])) == [0.0, 1e-2]
-    row = table[table["run"] == "off1"].iloc[0]
-    assert (row["entropy"], row["seed"], row[HELD_OUT]) == (0.30, 1, 0.7)
-    assert math.isnan(table[table["run"] == "on1"].iloc[0][HELD_OUT])
+    assert len(table) == 5 and sorted(set(table["sigma"])) == [0.0, 1e-2]
+    assert table[["quant", "seed", "temperature", "entropy"]].iloc[1].tolist() == ["bf16", 1, 1.0, pytest.approx(0.3)]
 
 
-def test_the_effect_is_paired_within_seeds(table: pd.DataFrame) -> None:
-    """Between seeds the spread is 0.1, within them 0.002: only the paired interval excludes zero."""
-    effect = entropy_effect(table, 1e-2)
-    assert effect["quant"].tolist() == ["nvfp4"]  # bf16 has no run with noise
-    row = effect.iloc[0]
-    assert row["seeds"] == 3
-    assert row["off"] == pytest.approx(0.3) and row["on"] == pytest.approx(0.312)
-    assert row["off_half"] == pytest.approx(4.3026527 * 0.1 / 3**0.5)
-    assert row["difference"] == pytest.approx(0.012)
-    assert row["difference_half"] == pytest.approx(4.3026527 * 0.002 / 3**0.5)
-    with pytest.raises(BadInput, match=r"at sigma 0 and at sigma 0\.5"):
-        entropy_effect(table, 0.5)
+def test_effects_of_each_sigma_are_paired_within_seeds_and_formats(runs: list[Run]) -> None:
+    """Between seeds entropy spreads by a half, its ratio by one per cent: only the paired interval excludes 1."""
+    table = sigma_effects(sigma_rows(runs)).set_index(["quant", "sigma", "measure"]).sort_index()
+    assert len(table) == 2 * 2 * 3 and set(table["n"]) == {3}
+    row = table.loc[("NVFP4", 1e-2, "entropy")]
+    logs = [math.log(1.04), math.log(1.05), math.log(1.06)]
+    half = 4.3026527 * statistics.stdev(logs) / 3**0.5
+    expected = [100 * math.expm1(statistics.fmean(logs) + side) for side in (0, -half, half)]
+    assert [row["mean"], row["low"], row["high"]] == pytest.approx(expected)
+    assert table.loc[("BF16", 1e-1, "late reward")]["mean"] == pytest.approx(-0.1)
+    assert table.loc[("BF16", 1e-1, "held-out (sampled)")]["mean"] == pytest.approx(-20)
+    assert table.loc[("BF16", 1e-1, "entropy")]["mismatch"] == pytest.approx(1e-2 + 1e-6)
 
 
-def test_the_figure_shows_the_means_and_leaves_rounding_out(table: pd.DataFrame) -> None:
-    entropy, accuracy, mismatch = sigma_figure(table).axes
-    drawn = {container.get_label(): container for container in entropy.containers}
-    line = drawn["NVFP4"].lines[0]
-    assert line.get_xdata().tolist() == [0.0, 1e-2]
-    assert line.get_ydata().tolist() == pytest.approx([0.3, 0.312])
-    assert drawn["BF16"].lines[0].get_ydata().tolist() == pytest.approx([0.3])
-    assert [c.lines[0].get_ydata().tolist() for c in accuracy.containers if HELD_OUT in c.get_label()] == [
-        pytest.approx([0.7])
+def test_each_format_has_a_column_of_its_own_and_each_measure_a_row_with_its_margin(runs: list[Run]) -> None:
+    figure = sigma_figure(sigma_rows(runs))
+    axes = np.array(figure.axes).reshape(4, 2)
+    assert [ax.get_title(loc="left") for ax in axes[0]] == ["BF16", "NVFP4"]
+    for row, column in zip(axes, DIFFERENCES, strict=False):
+        for ax in row:
+            assert [container.lines[0].get_xdata()[0] for container in ax.containers] == [1e-2, 1e-1]
+            box = ax.patches[0].get_extents().transformed(ax.transData.inverted())
+            assert (box.y0, box.y1) == pytest.approx((column.shown(-column.margin), column.shown(column.margin)))
+    (joined,) = (line for line in axes[1, 1].get_lines() if line.get_label() == "_NVFP4" and len(line.get_xdata()) > 1)
+    assert list(joined.get_xdata()) == [0, *LEVELS[1:]] and list(joined.get_ydata()) == pytest.approx([0, -0.01, -0.1])
+    kl = [line.get_ydata()[0] for line in axes[3, 0].get_lines() if line.get_marker() == "o"]
+    assert kl == pytest.approx([1e-4 + 1e-6, 1e-2 + 1e-6]) and axes[3, 0].get_yscale() == "log"
+    ticks = axes[3, 0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == ["0", "0.01", "0.1"] and ticks[0].get_fontsize() >= 7
+    assert "3 seeds of one base model" in " ".join(figure.get_supxlabel().split())
+
+
+def test_bases_are_the_unit_of_a_sweep_over_several(tmp_path: Path) -> None:
+    noises: tuple[dict[str, Any], ...] = ({"name": "none"}, {"name": "constant", "level": 1e-2})
+    cells = product(noises, range(2), range(2))
+    runs = [
+        _run(tmp_path / str(i), noise, [_step(0.2, **{"reward/mean": 1.0})], seed=seed, base=base)
+        for i, (noise, base, seed) in enumerate(cells)
     ]
-    assert [c.lines[0].get_xdata().tolist() for c in mismatch.containers] == [[1e-2]]
+    assert set(sigma_effects(sigma_rows(runs))["n"]) == {2}
+
+
+def test_a_sweep_without_an_evaluation_has_no_row_for_accuracy(tmp_path: Path) -> None:
+    steps = [_step(0.2, **{"reward/mean": 1.0})]
+    runs = [
+        _run(tmp_path / "a", {"name": "none"}, steps),
+        _run(tmp_path / "b", {"name": "constant", "level": 0.1}, steps),
+    ]
+    assert set(sigma_effects(sigma_rows(runs))["measure"]) == {"entropy", "late reward"}
+    assert len(sigma_figure(sigma_rows(runs)).axes) == 3
+
+
+def test_a_sweep_with_holes_or_without_a_zero_is_refused(runs: list[Run]) -> None:
+    hole = [run for run in runs if not (run.option("quant.name") == "bf16" and run.option("aqn").get("level") == 1e-2)]
+    with pytest.raises(BadInput, match=r"Missing: quant=bf16 aqn\.level=0\.01 seed=0,1,2"):
+        sigma_rows(hole)
     with pytest.raises(BadInput, match="every run has sigma 0"):
-        sigma_figure(table[table["sigma"] == 0])
+        sigma_rows([run for run in runs if run.option("aqn.name") == "none"])
+    with pytest.raises(BadInput, match="no run without noise to compare with"):
+        sigma_rows([run for run in runs if run.option("aqn.name") != "none"])
+    with pytest.raises(BadInput, match="there is no sigma to compare"):
+        with_one_sigma([])
 
 
 def test_matched_temperature_is_interpolated_and_never_extrapolated(table: pd.DataFrame) -> None:

@@ -15,13 +15,13 @@ from qerl_bench.config import compose
 from qerl_bench.errors import BadInput
 from qerl_bench.results.algorithms import figure, gains, paired_changes
 from qerl_bench.results.load import load_run
-from qerl_bench.results.style import save
+from qerl_bench.results.style import FORMAT_COLOURS
 
 BEFORE = [True, False, False, False]
 AFTER = {0: [True, True, True, False], 1: [False, True, True, True]}
 
 
-def _write(root: Path, algo: str, seed: int, after: list[bool]) -> Path:
+def _write(root: Path, algo: str, seed: int, after: list[bool], refills: float | None = None) -> Path:
     path = root / f"{algo}-{seed}"
     path.mkdir(parents=True)
     config = compose([f"algo={algo}", f"seed={seed}", "steps=10"])
@@ -30,7 +30,9 @@ def _write(root: Path, algo: str, seed: int, after: list[bool]) -> Path:
     for step, answers in ((0, BEFORE), (10, after)):
         share = sum(answers) / 4
         lines.append({"kind": "eval", "step": step, "eval/accuracy_greedy": share, "eval/accuracy_sampled": share / 2})
-    lines += [{"kind": "train", "step": i, "reward/mean": 0.1 * i, "entropy": 1 - 0.05 * i} for i in range(1, 11)]
+    for i in range(1, 11):
+        line = {"kind": "train", "step": i, "reward/mean": 0.1 * i, "entropy": 1 - 0.05 * i}
+        lines.append(line if refills is None else line | {"dynamic/refills": refills})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (path / "done.json").write_text("{}")
     rows = [
@@ -63,17 +65,33 @@ def test_seeds_that_differ_widen_the_error(tmp_path: Path) -> None:
     runs = [load_run(_write(tmp_path, "rloo", seed, after)) for seed, after in ((0, [True] * 4), (1, BEFORE))]
     row = gains(runs).iloc[0]
     questions, seeds = np.array([0, 0.5, 0.5, 0.5]).std(ddof=1) / 2, 0.75 / 2
-    assert row["gain_se"] == pytest.approx(math.hypot(questions, seeds))
+    # What either holds of the rest, whose mean square is 0.125 (2 x (0.375^2 + 3 x 0.125^2) over 3), counts once.
+    assert row["gain_se"] == pytest.approx(math.sqrt(questions**2 + seeds**2 - 0.125 / 8))
     assert row["worst_z"] == 0  # the seed in which nothing changed
 
 
-def test_the_figure_has_a_line_for_each_algorithm(tmp_path: Path) -> None:
-    runs = [load_run(_write(tmp_path, algo, seed, AFTER[seed])) for algo in ("grpo", "cispo") for seed in (0, 1)]
-    drawn = figure(runs, smooth=3)
+def test_the_figure_has_a_line_for_each_algorithm_against_completions(tmp_path: Path) -> None:
+    """dapo samples twice in every step, 16 prompts x 8 completions each time."""
+    folders = [
+        _write(tmp_path, algo, seed, AFTER[seed], float(algo == "dapo")) for algo in ("grpo", "dapo") for seed in (0, 1)
+    ]
+    drawn = figure([load_run(folder) for folder in folders], smooth=3)
     for ax in drawn.axes:
-        assert [line.get_label() for line in ax.get_lines()] == ["cispo", "grpo"]
-        assert len(ax.get_lines()[0].get_xdata()) == 10
-    assert all(file.stat().st_size > 1000 for file in save(drawn, tmp_path / "out" / "algorithms"))
+        lines = {line.get_label(): line for line in ax.get_lines()}
+        assert list(lines) == ["dapo", "grpo"]
+        assert lines["grpo"].get_xdata()[-1] == pytest.approx(10 * 0.128)
+        assert lines["dapo"].get_xdata()[-1] == pytest.approx(20 * 0.128)
+        assert not {line.get_color() for line in lines.values()} & set(FORMAT_COLOURS.values())
+        assert ax.get_xlabel() == "completions sampled, thousands"
+        assert {text.get_text() for text in ax.texts} == {"dapo", "grpo"}
+    said = " ".join(drawn.get_supxlabel().split())
+    assert "BF16 without noise" in said and "2 seeds of one base model" in said and "do not begin at 0" in said
+
+
+def test_where_refills_were_not_kept_the_axis_is_the_step_and_the_caption_says_so(tmp_path: Path) -> None:
+    drawn = figure([load_run(_write(tmp_path, algo, 0, AFTER[0])) for algo in ("dapo", "grpo")], smooth=1)
+    assert [ax.get_xlabel() for ax in drawn.axes] == ["step", "step"]
+    assert "dapo sampled further completions in a step" in " ".join(drawn.get_supxlabel().split())
 
 
 def test_two_runs_of_one_seed_and_runs_without_evaluation_are_refused(tmp_path: Path) -> None:

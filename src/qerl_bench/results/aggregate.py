@@ -7,41 +7,48 @@ Claims are judged setting by setting and in pairs (judge.py); this is the view o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.errors import require
 from qerl_bench.results.contrasts import FORMAT
 from qerl_bench.results.load import Run
-from qerl_bench.results.match import facts_of
+from qerl_bench.results.match import Cell
+from qerl_bench.results.paired import by_cell, over_bases, repeated
+from qerl_bench.results.select import cell
 from qerl_bench.results.stats import (
     Resampled,
     interquartile_mean,
     performance_profile,
-    probability_of_improvement,
     require_complete,
     stratified_bootstrap,
 )
-from qerl_bench.results.style import FORMAT_COLOURS, colour, panels, paper_style
+from qerl_bench.results.style import GREY, TEXT_WIDTH, PaperFigure, caption, colour, paper_style, percent, place
 
 CONTROL = "bf16"
 POINTS = 101  # thresholds of a profile
+TELLING = ("model.name", "task.name", "algo.name", "lora.rank", "aqn.name", "rollout.temperature", "steps")
 
 
-def scores(runs: Sequence[Run], of: Callable[[Run], float]) -> dict[str, np.ndarray]:
-    """For each format the number `of` its runs, (seeds, settings), over the settings in which every format was run.
+def scores(runs: Sequence[Run], of: Callable[[Run], float]) -> tuple[dict[str, np.ndarray], str]:
+    """For each format the number `of` its runs, (units, settings), and what the settings are.
 
-    Raises BadInput if there is no such setting, or if a format lacks a seed in one, or has it twice.
+    Settings are those in which every format was run, at the learning rate nearest to the model's own: a mean over rates
+    at which runs learn and rates at which they diverge would be one of neither. A unit is a base model, its seeds
+    averaged, or a seed where there is a single base. Raises BadInput if there is no such setting, or if a format lacks
+    a base and seed in one, or has it twice.
     """
-    settings: dict[str, dict[str, dict[int, Run]]] = {}
+    settings: dict[str, dict[str, dict[Cell, Run]]] = {}
     for run in runs:
-        shared = repr(sorted((key, value) for key, value in facts_of(run).items() if not key.startswith(FORMAT)))
-        seeds = settings.setdefault(shared, {}).setdefault(run.option("quant.name"), {})
-        other = seeds.setdefault(run.option("seed"), run)
+        facts = {key: value for key, value in run.facts.items() if not key.startswith(FORMAT)}
+        units = settings.setdefault(repr(sorted(facts.items())), {}).setdefault(run.option("quant.name"), {})
+        other = units.setdefault(cell(run), run)
         require(other is run, f"{other.name} and {run.name} are one setting, format and seed: leave one out")
     names = {run.option("quant.name") for run in runs}
     common = [settings[key] for key in sorted(settings) if settings[key].keys() == names]
@@ -50,49 +57,107 @@ def scores(runs: Sequence[Run], of: Callable[[Run], float]) -> dict[str, np.ndar
         f"no setting was run with each of the formats {', '.join(sorted(names))}, {CONTROL} among them: add what is "
         "missing, or leave the runs of a format out",
     )
-    groups = [group for setting in common for group in setting.values()]
-    require_complete({f"the setting of {next(iter(group.values())).name}": [*group] for group in groups})
-    order = sorted(names, key=lambda name: [*FORMAT_COLOURS, name].index(name))
-    return {
-        name: np.array([[of(setting[name][seed]) for setting in common] for seed in sorted(common[0][name])])
-        for name in order
-    }
+    nearest = min(_away(setting) for setting in common)
+    common = [setting for setting in common if _away(setting) == nearest]
+    wanted = sorted({key for setting in common for group in setting.values() for key in group})
+    require_complete(
+        {
+            f"{next(iter(group.values())).name} of base {base}": [seed for other, seed in group if other == base]
+            for setting in common
+            for group in setting.values()
+            for base in {base for base, _ in wanted}
+        }
+    )
+    found = {}
+    for name in sorted(names, key=place):
+        runs_of = [[setting[name][key] for key in wanted] for setting in common]
+        found[name] = np.stack([over_bases(by_cell(group, of)).to_numpy()[0] for group in runs_of], axis=1)
+    return found, _described(common, wanted)
 
 
-def overview(found: dict[str, np.ndarray], label: str, generator: np.random.Generator) -> Figure:
-    """One panel for each statistic; `found` is that of `scores`, shares between 0 and 1 that `label` names."""
-    (seeds, settings), control = next(iter(found.values())).shape, found[CONTROL]
+def _away(setting: dict[str, dict[Cell, Run]]) -> float:
+    """How far the learning rate of a setting is from its model's own, as a factor."""
+    facts = next(iter(setting[CONTROL].values())).facts
+    return round(abs(math.log(facts["optim.lr"] / facts.get("model.lr", facts["optim.lr"]))), 6)
+
+
+def _described(common: Sequence[dict[str, dict[Cell, Run]]], wanted: Sequence[Cell]) -> str:
+    firsts = [next(iter(setting[CONTROL].values())) for setting in common]
+    values = [{key: run.facts.get(key) for key in TELLING} for run in firsts]
+    keys = [key for key in TELLING if len({value[key] for value in values}) > 1]
+    said = "; ".join(", ".join(_said(key, value[key]) for key in keys) for value in values)
+    several = f"{len(common)} settings ({said})" if keys else "one setting"
+    runs = [common[0][CONTROL][key] for key in wanted]
+    return f"{several} at learning rate {firsts[0].option('optim.lr'):g}, each of {repeated(runs)}"
+
+
+def _said(key: str, value: object) -> str:
+    if key == "aqn.name":
+        return "no noise" if value == "none" else f"AQN {value}"
+    return str(value) if key.endswith(".name") else f"{key.split('.')[-1]} {value}"
+
+
+def chance(differences: np.ndarray) -> float:
+    """P(a run beats the one of the control with its seed and base), ties counting half."""
+    return float((np.sign(differences) / 2 + 0.5).mean())
+
+
+def overview(found: dict[str, np.ndarray], settings: str, label: str, generator: np.random.Generator) -> Figure:
+    """Interquartile mean and chance of beating BF16 on top, below them a profile per format beside that of BF16.
+
+    `found` and `settings` are those of `scores`, shares between 0 and 1 that `label` names.
+    """
+    control = found[CONTROL]
+    others = [name for name in found if name != CONTROL]
     values = np.concatenate([table.ravel() for table in found.values()])
     thresholds = np.linspace(values.min(), values.max(), POINTS)
     with paper_style():
-        figure, axes = panels(1, 3, 1.9)
-        middle, better, profile = axes[0]
-        for place, (name, table) in enumerate(found.items()):
-            _dot(middle, place, stratified_bootstrap([table], interquartile_mean, generator), name)
+        figure = PaperFigure(figsize=(TEXT_WIDTH, 1.9 + 0.2 * len(found)))
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(2, 2 * len(others), height_ratios=[0.45 + 0.2 * len(found), 1.3])
+        middle, better = (figure.add_subplot(grid[0, part]) for part in (slice(len(others)), slice(len(others), None)))
+        profiles = [figure.add_subplot(grid[1, 2 * place : 2 * place + 2]) for place in range(len(others))]
+        for height, (name, table) in enumerate(found.items()):
+            _dot(middle, height, stratified_bootstrap([table], interquartile_mean, generator), name)
             if name != CONTROL:
-                improved = stratified_bootstrap([table, control], probability_of_improvement, generator)
-                _dot(better, place, improved, name)
-            curve = stratified_bootstrap([table], lambda x: performance_profile(x, thresholds), generator)
-            profile.plot(thresholds, curve.value, color=colour(name), drawstyle="steps-post", label=name.upper())
-            profile.fill_between(thresholds, curve.low, curve.high, color=colour(name), alpha=0.12, linewidth=0)
-        better.axvline(0.5, color="#BBBBBB", linewidth=0.6, zorder=0.5)
+                _dot(better, height, stratified_bootstrap([table - control], chance, generator), name)
+        better.axvline(0.5, color=GREY, linewidth=0.7, zorder=0.5)
         better.set_xlim(0, 1)
         for ax in (middle, better):
             ax.set_yticks(range(len(found)), [name.upper() for name in found])
             ax.set_ylim(len(found) - 0.4, -0.6)
             ax.grid(axis="y", visible=False)
+            ax.tick_params(axis="y", length=0)
+        for tick, name in zip(middle.get_yticklabels(), found, strict=True):
+            tick.set_color(colour(name))
         better.set_yticklabels([])
-        middle.set_xlabel(f"interquartile mean,\n{label}")
-        better.set_xlabel("P(a run beats one\nof BF16)")
-        profile.set_xlabel(f"x:\n{label}")
-        profile.set_ylabel("share of runs above x")
-        for axis in (middle.xaxis, profile.xaxis, profile.yaxis):
-            axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        what = f"{seeds} seed{'s' if seeds > 1 else ''} in each of {settings} setting{'s' if settings > 1 else ''}"
-        figure.suptitle(f"{what}, bootstrap intervals of 95%" if seeds > 1 else f"{what}: no interval")
+        middle.set_xlabel(f"interquartile mean, {label}")
+        better.set_xlabel("P(better than BF16 of the same seed)")
+        middle.xaxis.set_major_formatter(percent)
+        for ax, name in zip(profiles, others, strict=True):
+            for one in (CONTROL, name):
+                curve = stratified_bootstrap([found[one]], lambda x: performance_profile(x, thresholds), generator)
+                shade = colour(one)
+                ax.plot(thresholds, curve.value, color=shade, drawstyle="steps-post", label=one.upper(), linewidth=1)
+                ax.fill_between(thresholds, curve.low, curve.high, color=shade, alpha=0.12, linewidth=0, step="post")
+            ax.set_title(f"{name.upper()} and BF16", color=colour(name))
+            ax.set_xlabel("x")
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=3))
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_major_formatter(percent)
+            if ax is not profiles[0]:
+                ax.set_yticklabels([])
+        profiles[0].set_ylabel("share of runs above x")
+        caption(
+            figure, f"{settings[:1].upper()}{settings[1:]}.",
+            "Intervals of 95% by stratified bootstrap." if len(control) > 1 else "A single seed: no interval.",
+            f"Bottom: {label}, black is BF16. Axes of accuracy do not begin at 0.",
+        )  # fmt: skip
     return figure
 
 
-def _dot(ax: Axes, place: int, found: Resampled, name: str) -> None:
+def _dot(ax: Axes, height: int, found: Resampled, name: str) -> None:
     reach = [[found.value - found.low], [found.high - found.value]]
-    ax.errorbar(found.value, place, xerr=reach, fmt="o", color=colour(name), elinewidth=1, label=f"_{name}")
+    ax.errorbar(
+        found.value, height, xerr=reach, fmt="o", color=colour(name), elinewidth=1.1, capsize=0, label=f"_{name}"
+    )

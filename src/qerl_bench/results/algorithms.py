@@ -1,7 +1,8 @@
 """Algorithms side by side: how they learn, and how much better held-out answers got, with an honest standard error.
 
 Runs of one algorithm should differ in their seed alone; the same questions are asked before and after training, so
-gains are paired.
+gains are paired. Curves are drawn against completions sampled: an algorithm that samples twice as many in a step has
+twice as much to learn from.
 """
 
 from __future__ import annotations
@@ -12,27 +13,32 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.errors import require
 from qerl_bench.results.figures import mean_and_band, moving_average
 from qerl_bench.results.load import Run
+from qerl_bench.results.paired import by_cell, over_bases, repeated
+from qerl_bench.results.select import by_setting, cell
 from qerl_bench.results.stats import Mean, crossed
-from qerl_bench.results.style import SPARE_COLOURS, label_axes, legend_above, panels, paper_style
+from qerl_bench.results.style import OTHER_COLOURS, caption, label_axes, label_ends, panels, paper_style
 
-COLOURS = ("#000000", "#0072B2", "#009E73", "#D55E00", *SPARE_COLOURS, "#7F7F7F")
 PANELS = ("reward/mean", "entropy")
+REFILLS = "dynamic/refills"
 
 
 def by_algorithm(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by algorithm, by name. Raises BadInput if one of them has two runs of a seed."""
     require(bool(runs), "no finished run to compare: pass folders that hold some")
     groups: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: (run.option("algo.name"), run.option("seed"))):
+    for run in sorted(runs, key=lambda run: (run.option("algo.name"), cell(run))):
         groups.setdefault(run.option("algo.name"), []).append(run)
     for name, group in groups.items():
-        seeds = [run.option("seed") for run in group]
-        require(len(set(seeds)) == len(seeds), f"algo={name} has several runs of one seed ({seeds}): leave some out")
+        units = [cell(run) for run in group]
+        require(len(set(units)) == len(units), f"algo={name} has several runs of one seed ({units}): leave some out")
+        require(len(by_setting(group)) == 1, f"runs of algo={name} differ in more than the seed: leave some out")
     return groups
 
 
@@ -46,21 +52,64 @@ def gains(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame([_row(name, group) for name, group in by_algorithm(runs).items()])
 
 
+def sampled(run: Run) -> pd.Series:
+    """Completions sampled up to each step, those of dynamic sampling's refills included."""
+    steps = run.series("train", "reward/mean").index
+    refills = run.series("train", REFILLS).reindex(steps).fillna(0)
+    return (1 + refills).cumsum() * run.option("rollout.prompts") * run.option("rollout.group_size")
+
+
 def figure(runs: Sequence[Run], smooth: int) -> Figure:
-    """Reward and entropy by step: mean over seeds, and its 95 % interval, of each algorithm."""
+    """Reward and entropy against completions sampled: mean over seeds, and its 95 % interval, of each algorithm.
+
+    Where a run with dynamic sampling did not keep how often it sampled again, the axis is the step, and the caption
+    says which algorithm samples more in it.
+    """
     groups = by_algorithm(runs)
+    unknown = [
+        name
+        for name, group in groups.items()
+        if any(run.option("algo").get("max_refills", 0) and run.series("train", REFILLS).empty for run in group)
+    ]
     with paper_style():
-        drawn, axes = panels(1, len(PANELS), 2.1)
+        drawn, axes = panels(1, len(PANELS), 2.0)
         for ax, metric in zip(axes[0], PANELS, strict=True):
-            for (name, group), colour in zip(groups.items(), COLOURS * len(groups), strict=False):
-                curves = {run.option("seed"): run.series("train", metric) for run in group}
-                seeds = pd.DataFrame(curves).dropna()
-                mean_and_band(ax, moving_average(seeds, smooth), colour, name)
-            label_axes(ax, metric)
-        counts = sorted({len(group) for group in groups.values()})
-        seeds_shown = f"mean and 95% interval of {' or '.join(map(str, counts))} seeds" if counts[-1] > 1 else ""
-        legend_above(drawn, axes[0], [seeds_shown, f"smoothed over {smooth} steps" if smooth > 1 else ""])
+            ends = []
+            for (name, group), shade in zip(groups.items(), OTHER_COLOURS * len(groups), strict=False):
+                values = over_bases(by_cell(group, lambda run, metric=metric: run.series("train", metric)))
+                table = moving_average(values, smooth)
+                if not unknown:
+                    table.index = pd.Index(by_cell(group, sampled).loc[table.index].mean(axis=1) / 1000)
+                line = mean_and_band(ax, table, shade, name)
+                ends.append((float(table.iloc[-1].mean()), str(line.get_label()), shade))
+            _finish(ax, metric, not unknown)
+            label_ends(ax, ends)
+        caption(drawn, *_notes(groups, smooth, unknown))
     return drawn
+
+
+def _finish(ax: Axes, metric: str, completions: bool) -> None:
+    label_axes(ax, metric)
+    ax.set_xlim(left=0)
+    if completions:
+        ax.set_xlabel("completions sampled, thousands")
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=5))
+
+
+def _notes(groups: dict[str, list[Run]], smooth: int, unknown: Sequence[str]) -> list[str]:
+    first = next(iter(groups.values()))
+    noise = "without noise" if first[0].option("aqn.name") == "none" else f"with AQN {first[0].option('aqn.name')}"
+    counts = {name: repeated(group) for name, group in groups.items()}
+    several = len(set(counts.values())) > 1
+    said = "; ".join(f"{name}: {count}" for name, count in counts.items()) if several else next(iter(counts.values()))
+    band = ", with the 95% interval (Student's t) of each by itself, not of a difference" if len(first) > 1 else ""
+    return [
+        f"{first[0].option('quant.name').upper()} {noise}. Mean of {said}{band}.",
+        f"Mean of {smooth} steps around each." if smooth > 1 else "",
+        f"{' and '.join(unknown)} sampled further completions in a step to replace groups of equal rewards; how many "
+        "was not kept, so the axis is the step." if unknown else "",
+        "The vertical axes do not begin at 0.",
+    ]  # fmt: skip
 
 
 def _row(name: str, group: list[Run]) -> dict[str, Any]:
@@ -68,7 +117,7 @@ def _row(name: str, group: list[Run]) -> dict[str, Any]:
     gain = crossed(changes)
     entropies = [run.series("train", "entropy").to_numpy() for run in group]
     greedy = [run.series("eval", "eval/accuracy_greedy").to_numpy() for run in group]
-    sampled = [run.series("eval", "eval/accuracy_sampled").to_numpy() for run in group]
+    sampled_final = [run.series("eval", "eval/accuracy_sampled").to_numpy()[-1] for run in group]
     return {
         "algo": name,
         "seeds": len(group),
@@ -79,7 +128,7 @@ def _row(name: str, group: list[Run]) -> dict[str, Any]:
         "gain_se": gain.error,
         "gain_z": _quotient(gain),
         "worst_z": min(_quotient(crossed(seed)) for seed in changes.T),
-        "sampled_final": np.mean([values[-1] for values in sampled]),
+        "sampled_final": np.mean(sampled_final),
         "entropy_first": np.mean([values[0] for values in entropies]),
         "entropy_last": np.mean([values[-1] for values in entropies]),
     }

@@ -1,6 +1,7 @@
-"""What is drawn from runs: one metric by step for several runs, and the figures of a single run.
+"""A first look at runs: one metric by step for several runs, and the figures of a single run.
 
-The functions that return a figure leave saving to the caller. One number per run is drawn in effects.py.
+The functions that return a figure leave saving to the caller. What compares arms is drawn as paired differences, by
+step in curves.py and as one number per run in effects.py.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.collections import FillBetweenPolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run, load_run
+from qerl_bench.results.naming import format_rows, sigma_of
+from qerl_bench.results.paired import by_cell, over_bases, repeated
+from qerl_bench.results.select import Row, by_setting, cell
 from qerl_bench.results.stats import interval
 from qerl_bench.results.style import (
-    FORMAT_COLOURS,
     TITLES,
     colour,
     label_axes,
@@ -37,40 +40,65 @@ from qerl_bench.results.style import (
 )
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # what tells settings of one colour and dash apart
-# Equal for the runs that one mean is taken over.
-SETTING = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task", "lr", "fingerprint")
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
 
 
 # --- several runs ----------------------------------------------------------------------------------------------------
 
 
-def curve(ax: Axes, table: pd.DataFrame, metric: str, smooth: int = 1) -> list[Line2D]:
-    """Draw `metric` of a tidy table by step: one line per setting, the mean over its seeds; return the lines.
+def comparison(runs: Sequence[Run], metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
+    """One panel per metric side by side and a line per setting: runs that differ in nothing but seed and base.
 
-    Runs belong to one setting if their configs differ in nothing but the seed. `smooth` is the number of steps, an odd
-    one, in the mean around each step; fewer at the ends. With several seeds a band is the 95 % interval of their mean
-    at each step, over the steps that all of them have; one seed is a thin line. A non-finite value leaves a gap.
-    Raises BadInput if no run has the metric, or if a setting holds the same seed twice.
+    `smooth` is the number of steps, an odd one, in the mean around each step; fewer at the ends. With several seeds a
+    band is the 95 % interval of their mean at each step, over the steps that all of them have; one seed is a thin line.
+    A non-finite value leaves a gap. Raises BadInput if no run has the metric, or if a setting holds a seed twice.
     """
     require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, not {smooth}")
-    rows = table.loc[table["metric"] == metric]
-    require(not rows.empty, f"none of these runs has the metric {metric}: choose runs whose algorithm writes it")
-    settings = _settings(rows)
-    others = list(dict.fromkeys(setting[2:] for setting, _ in settings))
-    lines = []
-    for setting, group in settings:
-        seeds = moving_average(_by_seed(group), smooth)
-        line = mean_and_band(ax, seeds, colour(setting[0]), _setting_label(setting, others), line_style(setting[1]))
-        steps = len(seeds)
-        if len(others) > 1 or steps <= 3:
-            line.set_marker(MARKERS[others.index(setting[2:]) % len(MARKERS)])
+    rows = _labelled(runs)
+    most = max((row["runs"] for row in rows), key=len)
+    with paper_style():
+        figure, axes = panels(1, len(metrics), 2.1, sharey=share_y)
+        for ax, metric in zip(axes[0], metrics, strict=True):
+            _curves(ax, rows, metric, smooth)
+            ax.set_title(TITLES.get(metric, "") if len(metrics) > 1 else "")
+            if share_y:
+                ax.label_outer()
+        several = f"mean and 95% interval of {repeated(most)}" if len(most) > 1 else ""
+        legend_above(figure, axes[0], [several, _smoothing(smooth)])
+    return figure
+
+
+def _labelled(runs: Sequence[Run]) -> list[Row]:
+    """A row per setting, in one order. What no detail tells from another row has its fingerprint in the label."""
+    keys = ("quant.name", "aqn.name")
+    rows = format_rows([{key: group[0].option(key) for key in keys} | {"runs": group} for group in by_setting(runs)])
+    for row in rows:
+        row["label"] += "" if row["aqn.name"] == "none" else f", AQN {row['aqn.name']}"
+    counts = Counter(row["label"] for row in rows)
+    for row in rows:
+        row["label"] += f", {row['runs'][0].identity()['fingerprint']}" if counts[row["label"]] > 1 else ""
+    return rows
+
+
+def _curves(ax: Axes, rows: Sequence[Row], metric: str, smooth: int) -> None:
+    found = [row for row in rows if not row["runs"][0].series("train", metric).empty]
+    require(bool(found), f"none of these runs has the metric {metric}: choose runs whose algorithm writes it")
+    alike = Counter((row["quant.name"], row["aqn.name"]) for row in found)
+    mixed = len({aqn for _, aqn in alike}) > 1  # else dashes would tell nothing
+    for number, row in enumerate(found):
+        names = " and ".join(run.name for run in row["runs"])
+        units = {cell(run) for run in row["runs"]}
+        require(len(units) == len(row["runs"]), f"{names} repeat one setting with the same seed: leave one out")
+        table = over_bases(by_cell(row["runs"], lambda run: run.series("train", metric)))
+        require(not table.empty, f"{names} have no step in common: leave one out")
+        dashes = line_style(row["aqn.name"]) if mixed else "solid"
+        line = mean_and_band(ax, moving_average(table, smooth), colour(row["quant.name"]), row["label"], dashes)
+        if alike[row["quant.name"], row["aqn.name"]] > 1 or len(table) <= 3:
+            line.set_marker(MARKERS[number % len(MARKERS)])
             line.set_markersize(3)
-            every = max(1, steps // 8)
-            line.set_markevery((len(lines) * every // len(settings), every))  # side by side, not on top of each other
-        lines.append(line)
+            every = max(1, len(table) // 8)
+            line.set_markevery((number * every // len(found), every))  # side by side, not on top of each other
     label_axes(ax, metric)
-    return lines
 
 
 def mean_and_band(ax: Axes, seeds: pd.DataFrame, shade: str, label: str, dashes: str = "solid") -> Line2D:
@@ -94,86 +122,11 @@ def mean_and_band(ax: Axes, seeds: pd.DataFrame, shade: str, label: str, dashes:
     return line
 
 
-def comparison(table: pd.DataFrame, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
-    """One panel per metric side by side, a line per setting, one legend above them all that says what the bands are."""
-    with paper_style():
-        figure, axes = panels(1, len(metrics), 2.1, sharey=share_y)
-        for ax, metric in zip(axes[0], metrics, strict=True):
-            curve(ax, table, metric, smooth)
-            ax.set_title(TITLES.get(metric, "") if len(metrics) > 1 else "")
-            if share_y:
-                ax.label_outer()
-        legend_above(figure, axes[0], [_seeds(table, metrics), _smoothing(smooth)])
-    return figure
-
-
-def by_format(table: pd.DataFrame, metrics: Sequence[str], smooth: int) -> Figure:
-    """A row of panels per metric and a column per format; entropy is never smoothed (see `entropy_figure`)."""
-    formats = [name for name in FORMAT_COLOURS if name in set(table["quant"])]
-    with paper_style():
-        figure, axes = panels(len(metrics), len(formats), 1.6 * len(metrics), sharex=True, sharey="row")
-        for (row, metric), (column, quant) in product(enumerate(metrics), enumerate(formats)):
-            ax = axes[row, column]
-            curve(ax, table.loc[table["quant"] == quant], metric, 1 if metric == "entropy" else smooth)
-            ax.set_title(quant.upper() if row == 0 else "")
-            ax.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
-            ax.label_outer()
-        smoothed = [metric for metric in metrics if metric != "entropy"]
-        addition = " (entropy is not)" if len(smoothed) < len(metrics) else ""
-        legend_above(figure, axes[0], [_seeds(table, metrics), _smoothing(smooth, addition) if smoothed else ""])
-    return figure
-
-
-def _seeds(table: pd.DataFrame, metrics: Sequence[str]) -> str:
-    """What the bands are; empty if each setting has one seed."""
-    drawn = table.loc[table["metric"].isin(metrics)]
-    counts = drawn.groupby(list(SETTING), observed=True)["seed"].nunique().tolist()
-    fewest, most = min(counts), max(counts)
-    return f"mean and 95% interval of {most if fewest == most else f'{fewest} to {most}'} seeds" if most > 1 else ""
-
-
-def _settings(rows: pd.DataFrame) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
-    """The rows of each setting, known formats first and no noise before noise.
-
-    Within a setting's key the fingerprint is empty, unless it is all that tells this setting from another.
-    """
-    groups: dict[Any, pd.DataFrame] = dict(iter(rows.groupby(list(SETTING), observed=True)))
-    alike = Counter(setting[:-1] for setting in groups)
-    keyed = {(*setting[:-1], setting[-1] if alike[setting[:-1]] > 1 else ""): rows for setting, rows in groups.items()}
-    known = [*FORMAT_COLOURS]
-
-    def order(item: tuple[tuple[Any, ...], pd.DataFrame]) -> tuple[Any, ...]:
-        quant, aqn, *others = item[0]
-        return known.index(quant) if quant in known else len(known), quant, aqn != "none", aqn, *others
-
-    return sorted(keyed.items(), key=order)
-
-
-def _by_seed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The values of one setting (steps, seeds) at the steps that every seed has."""
-    for seed, runs in rows.groupby("seed")["run"].unique().items():
-        require(len(runs) == 1, f"{' and '.join(runs)} repeat one setting with the same seed {seed}: leave one out")
-    values = rows.pivot(index="step", columns="seed", values="value").sort_index()
-    written = (rows.groupby("step")["seed"].count() == values.shape[1]).to_numpy()
-    require(bool(written.any()), f"{' and '.join(rows['run'].unique())} have no step in common: leave one out")
-    return values.loc[written]
-
-
-def _setting_label(setting: tuple[Any, ...], others: Sequence[tuple[Any, ...]]) -> str:
-    """Format and noise, and of the rest of SETTING what differs within `others`."""
-    quant, aqn, *rest = setting
-    parts = [quant.upper(), "no noise" if aqn == "none" else f"AQN {aqn}"]
-    for position, (name, value) in enumerate(zip(SETTING[2:], rest, strict=True)):
-        if value != "" and len({other[position] for other in others}) > 1:
-            parts.append({"lora_rank": "rank {}", "lr": "lr {:g}"}.get(name, "{}").format(value))
-    return ", ".join(parts)
-
-
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
 def run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Draw one run into its folder figures/ and return the files: reward.* and entropy.*, each as PDF and PNG.
+    """Draw one run into its folder figures/ and return the files: reward.* and entropy.*, each as SVG and PNG.
 
     A run without rollouts (algo=sft) gets loss.* instead. Raises BadInput if the run has no training step yet.
     """
@@ -181,7 +134,7 @@ def run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
     drawn = {"reward/mean": ("reward", reward_figure), "entropy": ("entropy", entropy_figure)}
     written = [metric for metric in drawn if not run.series("train", metric).empty]
     chosen = [drawn[metric] for metric in written] or [("loss", loss_figure)]
-    return [file for name, draw in chosen for file in save(draw(run), run.path / "figures" / name)]
+    return [file for name, draw in chosen for file in save(draw(run), run.path / "figures" / name, ("svg", "png"))]
 
 
 def reward_figure(run: Run) -> Figure:
@@ -199,7 +152,7 @@ def entropy_figure(run: Run) -> Figure:
 
     Nothing is smoothed: a mean over neighbours would show the effect of a stage before the stage begins.
     """
-    sigma = run.series("train", "aqn/sigma")
+    sigma = sigma_of(run)
     noisy = bool((sigma > 0).any())
     with paper_style():
         figure, axes = panels(1 + noisy, 1, 2.0 + 0.7 * noisy, sharex=True, height_ratios=[3, 1][: 1 + noisy])

@@ -1,27 +1,35 @@
-"""What runs say about noise: its effect on entropy, the sweep over sigma, the closed loop, and a matched temperature.
+"""What runs say about noise of one size: the dose-response over sigma, the closed loop, and a matched temperature.
 
-Every interval is Student's t over seeds. Differences are taken within a seed first: runs of one seed share prompts and
-random numbers, so the spread between seeds cancels.
+Differences are taken within a base model and a seed (paired.py), so the spread between seeds cancels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qerl_bench.errors import BadInput, require
+from qerl_bench.results.effects import Line, draw_effect, line, marks
 from qerl_bench.results.load import Run
+from qerl_bench.results.measure import during
+from qerl_bench.results.naming import format_rows
+from qerl_bench.results.paired import ENTROPY as WHOLE_ENTROPY
+from qerl_bench.results.paired import REWARD_LATE, SAMPLED, Column, by_cell, effect, over_bases
+from qerl_bench.results.select import Row, arms
 from qerl_bench.results.stats import interval
-from qerl_bench.results.style import FORMAT_COLOURS, colour, label_axes, legend_above, panels, paper_style
+from qerl_bench.results.style import BAND, FULL_WIDTH, GREY, SMALL, caption, panels, paper_style
 
-MEASURED = ("entropy", "entropy_clean", "accuracy", "mismatch/kl", "mismatch/ess")
-HELD_OUT = "eval/accuracy_sampled"
-SIGMA_FACTORS = ("quant.", "aqn.", "rollout.temperature")  # in which the runs of `sigma_table` may differ
+SIGMA_FACTORS = ("quant.", "quantizer.", "aqn.")  # in which the runs of a sweep over sigma may differ
+EARLY = (0.0, 0.2)  # shares of a run's steps between which entropy is looked at
+ENTROPY = Column("entropy", during("entropy", *EARLY), ratio=True, margin=WHOLE_ENTROPY.margin)
+DIFFERENCES = (ENTROPY, REWARD_LATE, SAMPLED)
+KL = Column("KL(sampler || trainer), nats", during("mismatch/kl", *EARLY))
 
 
 def with_one_sigma(runs: Iterable[Run]) -> list[Run]:
@@ -31,111 +39,131 @@ def with_one_sigma(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
-def sigma_table(runs: Iterable[Run], step: int) -> pd.DataFrame:
-    """One row for each of the runs `with_one_sigma`: MEASURED at `step`.
+def sigma(run: Run) -> float:
+    return 0.0 if run.option("aqn.name") == "none" else float(run.option("aqn.level"))
 
-    Columns run, steps, quant, seed, sigma, temperature, MEASURED, and HELD_OUT after training; NaN where it has none.
+
+def sigma_rows(runs: Sequence[Run]) -> list[Row]:
+    """A row per format and sigma. BadInput unless they are crossed, with the missing runs, and without sigma 0."""
+    rows = [row | {"sigma": sigma(row["runs"][0])} for row in arms(runs, ["aqn.name"], ["quant.name", "aqn.level"])]
+    rows = sorted(format_rows(rows), key=lambda row: row["sigma"])
+    found = [(row["label"], row["sigma"]) for row in rows]
+    twice = sorted({pair for pair in found if found.count(pair) > 1})
+    require(not twice, f"several settings are of one format and sigma: {twice}. Leave all but one out")
+    smallest, largest = found[0][1], found[-1][1]
+    require(smallest == 0, "no run without noise to compare with: add aqn=none, or aqn=constant aqn.level=0")
+    require(largest > 0, "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=...")
+    return rows
+
+
+def sigma_effects(rows: Sequence[Row]) -> pd.DataFrame:
+    """What each sigma above 0 does, minus none in the same format: a row per format, sigma and measure that runs have.
+
+    Columns quant, sigma, measure, mean, low, high (95 %; in per cent of the entropy, reward, points), n, and
+    mismatch, the mean of mismatch/kl over the steps that entropy is looked at in, NaN where it was not kept.
     """
-    rows = []
-    for run in with_one_sigma(runs):
-        aqn = run.option("aqn.name")
-        values = {metric: run.series("train", metric).get(step, math.nan) for metric in MEASURED}
-        held_out = run.series("eval", HELD_OUT)
-        rows.append(
-            {
-                "run": run.name,
-                "steps": run.option("steps"),
-                "quant": run.option("quant.name"),
-                "seed": run.option("seed"),
-                "sigma": 0.0 if aqn == "none" else float(run.option("aqn.level")),
-                "temperature": float(run.option("rollout.temperature")),
-                **values,
-                HELD_OUT: held_out.iloc[-1] if held_out.index.max() == run.option("steps") else math.nan,
-            }
+    found = []
+    for label, sigma, one in _doses(rows):
+        kl = (
+            float(over_bases(by_cell(one.runs, KL.of)).to_numpy().mean()) if _has(one.runs, "mismatch/kl") else math.nan
         )
-    return pd.DataFrame(rows)
+        for column in _measured(rows):
+            mean, _ = effect(one.runs, one.control, column)
+            ends = [column.shown(value) for value in (mean.mean, mean.low, mean.high)]
+            found.append([label, sigma, column.label, *ends, mean.n, kl])
+    return pd.DataFrame(found, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
 
 
-def entropy_effect(table: pd.DataFrame, sigma: float) -> pd.DataFrame:
-    """Entropy of the sampling policy without noise and with noise of `sigma`, by format, with the paired difference.
-
-    `table` is that of `sigma_table`; only runs at temperature 1 count. Columns quant, seeds, and for off, on and
-    difference the mean and the half-width of its 95 % interval.
-    """
-    rows = []
-    plain: Any = table[table["temperature"] == 1.0]
-    for quant, group in _by_format(plain):
-        off, on = (group[group["sigma"] == level].set_index("seed")["entropy"] for level in (0.0, sigma))
-        seeds = sorted(set(off.index) & set(on.index))
-        if not seeds:
-            continue
-        require(
-            off.index.is_unique and on.index.is_unique,
-            f"quant={quant} has two runs of one sigma and seed: leave one out",
-        )
-        numbers = {
-            "off": off[seeds].tolist(),
-            "on": on[seeds].tolist(),
-            "difference": (on[seeds] - off[seeds]).tolist(),
-        }
-        row: dict[str, object] = {"quant": quant, "seeds": len(seeds)}
-        for name, values in numbers.items():
-            found = interval(values)
-            row |= {name: found.mean, f"{name}_half": found.half}
-        rows.append(row)
-    require(bool(rows), f"no format has runs of one seed at sigma 0 and at sigma {sigma:g}")
-    return pd.DataFrame(rows)
-
-
-def sigma_figure(table: pd.DataFrame) -> Figure:
-    """Entropy, accuracy and mismatch against sigma, mean over seeds with 95 % intervals; a line per format."""
-    plain: Any = table[table["temperature"] == 1.0]
-    smallest = plain.loc[plain["sigma"] > 0, "sigma"].min()
-    require(
-        not math.isnan(smallest), "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=..."
-    )
-    shown = [("entropy", "entropy_clean"), ("accuracy", HELD_OUT), ("mismatch/kl", None)]
+def sigma_figure(rows: Sequence[Row]) -> Figure:
+    """A column per format; below each other, against sigma, what it does to each measure, and how large it is as KL."""
+    columns, doses = _measured(rows), list(_doses(rows))
+    formats = list(dict.fromkeys(label for label, *_ in doses))
+    with_kl = all(_has(one.runs, "mismatch/kl") for *_, one in doses)
+    smallest, largest = min(sigma for _, sigma, _ in doses), max(sigma for _, sigma, _ in doses)
     with paper_style():
-        figure, axes = panels(1, 3, 2.1)
-        for ax, (solid, dashed) in zip(axes[0], shown, strict=True):
-            for quant, group in _by_format(plain):
-                _line(ax, group, quant, solid, linestyle="solid")
-                if dashed is not None and bool(group[dashed].notna().to_numpy().any()):
-                    _line(ax, group, quant, dashed, linestyle="dashed")
-            ax.set_xscale("symlog", linthresh=smallest, linscale=0.4)
-            label_axes(ax, solid)
-            ax.set_xlabel("noise $\\sigma$")
-            ticks = sorted(plain["sigma"].unique())
-            ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=60, fontsize=6)
-            ax.minorticks_off()
-        axes[0, 1].set_ylabel("accuracy")
-        axes[0, 2].set_ylabel("KL(sampler || trainer), nats")
-        axes[0, 2].set_yscale("log")
-        note = "95% intervals over seeds; solid: noise in, dashed: noise off (accuracy: held out)"
-        legend_above(figure, [axes[0, 0]], [note])
+        figure, axes = panels(
+            len(columns) + with_kl,
+            len(formats),
+            0.4 + 1.05 * (len(columns) + with_kl),
+            FULL_WIDTH,
+            sharex=True,
+            sharey="row",
+        )
+        for label, sigma, one in doses:
+            own = axes[:, formats.index(label)]
+            for ax, column in zip(own, columns, strict=False):
+                draw_effect(ax, sigma, one, column, along="y")
+            if with_kl:
+                _draw_kl(own[-1], sigma, one)
+        for place, label in enumerate(formats):
+            for ax, column in zip(axes[:, place], columns, strict=False):
+                ends = column.shown(-column.margin), column.shown(column.margin)
+                ax.axhspan(*ends, color=BAND, linewidth=0, zorder=0)
+                ax.axhline(0, color=GREY, linewidth=0.7, zorder=1)
+                means = [effect(one.runs, one.control, column)[0].mean for own, _, one in doses if own == label]
+                at = [sigma for own, sigma, _ in doses if own == label]
+                shade = next(one.shade for own, _, one in doses if own == label)
+                ax.plot([0, *at], [0, *map(column.shown, means)], color=shade, linewidth=0.7, label=f"_{label}")
+                ax.yaxis.set_major_locator(MaxNLocator(nbins=4))
+            axes[0, place].set_title(label)
+            axes[-1, place].set_xscale("symlog", linthresh=smallest, linscale=0.5)
+            decades = range(math.ceil(math.log10(smallest)), math.floor(math.log10(largest)) + 1)
+            axes[-1, place].set_xticks([0, *(10.0**decade for decade in decades)])
+            axes[-1, place].set_xticklabels(["0", *(f"{10.0**decade:g}" for decade in decades)])
+            axes[-1, place].minorticks_off()
+            axes[-1, place].set_xlim(-0.3 * smallest, 1.5 * largest)
+            axes[-1, place].set_xlabel("noise $\\sigma$")
+        for ax, column in zip(axes[:, 0], columns, strict=False):
+            ax.set_ylabel(f"{column.label},\n{'%' if column.ratio else column.unit or 'difference'}")
+        if with_kl:
+            axes[-1, 0].set_ylabel("KL, nats")
+            axes[-1, 0].set_yscale("log")
+            axes[-1, 0].yaxis.set_minor_locator(NullLocator())
+        caption(
+            figure, "Constant noise minus none in the same format, in pairs. Entropy: mean of the first fifth of the "
+            "steps; late reward: of the last fifth.",
+            "KL(sampler || trainer): its level over the first fifth." if with_kl else "",
+            *marks([one for *_, one in doses], columns, levels=False),
+        )  # fmt: skip
     return figure
 
 
-def _line(ax: Axes, group: pd.DataFrame, quant: str, metric: str, linestyle: str) -> None:
-    found = group.dropna(subset=[metric])
-    if metric == "mismatch/kl":
-        found = found[found["sigma"] > 0]  # without noise it is rounding alone
-    points = [
-        (sigma, interval(found.loc[found["sigma"] == sigma, metric].tolist())) for sigma in sorted(set(found["sigma"]))
-    ]
-    if not points:
-        return
-    ax.errorbar(
-        [sigma for sigma, _ in points],
-        [found.mean for _, found in points],
-        yerr=[found.half for _, found in points],
-        color=colour(quant),
-        linestyle=linestyle,
-        marker="o",
-        markersize=2.5,
-        elinewidth=0.7,
-        linewidth=1.0,
-        label=quant.upper() if linestyle == "solid" else f"_{quant} {metric}",
+def _doses(rows: Sequence[Row]) -> list[tuple[str, float, Line]]:
+    """Format, sigma and the line of each row with noise, compared with the row without of its format."""
+    plain = {row["label"]: row for row in rows if row["sigma"] == 0}
+    noisy = [row for row in rows if row["sigma"] > 0]
+    return [(row["label"], row["sigma"], line(row, row["label"], plain[row["label"]])) for row in format_rows(noisy)]
+
+
+def _measured(rows: Sequence[Row]) -> list[Column]:
+    """Those of DIFFERENCES that all runs have: a sweep of single steps may have no evaluation."""
+    runs = [run for row in rows for run in row["runs"]]
+    evaluated = all((run.series("eval", "eval/accuracy_sampled").index > 0).any() for run in runs)
+    return [column for column in DIFFERENCES if column is not SAMPLED or evaluated]
+
+
+def _has(runs: Sequence[Run], metric: str) -> bool:
+    return all(run.series("train", metric).notna().any() for run in runs)
+
+
+def _draw_kl(ax: Axes, sigma: float, one: Line) -> None:
+    values = over_bases(by_cell(one.runs, KL.of)).to_numpy()[0]
+    ax.plot([sigma] * len(values), values, ".", color=one.shade, alpha=0.45, markersize=3, label="_units")
+    ax.plot(sigma, interval(values).mean, "o", color=one.shade, markersize=4.5, label=f"_{one.label}")
+    ax.tick_params(axis="y", labelsize=SMALL)
+
+
+def entropies(runs: Iterable[Run], step: int) -> pd.DataFrame:
+    """One row for each of the runs `with_one_sigma`: quant, seed, sigma, temperature, and the entropy at `step`."""
+    return pd.DataFrame(
+        {
+            "quant": run.option("quant.name"),
+            "seed": run.option("seed"),
+            "sigma": sigma(run),
+            "temperature": float(run.option("rollout.temperature")),
+            "entropy": run.series("train", "entropy").get(step, math.nan),
+        }
+        for run in with_one_sigma(runs)
     )
 
 
@@ -185,9 +213,3 @@ def matched_temperature(table: pd.DataFrame, quant: str, target: float) -> float
         f"the entropy {target:.4g} is outside of what was run without noise, {curve.min():.4g} to {curve.max():.4g} at "
         f"temperatures {curve.index.min():g} to {curve.index.max():g}; run further temperatures"
     )
-
-
-def _by_format(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    known = [*FORMAT_COLOURS]
-    groups = [(str(quant), group) for quant, group in table.groupby("quant")]
-    return sorted(groups, key=lambda item: (known.index(item[0]) if item[0] in known else len(known), item[0]))

@@ -25,6 +25,14 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def figure_parser(description: str | None) -> argparse.ArgumentParser:
+    """The same for a script that draws."""
+    parser = parser_for(description)
+    kinds = ("svg", "pdf", "png")
+    parser.add_argument("--formats", nargs="+", choices=kinds, default=["svg"], help="of the files (default: svg)")
+    return parser
+
+
 def draw_figure(
     arguments: list[str] | None,
     description: str | None,
@@ -33,12 +41,12 @@ def draw_figure(
     draw: Callable[[list[Run]], Figure],
     unfinished: bool = False,
 ) -> None:
-    """Read the runs, choose those that differ in `factors` alone, draw them and write NAME.pdf and NAME.png.
+    """Read the runs, choose those that differ in `factors` alone, draw them and write NAME.svg.
 
     Runs that are not finished are left out, unless `unfinished`. Says on stderr which these are, and how
     many of the others are drawn.
     """
-    parser = parser_for(description)
+    parser = figure_parser(description)
     also = "config keys that may differ too: optim.lr for the methods of the paper, model. for sizes side by side"
     parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
     options = parser.parse_args(arguments)
@@ -49,7 +57,7 @@ def draw_figure(
             ends = "its setting ends at the step that it has reached" if unfinished else "it is left out"
             print(f"{run.name} is not finished: {ends}", file=sys.stderr)
     chosen = comparable([run for run in runs if run.finished or unfinished], factors)
-    print(*save(draw(chosen), options.out / name), sep="\n")
+    print(*save(draw(chosen), options.out / name, options.formats), sep="\n")
 
 
 def comparable(runs: Sequence[Run], factors: Sequence[str]) -> list[Run]:

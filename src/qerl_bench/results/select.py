@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from qerl_bench.errors import require
 from qerl_bench.results.load import Run
-from qerl_bench.results.match import facts_of
+from qerl_bench.results.match import Cell
 from qerl_bench.results.stats import require_complete
 
 Row = dict[str, Any]  # a setting: dotted config keys, `runs`, and what a figure adds
 
 
 def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
-    """The largest set of `runs` that differ only in the seed and in config keys that begin with one of `factors`.
+    """The largest set of `runs` that differ only in seed, base and config keys that begin with one of `factors`.
 
     The class of an option goes with its name, such as aqn.name. A key that a setting does not have (sigma, or how noise
     is put in, without noise) does not tell it from others. Of sets with as many settings and runs the one without noise
@@ -30,7 +31,7 @@ def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
     alike: dict[frozenset[tuple[str, str]], list[Run]] = {}
     for run in runs:
         idle = (*free, "inject.") if run.option("aqn.name") == "none" else free
-        shared = {(key, repr(value)) for key, value in facts_of(run).items() if not key.startswith(idle)}
+        shared = {(key, repr(value)) for key, value in run.facts.items() if not key.startswith(idle)}
         alike.setdefault(frozenset(shared), []).append(run)
     sets = {keys: [run for fewer, group in alike.items() if fewer <= keys for run in group] for keys in alike}
     keys = min(sets, key=lambda keys: (*_order(sets[keys]), sorted(keys)))
@@ -44,34 +45,56 @@ def varying(runs: Sequence[Run], *factors: str) -> list[Run]:
 
 
 def _order(group: list[Run]) -> tuple[int, int, bool, float]:
-    facts = facts_of(group[0])
+    facts = group[0].facts
     away = abs(math.log(facts["optim.lr"] / facts.get("model.lr", facts["optim.lr"])))
     return -len(by_setting(group)), -len(group), all(run.option("aqn.name") != "none" for run in group), away
 
 
-def by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs by the fingerprint of their config, each in the order of seeds."""
-    found: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: run.option("seed")):
-        found.setdefault(run.identity()["fingerprint"], []).append(run)
-    return found
+def cell(run: Run) -> Cell:
+    """What runs are paired by: the base model that was trained, and the seed."""
+    return run.base, run.option("seed")
 
 
-def arms(runs: Sequence[Run], keys: Sequence[str]) -> list[Row]:
-    """One row per setting: `keys`, dotted, of its config (None where it has none), and `runs`, one for each seed.
+def by_setting(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ in nothing but seed and base model, each setting in the order of these."""
+    found: dict[frozenset[tuple[str, str]], list[Run]] = {}
+    for run in sorted(runs, key=cell):
+        found.setdefault(frozenset((key, repr(value)) for key, value in run.facts.items()), []).append(run)
+    return [*found.values()]
 
-    Raises BadInput, with the list of missing runs, unless every setting has the same seeds, and if a seed is there
-    twice.
+
+def arms(runs: Sequence[Run], keys: Sequence[str], crossed: Sequence[str] = ()) -> list[Row]:
+    """One row per setting: `keys`, dotted, of its config (None where it has none), and `runs`, one for each cell.
+
+    `crossed` are the keys of a factorial design: every combination of their values must be there. Raises BadInput, with
+    the list of missing runs, where one is not, or where a setting lacks a seed or a base that another with this kind of
+    model has; and if a seed is there twice.
     """
     rows: list[Row] = []
+    bases: dict[str, dict[str, None]] = {}  # by kind of model
+    for group in by_setting(runs):
+        cells = [cell(run) for run in group]
+        require(len(set(cells)) == len(cells), f"{group[0].name} has several runs of one seed ({cells})")
+        rows.append({key: group[0].facts.get(key) for key in (*keys, *crossed)} | {"runs": group})
+        bases.setdefault(_kind(group[0]), {}).update((base, None) for base, _ in cells)
     seeds: dict[str, list[int]] = {}
-    for group in by_setting(runs).values():
-        facts, numbers = facts_of(group[0]), [run.option("seed") for run in group]
-        require(len(set(numbers)) == len(numbers), f"{group[0].name} has several runs of one seed ({numbers})")
-        seeds[group[0].name.replace(f"-s{numbers[0]}-", "-s*-")] = numbers
-        rows.append({key: facts.get(key) for key in keys} | {"runs": group})
+    for row in rows:
+        first, of_kind = row["runs"][0], bases[_kind(row["runs"][0])]
+        name = first.name.replace(f"-s{first.option('seed')}-", "-s*-")
+        for base in of_kind:
+            own = f"{name} of base {base}" if len(of_kind) > 1 else name
+            seeds[own] = [seed for other, seed in map(cell, row["runs"]) if other == base]
+    there = [tuple(row[key] for key in crossed) for row in rows]
+    for values in product(*(dict.fromkeys(column) for column in zip(*there, strict=True))):
+        if values not in there:
+            chosen = zip(crossed, values, strict=True)
+            seeds[" ".join(f"{key.removesuffix('.name')}={value}" for key, value in chosen)] = []
     require_complete(seeds)
     return rows
+
+
+def _kind(run: Run) -> str:
+    return repr(sorted((key, value) for key, value in run.facts.items() if key.startswith("model.")))
 
 
 def with_one_noise(runs: Sequence[Run]) -> list[Run]:

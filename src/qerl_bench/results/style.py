@@ -1,6 +1,7 @@
-"""How every figure looks: size, palette, labels, legend, and files that come out the same on any day.
+"""How every figure looks: size, palette, labels, captions, and files that come out the same on any day.
 
-One meaning per mark in all figures: colour = weight format, dashes = no noise. Figures are plain objects drawn by Agg,
+One meaning per mark in all figures: colour = weight format, filled (points) or solid (lines) = with noise. What tells
+runs of one format apart has OTHER_COLOURS, which are those of no format. Figures are plain objects drawn by Agg,
 without pyplot's global state, so the runner can draw in any process.
 """
 
@@ -8,25 +9,30 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from scipy.optimize import isotonic_regression
 
 TEXT_WIDTH = 5.5  # inches: the text block of a NeurIPS page, the width of every figure unless told otherwise
-COLUMN_WIDTH = 3.25  # inches: one column of a two-column page
+FULL_WIDTH = 6.75  # inches: both columns of an ICML page, for rows of panels with labels and numbers beside them
+SMALL = 7  # points: ticks, captions and numbers beside points; nothing is smaller
 STYLE = Path(__file__).with_name("paper.mplstyle")
 
 # Okabe and Ito's palette for colour-blind readers. Its yellow is left out: too faint for a line on white.
 FORMAT_COLOURS = {"bf16": "#000000", "nf4": "#0072B2", "mxfp4": "#009E73", "nvfp4": "#D55E00"}
-SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#E69F00")
+OTHER_COLOURS = ("#882255", "#56B4E9", "#E69F00", "#7F7F7F", "#CC79A7", "#44AA99", "#999933", "#332288")
+GREY, BAND = "#777777", "#E6E6E6"  # a reference line; what lies within a claim's margin
 
 LABELS = {
     "reward/mean": "reward per completion",
@@ -57,8 +63,13 @@ def paper_style() -> AbstractContextManager[None]:
 
 
 def colour(quant: str) -> str:
-    """The colour of a weight format; one that this file does not know gets a spare colour, always the same one."""
-    return FORMAT_COLOURS.get(quant, SPARE_COLOURS[zlib.crc32(quant.encode()) % len(SPARE_COLOURS)])
+    """The colour of a weight format; one that this file does not know gets another colour, always the same one."""
+    return FORMAT_COLOURS.get(quant, OTHER_COLOURS[zlib.crc32(quant.encode()) % len(OTHER_COLOURS)])
+
+
+def place(quant: str) -> int:
+    """Where a format stands among others: known ones first."""
+    return [*FORMAT_COLOURS, quant].index(quant)
 
 
 def line_style(aqn: str) -> str:
@@ -73,17 +84,18 @@ def panels(rows: int, columns: int, height: float, width: float = TEXT_WIDTH, **
     return figure, figure.subplots(rows, columns, squeeze=False, **layout)
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> list[Path]:
-    """Write `path`.pdf and `path`.png; the same figure gives the same bytes on any day."""
+def save(figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = ("svg",)) -> list[Path]:
+    """Write `path`.FORMAT for each of svg, pdf, png; the same figure gives the same bytes on any day."""
     base = Path(path)
     base.parent.mkdir(parents=True, exist_ok=True)
-    pdf, png = base.with_name(base.name + ".pdf"), base.with_name(base.name + ".png")
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
+    files = [base.with_name(f"{base.name}.{kind}") for kind in formats]
     with paper_style():
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # keep this layout: another pass, or another resolution, would move things
-        figure.savefig(pdf, metadata={"CreationDate": None})
-        figure.savefig(png, metadata={"Software": None})
-    return [pdf, png]
+        for kind, file in zip(formats, files, strict=True):
+            figure.savefig(file, metadata=dates[kind])
+    return files
 
 
 def label_axes(ax: Axes, metric: str) -> None:
@@ -92,7 +104,51 @@ def label_axes(ax: Axes, metric: str) -> None:
     ax.set_ylabel(LABELS.get(metric, metric))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if "accuracy" in metric:
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{round(100 * share, 6):g}%"))
+        ax.yaxis.set_major_formatter(FuncFormatter(percent))
+
+
+def percent(share: float, _: object = None) -> str:
+    return f"{round(100 * share, 6):g}%"
+
+
+def caption(figure: Figure, *sentences: str) -> None:
+    """Put `sentences` under the panels, wrapped at the figure's width; the figure grows by their height."""
+    wide = figure.bbox.width - 0.16 * figure.dpi
+    lines = [""]
+    for word in " ".join(filter(None, sentences)).split(" "):
+        longer = f"{lines[-1]} {word}".lstrip()
+        if lines[-1] and _width(figure, longer) > wide:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    figure.supxlabel("\n".join(lines), x=0.08 / figure.get_figwidth(), ha="left", fontsize=SMALL, linespacing=1.25)
+    figure.set_figheight(figure.get_figheight() + (1.3 * SMALL * len(lines) + 4) / 72)
+
+
+def _width(figure: Figure, text: str) -> float:
+    """Of `text` at the size of a caption, in pixels."""
+    assert isinstance(figure.canvas, FigureCanvasAgg)
+    return figure.canvas.get_renderer().get_text_width_height_descent(text, FontProperties(size=SMALL), ismath=False)[0]
+
+
+def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float = SMALL) -> None:
+    """Write each (value, text, colour) at the right of `ax` beside its value, moved apart where they would overlap."""
+    ordered = sorted(ends)
+    figure = ax.get_figure(root=True)
+    if not ordered or figure is None:
+        return
+    figure.draw_without_rendering()
+    (low, high), box = ax.get_ylim(), ax.get_window_extent()
+    apart = 1.2 * size / 72 * figure.dpi / box.height
+    wanted = np.clip([(value - low) / (high - low) for value, *_ in ordered], 0, 1)
+    spaced = apart * np.arange(len(ordered))
+    found = isotonic_regression(wanted - spaced).x + spaced  # as near as can be, each at least `apart` above the last
+    found = np.maximum(found, spaced)  # not over the ticks below
+    for height, (_, text, shade) in zip(found, ordered, strict=True):
+        ax.annotate(
+            text, (1, height), (3, 0), xycoords="axes fraction", textcoords="offset points", color=shade,
+            va="center", fontsize=size, annotation_clip=False,
+        )  # fmt: skip
 
 
 def legend_above(figure: Figure, axes: Sequence[Axes], notes: Sequence[str]) -> None:

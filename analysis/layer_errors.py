@@ -1,0 +1,59 @@
+"""The error that packing makes in every layer, weights and outputs, for each format and quantizer: layers.parquet.
+
+python analysis/layer_errors.py model=tiny --out docs/results/quantizers
+
+Words like model=... are options of a run. Output errors are on the text that quantizer=awq and gptq look at, for all
+quantizers. error_anatomy.py draws the table.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_bench.config import build, compose
+from qerl_bench.device import resolve_device
+from qerl_bench.quant.anatomy import write_layers
+from qerl_bench.quantizer.calibration import Calibration
+from qerl_bench.quantizer.load import load_packed
+from qerl_bench.results.script import guarded
+from qerl_bench.warm_start import base_checkpoint
+
+FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
+
+
+@dataclass(frozen=True)
+class WithText:
+    """A quantizer that needs no text, given some, so that the inputs of layers and their output errors are measured."""
+
+    inner: Any
+    calibration: Calibration
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("options", nargs="*", help="options of a run, such as model=tiny")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
+    assert text is not None
+    tables = []
+    for quant, quantizer in product(FORMATS, QUANTIZERS):
+        experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
+        base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+        measured = replace(experiment, quantizer=WithText(experiment.quantizer, text))
+        layers = load_packed(measured, base, resolve_device(experiment.device))[2]
+        write_layers(given.out / "layers.parquet", layers, quant, quantizer)
+        tables.append(pd.read_parquet(given.out / "layers.parquet"))
+    pd.concat(tables).to_parquet(given.out / "layers.parquet", index=False, compression="zstd")
+
+
+if __name__ == "__main__":
+    guarded(main)
