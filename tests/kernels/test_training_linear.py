@@ -58,6 +58,7 @@ def test_an_adapter_of_another_layer_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # PyTorch's word to the first backward of a process
 @pytest.mark.parametrize(("rows", "shape"), [(1, (17, 64)), (300, (200, 320)), (2049, (1024, 512))])
 def test_packed_weights_on_a_gpu(rows: int, shape: tuple[int, int]) -> None:
     """Forward and all gradients in bfloat16 against FP64 on the very same weights; the same bits twice."""

@@ -70,6 +70,10 @@ class Shape:
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt(seed, step, number) for number in range(count)]
 
+    def normalised(self, question: str) -> str:
+        """The question itself: prompts are numbers, and no two are copies."""
+        return question
+
     def stored_prompts(self) -> list[Prompt]:
         """None: generated as they are needed."""
         return []
