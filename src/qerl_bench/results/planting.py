@@ -34,7 +34,7 @@ from qerl_bench.results.script import guarded
 from qerl_bench.seeding import derive
 
 EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
-DESIGNS = ((1, 4), (1, 8), (1, 16), (8, 2), (16, 2))  # bases, seeds of each
+DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each
 WITHIN, BETWEEN = 1.0, 0.5  # standard deviations of a difference of two arms, in margins
 MARGINS = {"entropy": float(np.log(1.02)), "area": 0.02, "late": 0.02, "accuracy": 0.01}
 ACTS = 5.0  # margins of entropy by which noise acts on its own target
