@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.results.estimate import Effect, Setting
 from qerl_bench.results.judge import Judgement, Result
-from qerl_bench.results.style import panels, paper_style
+from qerl_bench.results.style import FULL_WIDTH, SMALL, caption, panels, paper_style
 
 REACH = 5.0  # margins; marks beyond stand at the edge as arrows
 BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
@@ -30,39 +30,25 @@ def all_claims(judgements: Sequence[Judgement], scope: str) -> Figure:
     """
     lines = list(_lines(judgements))
     with paper_style():
-        figure, axes = panels(1, 1, 0.95 + ROW * len(lines), width=7.0)
+        figure, axes = panels(1, 1, 0.7 + ROW * len(lines), width=FULL_WIDTH)
         ax = axes[0, 0]
         _ground(ax, 1.0)
         for y, (_, judgement, result, first) in enumerate(lines):
             claim = judgement.claim
-            sign = -1 if claim.expected == "less" else 1
-            scaled = _scaled(sign / claim.margin)
+            scaled = _scaled((-1 if claim.expected == "less" else 1) / claim.margin)
             effect = result.primary.effect if result.primary else None
             if effect:
-                shade = OPEN if result.status else BLACK
-                _mark(ax, y, effect, scaled, shade, "D", REACH)
-            if first:
-                for number in claim.paper_effects:
-                    _point(ax, y, scaled(number), "D", PAPER, REACH, hollow=True)
-                shade = VERDICTS.get(judgement.verdict.split(" ")[0], OPEN)
-                ax.text(REACH * 1.06, y, judgement.verdict, color=shade, va="center", fontsize=7.5)
-            elif result.status:
-                ax.text(REACH * 1.06, y, result.status, color=OPEN, va="center", fontsize=7)
-            if not effect:
-                ax.text(
-                    0,
-                    y,
-                    result.reason if len(result.reason) < 40 else "",
-                    color=OPEN,
-                    ha="center",
-                    va="center",
-                    fontsize=6.5,
-                )
+                _mark(ax, y, effect, scaled, OPEN if result.status else BLACK, "D", REACH)
+            for number in claim.paper_effects if first else ():
+                _point(ax, y, scaled(number), "D", PAPER, REACH, hollow=True)
+            if word := judgement.verdict if first else result.status or "":
+                shade = VERDICTS.get(word.split(" ")[0], OPEN)
+                ax.text(REACH * 1.06, y, word, color=shade, va="center", fontsize=SMALL)
         _rows(ax, [label for label, *_ in lines])
         ax.set_xlim(-REACH, REACH)
-        ax.set_xlabel("effect in margins, to the right as claimed (grey band: too small to matter)")
+        ax.set_xlabel("effect in margins, to the right as claimed")
         ax.set_title(scope, loc="left")
-        figure.supxlabel(_caption(judgements), fontsize=7, x=0.01, ha="left")
+        caption(figure, *_explained(judgements))
     return figure
 
 
@@ -81,7 +67,7 @@ def one_claim(judgement: Judgement) -> Figure:
     reach = 2.5 * abs(show(widest))
     with paper_style():
         labels = [fill(_label(result, setting, primary), LABEL) for result, setting, primary in rows]
-        figure, axes = panels(1, 1, 0.75 + ROW * sum(label.count("\n") + 1 for label in labels), width=7.0)
+        figure, axes = panels(1, 1, 0.75 + ROW * sum(label.count("\n") + 1 for label in labels), width=FULL_WIDTH)
         ax = axes[0, 0]
         _ground(ax, abs(show(claim.margin)))
         for y, (_, setting, primary) in enumerate(rows):
@@ -107,27 +93,23 @@ def svg(figure: Figure) -> str:
 def _lines(judgements: Sequence[Judgement]) -> Iterator[tuple[str, Judgement, Result, bool]]:
     """Label, claim and contrast of each row; whether it is the first of its claim."""
     for number, judgement in enumerate(judgements, start=1):
-        for place, result in enumerate(judgement.voting):
-            head = f"{number}. {judgement.claim.title}"
-            several = len(judgement.voting) > 1
-            tail = f"{result.contrast.label}" if several else ""
-            yield (
-                (f"{head}: {tail}" if several and place == 0 else head if place == 0 else tail),
-                judgement,
-                result,
-                place == 0,
-            )
+        for result in judgement.voting:
+            first = result is judgement.voting[0]
+            contrast = result.contrast.label if len(judgement.voting) > 1 else ""
+            head = f"{number}. {judgement.claim.title}" if first else ""
+            yield ": ".join(filter(None, (head, contrast))), judgement, result, first
 
 
-def _caption(judgements: Sequence[Judgement]) -> str:
+def _explained(judgements: Sequence[Judgement]) -> Iterator[str]:
     effects = [r.primary.effect for j in judgements for r in j.voting if r.primary and r.primary.effect]
-    origins = sorted({f"{effect.whole.n} {effect.unit}s" for effect in effects})
-    dots = "; dots: single bases" if any(effect.bases for effect in effects) else ""
-    return fill(
-        f"Diamonds: primary contrasts with 95 % intervals (Student's t over {', '.join(origins)}), grey where not "
-        f"testable{dots}. Hollow diamonds: the paper. Arrows: beyond the axis.",
-        120,
-    )
+    origins = " or ".join(sorted({f"{effect.whole.n} {effect.unit}s" for effect in effects}))
+    if effects:
+        yield f"Diamonds: primary contrasts, with 95% intervals (Student's t over {origins}), grey where not testable."
+    yield "Grey band: too small to matter. Hollow diamonds: the paper. Arrows: beyond the axis."
+    if any(effect.bases for effect in effects):
+        yield "Dots: single base models."
+    elif effects:
+        yield "All from one base model, for which alone the intervals speak."
 
 
 def _label(result: Result, setting: Setting, primary: bool) -> str:

@@ -147,7 +147,7 @@ def markdown(found: pd.DataFrame) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--replications", type=int, default=400, help="of each planted effect and design (default: 400)"
+        "--replications", type=int, default=200, help="of each planted effect and design (default: 200)"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
     parser.add_argument("--seed", type=int, default=0)
