@@ -1,0 +1,46 @@
+"""What is published follows from what is committed: claims pages are made again, letter for letter."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+
+from qerl_bench.results.load import load_runs
+from qerl_bench.results.measure import TAUGHT
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+STUDIES = sorted(path.parent for path in RESULTS.glob("*/settings.json"))
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"analysis_{name}", ROOT / "analysis" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
+    script("claims").main([str(study), "--out", str(tmp_path)])
+    assert (tmp_path / "claims.md").read_text() == (study / "claims.md").read_text()
+
+
+def test_published_speeds_are_of_steps_that_trained() -> None:
+    speeds = [run for study in STUDIES for run in load_runs([study]) if run.environment.get("device") == "cuda"]
+    assert len(speeds) >= 9
+    for run in speeds:
+        assert run.series("train", TAUGHT).min() > 0.9, run.name
+
+
+def test_the_decoding_table_of_the_kernels_page_is_the_committed_one() -> None:
+    table = pd.read_csv(ROOT / "kernels" / "results" / "h200_decoding.csv").set_index(["batch", "format"])
+    page = (ROOT / "kernels" / "README.md").read_text()
+    for batch, both in table["decode_tok_s"].unstack().iterrows():
+        assert f"| {batch} | {both['nvfp4']:,.0f} | {both['bf16']:,.0f} |" in page
+        assert f"{both['nvfp4'] / both['bf16']:.2f}" in page
