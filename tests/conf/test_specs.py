@@ -103,7 +103,8 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "engine": ("build",),
         "lora": ("check_with",),
         "task": (
-            *("check", "check_with", "train_prompts", "eval_prompts", "demonstrations", "rewards", "reward", "normalised"),
+            *("check", "check_with", "train_prompts", "eval_prompts", "demonstrations"),
+            *("rewards", "reward", "normalised"),
             "warm_start_overrides",
         ),
         "eval": ("check", "evaluate"),
