@@ -16,6 +16,7 @@ from qerl_bench.config import compose
 from qerl_bench.errors import BadInput
 from qerl_bench.evals.again import asked_again
 from qerl_bench.evals.base import Score
+from qerl_bench.results.four_sets import SETS, rows
 from qerl_bench.results.load import load_run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def record(folder: Path, config: DictConfig, name: str, **settings: Any) -> None
     (folder / "done.json").write_text("{}")
     said = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 4096, "samples": 8} | settings
     whole, sampling = ERRORS[name]
-    n = table2.SETS[name]
+    n = SETS[name]
     entries = [
         {"task": config.task.name, "step": step, **asdict(score), "settings": said}
         for step, value in zip((0, 500), RIGHT[name], strict=True)
@@ -90,7 +91,7 @@ def test_a_later_evaluation_of_the_runs_own_set_takes_its_place(
 ) -> None:
     monkeypatch.setitem(RIGHT, "math500", (0.3, 0.4))
     record(run / "evals" / "again", configs["math500"], "math500")
-    assert [row["average"] for row in table2.rows(load_run(run))] == pytest.approx([20.0, 30.0])
+    assert [row["average"] for row in rows(load_run(run))] == pytest.approx([20.0, 30.0])
 
 
 def test_sets_that_are_missing_are_named_with_the_command_that_makes_them(run: Path) -> None:
@@ -99,13 +100,13 @@ def test_sets_that_are_missing_are_named_with_the_command_that_makes_them(run: P
     with pytest.raises(
         BadInput, match=r"no finished evaluation of aime25, amc23: .*task=aime25 task.instruction=suffix"
     ):
-        table2.rows(load_run(run))
+        rows(load_run(run))
 
 
 def test_two_evaluations_of_one_set_are_refused(run: Path, configs: dict[str, DictConfig]) -> None:
     record(run / "evals" / "again", configs["amc23"], "amc23")
     with pytest.raises(BadInput, match=r"evals/amc23 and .*evals/again both evaluate amc23: move one"):
-        table2.rows(load_run(run))
+        rows(load_run(run))
 
 
 @pytest.mark.parametrize(
@@ -119,14 +120,14 @@ def test_two_evaluations_of_one_set_are_refused(run: Path, configs: dict[str, Di
 def test_sets_that_were_asked_in_other_ways_are_not_averaged(run: Path, key: str, value: Any, message: str) -> None:
     change(run / "evals" / "aime24" / "eval.json", key, value)
     with pytest.raises(BadInput, match=message):
-        table2.rows(load_run(run))
+        rows(load_run(run))
 
 
 def test_another_prompt_is_another_way(run: Path, configs: dict[str, DictConfig]) -> None:
     config = asked_again(configs["run"], ["task=aime24"])  # its own prompt, not the run's
     (run / "evals" / "aime24" / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     with pytest.raises(BadInput, match=r"aime24 and math500 differ in task\.instruction \(system, suffix\)"):
-        table2.rows(load_run(run))
+        rows(load_run(run))
 
 
 def test_without_a_finished_run_of_these_sets_the_experiment_is_named(run: Path, tmp_path: Path) -> None:
