@@ -17,8 +17,8 @@ SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
 
-# 1,440 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
-# BASES=0,1,2,3 SEEDS=0 for others than the designs' 16 base models (model.seed) and two seeds on each: 228 runs.
+# 1,312 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
+# BASES=0,1,2,3 SEEDS=0 for others than the designs' 16 base models (model.seed) and two seeds on each: 164 runs.
 study: $(READY)
 	@for chosen in "$(FIRST)" $(DESIGNS:%=experiment=tiny/%); do \
 		$(BIN)/python src/run.py -m $$chosen $(BASES:%=model.seed=%) $(SEEDS:%=seed=%) hydra.launcher.slots=$(SLOTS) || { \

@@ -348,7 +348,7 @@ def test_several_bases_are_the_unit(study: Study) -> None:
     assert [mean.mean for mean in bases.by_base] == pytest.approx([0.01, 0.05, 0.09], abs=0.004)
     assert whole.error == pytest.approx(0.04 / 3**0.5, rel=0.1) and bases.between == pytest.approx(0.04, rel=0.1)
     text = markdown(report({"tiny on arithmetic": judge(CLAIMS, runs)}, runs))
-    assert "3 bases × 2 seeds, 2 df" in text and "the effect in one more base would lie in [" in text
+    assert "3 bases × 2 seeds, 2 df" in text and "one more base of as many seeds would lie in [" in text
     runs = study(["quant=bf16", "model.seed=3"], seeds=(0, 1))
     runs = study(["quant=nvfp4", "model.seed=3"], seeds=(0,))
     assert re.search(r"missing: nvfp4 of base .*seed=3.* seed=1$", verdicts(runs)[GROWTH].reason)
@@ -378,7 +378,7 @@ def test_noise_that_does_not_move_entropy_cannot_be_judged(study: Study) -> None
     found = verdicts(runs)
     for title in (AQN, DECAY):
         assert found[title].verdict == "not testable here"
-        assert "does not act on its own target: exp - none" in found[title].reason
+        assert "was not shown to act on its own target: exp - none" in found[title].reason
 
 
 def test_noise_that_acts_is_judged_at_the_dose_that_was_named(study: Study) -> None:

@@ -133,7 +133,7 @@ def test_crossed_by_hand() -> None:
     found = crossed(np.array([[-1.0, 1.0], [1.0, 1.0], [1.0, 3.0]]))
     assert (found.mean, found.n) == (1.0, 2)
     assert found.error == pytest.approx(math.sqrt((2 + 8 / 3 - 2 / 3) / 6))
-    assert found.df == pytest.approx(4**2 / (2**2 / 2 + (8 / 3) ** 2 / 1 + (2 / 3) ** 2 / 2))
+    assert found.df == 1  # two seeds; Satterthwaite's 1.7 from five units on
     assert found.fixed == pytest.approx((2 - 2 / 3) / 6)  # what more seeds would not take away
 
 
@@ -191,7 +191,7 @@ def test_an_effect_over_bases_by_hand() -> None:
     assert (found.whole.mean, found.whole.n, found.whole.df) == (3.0, 3, 2)
     assert found.whole.error == pytest.approx(2 / 3**0.5)
     assert found.between == pytest.approx(math.sqrt(4 - 0.5 / 2))
-    half = scipy_stats.t.ppf(0.975, 2) * math.hypot(found.between, found.whole.error)
+    half = scipy_stats.t.ppf(0.975, 2) * 2 * math.sqrt(1 + 1 / 3)
     assert found.prediction == pytest.approx((3 - half, 3 + half))
     assert [mean.mean for mean in found.by_base] == [1.0, 3.0, 5.0]
     assert over_bases(values[:, :2]).prediction is None

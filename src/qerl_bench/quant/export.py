@@ -165,12 +165,7 @@ def overrides_of(words: list[str]) -> tuple[list[str], Path]:
     chosen = ["model.dtype=bfloat16", f"model={model}"]
     if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
         some_hub_model = next(p.stem for p in sorted((CONF_DIR / "model").glob("*.yaml")) if p.stem != "tiny")
-        chosen = [
-            f"model={some_hub_model}",
-            f"model.name={Path(model).name}",
-            f"model.id={model}",
-            "model.dtype=bfloat16",
-        ]
+        chosen = [f"model={some_hub_model}", f"model.id={model}", "model.dtype=bfloat16"]
     return [*chosen, *(word for word in words if word.partition("=")[0] not in ("out", "model"))], Path(given["out"])
 
 

@@ -73,13 +73,15 @@ def measured(measure: Measure, runs: Sequence[Run]) -> dict[Path, pd.Series]:
         if run.path not in values:
             try:
                 found = pd.Series(measure.of(run))
+                usable = np.isfinite(found) & ((found > 0) | (not measure.ratio))
+                require(bool(usable.all()), f"{run.name} has a number that cannot be compared (NaN, or 0 in a ratio)")
             except BadInput as error:
                 complaints.append(str(error))
                 found = pd.Series([np.nan])
             values[run.path] = found.map(math.log) if measure.ratio else found
     require(
         not complaints,
-        f"{measure.name} cannot be measured in {len(complaints)} of these runs: {'; '.join(complaints[:5])}. "
+        f"{measure.name} cannot be measured in {len(complaints)} of these runs: {'; '.join(complaints)}. "
         "Leave them out, or run them again",
     )
     return values

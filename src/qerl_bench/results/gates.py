@@ -48,7 +48,8 @@ class Acts:
                     return f"{contrast.label}, {self.measure.name}: {one.reason}"
                 if not one.effect.whole.p_above(0.0) <= LEVEL:
                     seen = self.measure.describe(one.effect.whole)
-                    return f"the treatment does not act on its own target: {contrast.label}, {self.measure.name} {seen}"
+                    shown = "the treatment was not shown to act on its own target"
+                    return f"{shown}: {contrast.label}, {self.measure.name} {seen}"
         return ""
 
 
@@ -62,6 +63,9 @@ def learned(setting: Setting, runs: Sequence[Run]) -> str:
     """Arms of which two or more never rose above their start, or are all but perfect, hide what they differ in."""
     ends = [_ends(list(arm.values())) for arm in setting.stratum.arms]
     arms = setting.contrast.arms
+    blank = [arm.label for arm, (start, end) in zip(arms, ends, strict=True) if math.isnan(end - start)]
+    if blank:
+        return f"no accuracy was recorded for {' and '.join(blank)}"
     floor = [arm.label for arm, (start, end) in zip(arms, ends, strict=True) if end < start + LEARNED]
     ceiling = [arm.label for arm, (_, end) in zip(arms, ends, strict=True) if end > CEILING]
     if len(floor) > 1:

@@ -149,7 +149,7 @@ def _result(claim: Claim, contrast: Contrast, runs: list[Run]) -> Result:
         torn = bool(one.stratum.blocks) and not one.reason.startswith("incomplete")
         return Result(contrast, "not testable here" if torn else "incomplete", one.reason, one, others)
     beside = tuple((name, _beside(contrast, one.stratum, of)) for name, of in claim.beside)
-    failed = next((why for gate in claim.gates if (why := gate(one, able))), "") or _no_test(claim, one.effect.whole)
+    failed = _no_test(claim, one.effect.whole) or next((why for gate in claim.gates if (why := gate(one, able))), "")
     return Result(contrast, "not testable here" if failed else None, failed, one, others, beside)
 
 
@@ -220,8 +220,9 @@ def _decide(
     claim: Claim, results: tuple[Result, ...], forward: bool, direction: float, within: float, family: int
 ) -> Judgement:
     tested, level = _tested(results), DIRECTION / 2 / max(family, 1)
-    detectable = max((effect.detectable(level) for effect in tested), default=math.nan)
-    counts = [effect.needed(claim.margin, level) for effect in tested]
+    sized = tested if claim.expected != "same" else []  # what is tested against 0
+    detectable = max((effect.detectable(level) for effect in sized), default=math.nan)
+    counts = [effect.needed(claim.margin, level) for effect in sized]
     needed = max(counts) if counts and None not in counts else None  # type: ignore[type-var]
     verdict: Verdict = "undecided"
     reason = ""
@@ -239,7 +240,8 @@ def _decide(
         reason = "; ".join(dict.fromkeys(result.reason for result in failed if result.status == verdict))
     elif math.isnan(direction):
         verdict, reason = "incomplete", NO_RUNS
-    beyond = all(min(e.p_above(claim.margin), e.p_below(-claim.margin)) <= SMALLNESS for e in tested)
+    needs = all if verdict == "supported" else any
+    beyond = needs(min(e.p_above(claim.margin), e.p_below(-claim.margin)) <= SMALLNESS for e in tested)
     if verdict in ("supported", "reversed") and claim.expected != "same" and not beyond:
         reason = "whether by as much as the margin is open"
     return Judgement(claim, results, verdict, reason, float(direction), float(within), detectable, needed)

@@ -17,8 +17,8 @@ from qerl_bench.results.load import Run
 from qerl_bench.results.stats import Mean
 
 RULES = (
-    "Each claim is decided by one primary contrast, in one setting named before the data: runs whose configs differ in "
-    "the one factor and in nothing else but base model and seed, on one machine with one set of library versions. "
+    "Each claim is decided by one primary contrast, in the one setting that the registry names: runs whose configs "
+    "differ in the one factor and in nothing else but base model and seed, on one machine with one set of libraries. "
     "Differences are taken within base and seed (and question, for accuracies). Several bases are the unit, and the "
     "effect is their mean; of one base, its seeds are. Intervals are at 95 %, Student's t, not adjusted. *Supported*: "
     "the effect is in the direction claimed. *Reversed*: it is in the other one. *Negligible*: it lies within the "
@@ -112,7 +112,7 @@ def summary(judgements: Sequence[Judgement]) -> Table:
                     claim.measure.describe(effect.whole) if effect else "-",
                     effect.origin if effect else "-",
                     _detectable(judgement) if heads else "",
-                    judgement.reason.split("; ")[0] if heads else "",
+                    judgement.reason if heads else "",
                     claim.paper if heads else "",
                 )
             )
@@ -212,7 +212,9 @@ def _power(judgement: Judgement) -> str:
     found = f" Smallest effect that would be found with a probability of 80 %: {_detectable(judgement)}"
     if judgement.verdict != "undecided":
         return f"{found}."
-    many = f"{judgement.needed} {unit}s" if judgement.needed else f"more questions, whatever the number of {unit}s"
+    asked = any(effect.whole.fixed > 0 for effect in effects)
+    without = f"more questions, or more {unit}s than 4,096" if asked else f"more than 4,096 {unit}s"
+    many = f"{judgement.needed} {unit}s" if judgement.needed else without
     return f"{found}; one of {margin} would need {many}."
 
 
@@ -233,7 +235,7 @@ def _bases(claim: Claim, result: Result) -> str:
     bases, show = effect.bases, claim.measure.show
     each = ", ".join(show(mean.mean) for mean in bases.by_base)
     ahead = (
-        f"; the effect in one more base would lie in {claim.measure.between(*bases.prediction)}"
+        f"; one more base of as many seeds would lie in {claim.measure.between(*bases.prediction)}"
         if bases.prediction
         else ""
     )

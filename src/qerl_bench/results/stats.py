@@ -20,6 +20,7 @@ from scipy import optimize, stats
 from qerl_bench.errors import require
 
 LEVEL = 0.95  # of every interval
+FEW = 5  # units, below which they alone give the degrees of freedom
 POWER = 0.8  # at which an effect counts as detectable
 
 
@@ -127,7 +128,8 @@ def crossed(values: np.ndarray) -> Mean:
     Units are seeds, or bases with their seeds averaged. Both questions and units are samples: the interval speaks for
     other questions and other units. The variance of a two-way layout without repetition is (MS_q + MS_u - MS_e) / QU,
     so that what is left (e) counts once; it is never taken to be less than the larger of MS_q and MS_u gives. Degrees
-    of freedom after Satterthwaite. With one unit the questions alone count; several that agree on every question have
+    of freedom after Satterthwaite, and below five units those of the units, whose own mean square is then too uncertain
+    to be called small. With one unit the questions alone count; several that agree on every question have
     an error of 0.
     """
     table = values.reshape(len(values), -1).astype(float)  # (questions, units)
@@ -151,6 +153,7 @@ def crossed(values: np.ndarray) -> Mean:
     for least, its_df in ((ms_q, df_q), (ms_u, df_u)):
         if least >= total:
             total, df = least, float(its_df)
+    df = min(df, df_u) if u < FEW else df
     return Mean(mean, math.sqrt(total / (q * u)), df, u, max(0.0, ms_q - ms_e) / (q * u))
 
 
@@ -161,14 +164,14 @@ class Hierarchy:
     whole: Mean  # over bases
     by_base: tuple[Mean, ...]
     between: float
-    prediction: tuple[float, float] | None  # 95 % interval for the effect in one more base; None below three bases
+    prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
 
 
 def over_bases(values: np.ndarray) -> Hierarchy:
     """Random-effects mean of numbers (questions, bases, seeds), each base with as many seeds, one question if 1.
 
     Bases are the unit, with equal weights: the mean over bases with Student's t of B - 1 degrees of freedom is exact
-    whatever the spread within bases is. Prediction interval after Higgins et al. 2009.
+    whatever the spread within bases is. So is the prediction interval, for the mean of one more base.
     """
     q, b, s = values.shape
     require(b > 1, f"an effect over bases needs at least two of them, got {b}")
@@ -178,7 +181,7 @@ def over_bases(values: np.ndarray) -> Hierarchy:
     spread = float(means.mean(0).var(ddof=1))
     within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
     between = math.sqrt(max(0.0, spread - within))
-    half = float(stats.t.ppf((1 + LEVEL) / 2, b - 1)) * math.hypot(between, whole.error)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, b - 1)) * math.sqrt(spread * (1 + 1 / b))
     prediction = (whole.mean - half, whole.mean + half) if b > 2 else None
     return Hierarchy(whole, by_base, between, prediction)
 
