@@ -223,7 +223,8 @@ def _decide(
     sized = tested if claim.expected != "same" else []  # what is tested against 0
     detectable = max((effect.detectable(level) for effect in sized), default=math.nan)
     counts = [effect.needed(claim.margin, level) for effect in sized]
-    needed = max(counts) if counts and None not in counts else None  # type: ignore[type-var]
+    enough = [count for count in counts if count is not None]
+    needed = max(enough) if enough and len(enough) == len(counts) else None
     verdict: Verdict = "undecided"
     reason = ""
     failed = [result for result in results if result.contrast.votes and result.status]
