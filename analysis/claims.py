@@ -4,14 +4,14 @@ and claims.svg, all claims in one picture.
 python analysis/claims.py runs/ --out figures/
 """
 
-from qerl_bench.errors import require
-from qerl_bench.results.forest import all_claims, svg
-from qerl_bench.results.judge import judge
-from qerl_bench.results.load import Run, load_runs
-from qerl_bench.results.match import facts_of
-from qerl_bench.results.paper import CLAIMS
-from qerl_bench.results.report import markdown, page, report, summary
-from qerl_bench.results.script import guarded, parser_for
+from qerl_bench.checks import require
+from qerl_bench.claims.judge import judge
+from qerl_bench.claims.match import facts_of
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.report import markdown, page, report, summary
+from qerl_bench.figures.forest import all_claims, svg
+from qerl_bench.study.load import Run, load_runs
+from qerl_bench.study.script import guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def chosen(runs: list[Run], conditions: list[str]) -> list[Run]:
-    """The runs that have all these values. Raises BadInput for a condition that is none, or that leaves no run."""
+    """The runs that have all these values. Raises ConfigError for a condition that is none, or that leaves no run."""
     for condition in conditions:
         key, equals, value = condition.partition("=")
         require(bool(equals), f"--where takes KEY=VALUE, such as lora.alpha=32, got {condition!r}")

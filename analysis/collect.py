@@ -6,9 +6,9 @@ Writes settings.json (what was run), tidy.parquet (one row per number) and, wher
 kept, answers.parquet. `--metrics study`, the default, writes what every claim and figure needs; `--metrics all` all.
 """
 
-from qerl_bench.results.collect import write_study
-from qerl_bench.results.load import find_runs
-from qerl_bench.results.script import guarded, parser_for
+from qerl_bench.study.collect import write_study
+from qerl_bench.study.load import find_runs
+from qerl_bench.study.script import guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:

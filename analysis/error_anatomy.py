@@ -5,10 +5,10 @@ python analysis/error_anatomy.py docs/results/quantizers --out figures/      # o
 
 import pandas as pd
 
-from qerl_bench.errors import require
-from qerl_bench.results.anatomy import draw, one_of_each
-from qerl_bench.results.script import figure_parser, guarded
-from qerl_bench.results.style import save
+from qerl_bench.checks import require
+from qerl_bench.figures.error_decomposition import draw, one_of_each
+from qerl_bench.figures.style import save
+from qerl_bench.study.script import figure_parser, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,13 +5,13 @@ python analysis/fig_accuracy.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.effects import effect_rows
-from qerl_bench.results.lines import format_lines
-from qerl_bench.results.load import Run
-from qerl_bench.results.naming import noise_of
-from qerl_bench.results.paired import GREEDY, REWARD_MEAN, SAMPLED
-from qerl_bench.results.script import draw_figure, guarded
-from qerl_bench.results.select import arms, with_one_noise
+from qerl_bench.figures.effects import effect_rows
+from qerl_bench.figures.lines import format_lines
+from qerl_bench.figures.paired import GREEDY, REWARD_MEAN, SAMPLED
+from qerl_bench.study.load import Run
+from qerl_bench.study.naming import noise_of
+from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.study.select import arms, with_one_noise
 
 
 def main(arguments: list[str] | None = None) -> None:

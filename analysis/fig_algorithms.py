@@ -7,11 +7,11 @@ import sys
 
 import pandas as pd
 
-from qerl_bench.errors import BadInput
-from qerl_bench.results.algorithms import figure, gains
-from qerl_bench.results.load import load_runs
-from qerl_bench.results.script import comparable, figure_parser, guarded
-from qerl_bench.results.style import save
+from qerl_bench.checks import ConfigError
+from qerl_bench.figures.algorithms import figure, gains
+from qerl_bench.figures.style import save
+from qerl_bench.study.load import load_runs
+from qerl_bench.study.script import comparable, figure_parser, guarded
 
 SMOOTH = 7  # steps
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(*save(figure(chosen, SMOOTH), options.out / "algorithms", options.formats), sep="\n")
     try:
         table = gains(chosen)
-    except BadInput as reason:
+    except ConfigError as reason:
         print(f"no table of gains: {reason}", file=sys.stderr)
         return
     table.to_csv(options.out / "algorithms.csv", index=False)

@@ -3,9 +3,9 @@
 python analysis/fig_aqn.py runs/ --out figures/
 """
 
-from qerl_bench.results.curves import ENTROPY, REWARD, noise_curves
-from qerl_bench.results.script import draw_figure, guarded
-from qerl_bench.results.select import with_one_noise
+from qerl_bench.figures.curves import ENTROPY, REWARD, noise_curves
+from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.study.select import with_one_noise
 
 
 def main(arguments: list[str] | None = None) -> None:

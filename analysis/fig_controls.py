@@ -3,14 +3,14 @@
 python analysis/fig_controls.py runs/ --out figures/
 """
 
-from qerl_bench.results.effects import effect_rows
-from qerl_bench.results.lines import control_lines
-from qerl_bench.results.paired import ENTROPY, REWARD_MEAN, SAMPLED
-from qerl_bench.results.script import draw_figure, guarded
-from qerl_bench.results.select import arms
+from qerl_bench.figures.effects import effect_rows
+from qerl_bench.figures.lines import control_lines
+from qerl_bench.figures.paired import ENTROPY, REWARD_MEAN, SAMPLED
+from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.study.select import arms
 
-FACTORS = ["quant.", "quantizer.", "aqn", "inject", "rollout.temperature", "optim.entropy_coef"]
-KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", *FACTORS[-2:]]
+FACTORS = ["quant.", "quantizer.", "aqn", "noise", "rollout.temperature", "train.entropy_coef"]
+KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "noise.cadence", *FACTORS[-2:]]
 COLUMNS = [ENTROPY, REWARD_MEAN, SAMPLED]  # entropy of all steps: in the first the schedules have no noise yet
 NOTE = "Each arm minus BF16 with nothing added."
 

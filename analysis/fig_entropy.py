@@ -5,9 +5,9 @@ python analysis/fig_entropy.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.curves import CLEAN, ENTROPY, format_curves
-from qerl_bench.results.load import Run
-from qerl_bench.results.script import draw_figure, guarded
+from qerl_bench.figures.curves import CLEAN, ENTROPY, format_curves
+from qerl_bench.study.load import Run
+from qerl_bench.study.script import draw_figure, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,11 +5,11 @@ python analysis/fig_learning_rates.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.against import against, same_but
-from qerl_bench.results.load import Run
-from qerl_bench.results.paired import REWARD_LATE, SAMPLED
-from qerl_bench.results.script import draw_figure, guarded
-from qerl_bench.results.select import arms
+from qerl_bench.figures.against import against, same_but
+from qerl_bench.figures.paired import REWARD_LATE, SAMPLED
+from qerl_bench.study.load import Run
+from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.study.select import arms
 
 KEY = "optim.lr"
 

@@ -5,11 +5,11 @@ python analysis/fig_overview.py runs/ --out figures/
 
 import numpy as np
 
-from qerl_bench.results.aggregate import overview, scores
-from qerl_bench.results.load import load_runs
-from qerl_bench.results.paired import final
-from qerl_bench.results.script import figure_parser, guarded
-from qerl_bench.results.style import save
+from qerl_bench.figures.aggregate import overview, scores
+from qerl_bench.figures.paired import final
+from qerl_bench.figures.style import save
+from qerl_bench.study.load import load_runs
+from qerl_bench.study.script import figure_parser, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

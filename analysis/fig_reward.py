@@ -3,8 +3,8 @@
 python analysis/fig_reward.py runs/ --out figures/
 """
 
-from qerl_bench.results.curves import REWARD, format_curves
-from qerl_bench.results.script import draw_figure, guarded
+from qerl_bench.figures.curves import REWARD, format_curves
+from qerl_bench.study.script import draw_figure, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

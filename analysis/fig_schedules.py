@@ -3,10 +3,10 @@
 python analysis/fig_schedules.py runs/ --out figures/
 """
 
-from qerl_bench.results.against import schedules
-from qerl_bench.results.paired import REWARD_LATE, SAMPLED
-from qerl_bench.results.script import draw_figure, guarded
-from qerl_bench.results.select import arms
+from qerl_bench.figures.against import schedules
+from qerl_bench.figures.paired import REWARD_LATE, SAMPLED
+from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.study.select import arms
 
 
 def main(arguments: list[str] | None = None) -> None:

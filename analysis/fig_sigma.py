@@ -3,10 +3,10 @@
 python analysis/fig_sigma.py runs/ --out figures/
 """
 
-from qerl_bench.results.load import load_runs
-from qerl_bench.results.noise import SIGMA_FACTORS, sigma_effects, sigma_figure, sigma_rows, with_one_sigma
-from qerl_bench.results.script import comparable, figure_parser, guarded
-from qerl_bench.results.style import save
+from qerl_bench.figures.noise import SIGMA_FACTORS, sigma_effects, sigma_figure, sigma_rows, with_one_sigma
+from qerl_bench.figures.style import save
+from qerl_bench.study.load import load_runs
+from qerl_bench.study.script import comparable, figure_parser, guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

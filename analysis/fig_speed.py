@@ -5,13 +5,13 @@ python analysis/fig_speed.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.results.effects import level_rows
-from qerl_bench.results.lines import all_lines
-from qerl_bench.results.load import Run
-from qerl_bench.results.measure import largest, typical
-from qerl_bench.results.paired import Column, workload
-from qerl_bench.results.script import draw_figure, guarded
-from qerl_bench.results.select import arms, with_one_noise
+from qerl_bench.claims.measure import largest, typical
+from qerl_bench.figures.effects import level_rows
+from qerl_bench.figures.lines import all_lines
+from qerl_bench.figures.paired import Column, workload
+from qerl_bench.study.load import Run
+from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.study.select import arms, with_one_noise
 
 COLUMNS = [
     Column("rollout, tokens/s", typical("speed/rollout_tok_s"), ratio=True, level="{:.4g}"),

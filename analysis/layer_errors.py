@@ -16,11 +16,11 @@ import pandas as pd
 
 from qerl_bench.config import build, compose
 from qerl_bench.device import resolve_device
-from qerl_bench.quant.anatomy import write_layers
+from qerl_bench.model.load import load_packed
+from qerl_bench.model.warm_start import base_checkpoint
+from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.quantizer.load import load_packed
-from qerl_bench.results.script import guarded
-from qerl_bench.warm_start import base_checkpoint
+from qerl_bench.study.script import guarded
 
 FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
 

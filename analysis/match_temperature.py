@@ -3,11 +3,11 @@
 python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 """
 
-from qerl_bench.errors import require
-from qerl_bench.results.load import load_runs
-from qerl_bench.results.noise import SIGMA_FACTORS, entropies, matched_temperature, with_one_sigma
-from qerl_bench.results.script import comparable, guarded, parser_for
-from qerl_bench.results.stats import interval
+from qerl_bench.checks import require
+from qerl_bench.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_one_sigma
+from qerl_bench.statistics import interval
+from qerl_bench.study.load import load_runs
+from qerl_bench.study.script import comparable, guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,10 +5,10 @@ python analysis/quantizers.py runs/ --out figures/
 
 import pandas as pd
 
-from qerl_bench.errors import require
-from qerl_bench.results.load import Run, load_runs
-from qerl_bench.results.script import guarded, parser_for
-from qerl_bench.results.stats import crossed
+from qerl_bench.checks import require
+from qerl_bench.statistics import crossed
+from qerl_bench.study.load import Run, load_runs
+from qerl_bench.study.script import guarded, parser_for
 
 MODES = ("greedy", "sampled")
 
@@ -16,7 +16,7 @@ MODES = ("greedy", "sampled")
 def compare(runs: list[Run]) -> pd.DataFrame:
     """One row per run: accuracy in per cent, its standard error over questions, and both of the difference to rtn.
 
-    Raises BadInput if two runs have the same format and quantizer, for a run without its `layers.parquet` or without an
+    Raises ConfigError if two runs have the same format and quantizer, for a run without its `layers.parquet` or without an
     evaluation before training, and if a format was not run with rtn, or on other questions.
     """
     found, names = {}, {}

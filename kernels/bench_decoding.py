@@ -23,9 +23,9 @@ from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
-from qerl_bench.kernel_choice import choose_kernels, fused_reason
-from qerl_bench.policy import Policy
-from qerl_bench.quantizer.load import load_packed
+from qerl_bench.model.kernels import choose_kernels, why_not_fused
+from qerl_bench.model.load import load_packed
+from qerl_bench.model.policy import Policy
 from qerl_bench.task.shape import IDS
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
@@ -47,7 +47,7 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     model.eval()
     policy = Policy(model, tokenizer, adapter, reports, packing=False)
     policy.kernels = choose_kernels(model, reports, experiment.kernel)
-    policy.fused = fused_reason(experiment.kernel, policy.device) is None
+    policy.fused = why_not_fused(experiment.kernel, policy.device) is None
     return policy
 
 

@@ -9,9 +9,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from qerl_bench.cli import exit_code, flags_first, mention_sweep, preflight
 from qerl_bench.config import build, register_resolvers, resolved
-from qerl_bench.labels import check_labels
-from qerl_bench.preflight import exit_code, flags_first, mention_sweep, preflight
+from qerl_bench.option_names import check_labels
 
 
 @hydra.main(config_path="../conf", config_name="run", version_base="1.3")

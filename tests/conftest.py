@@ -11,7 +11,7 @@ import pytest
 from qerl_bench.config import Experiment, build, compose
 
 if TYPE_CHECKING:
-    from qerl_bench.policy import Policy
+    from qerl_bench.model.policy import Policy
 
 SMALL = (
     "device=cpu",
@@ -25,7 +25,7 @@ SMALL = (
     "model.warm_start_steps=0",
     "lora.rank=4",
     "task.max_completion_tokens=12",
-    "rollout.prompts=3",
+    "rollout.prompts_per_step=3",
     "rollout.group_size=4",
     "optim.warmup_steps=0",
     "eval.questions=4",
@@ -76,7 +76,7 @@ def make_policy() -> Callable[..., Policy]:
     ) -> Policy:
         import torch
 
-        from qerl_bench.policy import Policy
+        from qerl_bench.model.policy import Policy
 
         experiment = experiment_of(f"quant={quant}", f"model.hidden_size={width}", *overrides)
         policy = Policy.build(experiment, None, device)

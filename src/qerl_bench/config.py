@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,100 +21,26 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_bench.algo.kl import KlPenalty
+from qerl_bench.algo.importance_sampling import ImportanceSampling
+from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.base import Schedule
-from qerl_bench.aqn.injection import Injection
-from qerl_bench.errors import BadInput, require, require_package
-from qerl_bench.labels import check_class, check_labels
-from qerl_bench.limits import (
+from qerl_bench.aqn.spec import NoiseSpec
+from qerl_bench.checks import (
     MOST_STEPS,
+    ConfigError,
     is_folder_name,
-    is_number,
-    require_completions,
+    require,
     require_count,
-    require_lr,
-    require_positive,
     require_readable,
-    require_temperature,
 )
-from qerl_bench.offpolicy import OffPolicy
+from qerl_bench.option_names import check_class, check_labels
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.task.base import Task
+from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 # What may differ between two runs of the same science. The seed stands in the run's name instead.
 UNSCIENTIFIC = frozenset({"root", "name", "logger", "save_every", "seed", "hydra"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutSpec:
-    """How many completions one step samples, and at which temperature."""
-
-    prompts: int
-    group_size: int
-    temperature: float
-
-    def __post_init__(self) -> None:
-        require_count("rollout.prompts", self.prompts)
-        require_count("rollout.group_size", self.group_size)
-        require_completions("rollout.prompts x rollout.group_size", self.prompts, self.group_size)
-        require_temperature("rollout.temperature", self.temperature)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimSpec:
-    """AdamW with linear warm-up, then a constant rate or one that falls to zero over the run."""
-
-    lr: float
-    schedule: str
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    entropy_coef: float
-    micro_batch: int
-    optimizer: str
-    updates: int
-    packing: bool
-    gradient_checkpointing: bool
-    on_nonfinite: str
-
-    def __post_init__(self) -> None:
-        require_lr("optim.lr", self.lr)
-        require(
-            self.schedule in ("constant", "linear", "cosine"),
-            f"optim.schedule must be constant, linear or cosine, got {self.schedule!r}",
-        )
-        require_count("optim.warmup_steps", self.warmup_steps, least=0)
-        require(
-            is_number(self.weight_decay) and self.weight_decay >= 0,
-            f"optim.weight_decay must be >= 0, got {self.weight_decay!r}",
-        )
-        require_positive("optim.max_grad_norm", self.max_grad_norm)
-        require(
-            is_number(self.entropy_coef) and 0 <= self.entropy_coef < math.inf,
-            f"optim.entropy_coef must be a number >= 0, got {self.entropy_coef!r}",
-        )
-        require_count("optim.micro_batch", self.micro_batch)
-        require(
-            self.optimizer in ("adamw", "adamw_8bit"),
-            f"optim.optimizer must be adamw or adamw_8bit, got {self.optimizer!r}",
-        )
-        if self.optimizer == "adamw_8bit":
-            require_package("bitsandbytes", "optim.optimizer=adamw_8bit", "bitsandbytes")
-        require_count("optim.updates", self.updates)
-        for key in ("packing", "gradient_checkpointing"):
-            value = getattr(self, key)
-            require(isinstance(value, bool), f"optim.{key} must be true or false, got {value!r}")
-        require(
-            self.on_nonfinite in ("stop", "skip"), f"optim.on_nonfinite must be stop or skip, got {self.on_nonfinite!r}"
-        )
-
-    def lr_at(self, step: int, total_steps: int) -> float:
-        """Learning rate of optimiser step `step`, counted 1..total_steps."""
-        warm = min(1.0, step / (self.warmup_steps + 1))
-        progress = max(0, step - self.warmup_steps) / (total_steps - self.warmup_steps + 1)
-        decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-        return self.lr * warm * decay[self.schedule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +56,13 @@ class Experiment:
     save_every: int
     rollout: RolloutSpec
     optim: OptimSpec
-    kl: KlPenalty
-    offpolicy: OffPolicy
+    train: TrainSpec
+    kl: KLPenalty
+    importance_sampling: ImportanceSampling
     quant: WeightFormat
     quantizer: Any
     aqn: Schedule
-    inject: Injection
+    noise: NoiseSpec
     algo: Any
     lora: Any
     model: Any
@@ -172,13 +98,13 @@ class Experiment:
             f"lora={self.lora.name}, algo={self.algo.name}",
         )
         require(
-            self.offpolicy.weights == "none" or self.algo.on_policy,
-            f"offpolicy.weights={self.offpolicy.weights} weighs completions by who sampled them, and "
-            f"algo={self.algo.name} reads demonstrations. Use offpolicy.weights=none",
+            self.importance_sampling.mode == "none" or self.algo.on_policy,
+            f"importance_sampling.mode={self.importance_sampling.mode} weighs completions by who sampled them, and "
+            f"algo={self.algo.name} reads demonstrations. Use importance_sampling.mode=none",
         )
         require(
-            self.optim.updates == 1 or self.lora.rank == 0 or self.lora.dropout == 0,
-            f"optim.updates={self.optim.updates} compares log-probabilities between updates, and lora.dropout="
+            self.train.updates_per_batch == 1 or self.lora.rank == 0 or self.lora.dropout == 0,
+            f"train.updates_per_batch={self.train.updates_per_batch} compares log-probabilities between updates, and lora.dropout="
             f"{self.lora.dropout} would change them at random; set lora.dropout=0",
         )
         require(
@@ -207,7 +133,7 @@ class Experiment:
         for key in ("hidden_size", "intermediate_size"):
             if key in shape:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
-        self.aqn.check_with(self.quant, self.inject)
+        self.aqn.check_with(self.quant, self.noise)
         self.engine.check_with(self)
         self.task.check_with(self)
         self.lora.check_with(f"model={self.model.name}", shape)
@@ -267,7 +193,7 @@ def resolved(cfg: DictConfig) -> DictConfig:
 def build(cfg: DictConfig) -> Experiment:
     """Turn a composed config into validated specs.
 
-    Raises BadInput with the reason if a value or a combination of options cannot work.
+    Raises ConfigError with the reason if a value or a combination of options cannot work.
     """
     nodes = {str(key): spec(cfg, str(key)) for key in cfg}
     known = {field.name for field in fields(Experiment)}
@@ -291,10 +217,10 @@ def spec(cfg: DictConfig, key: str) -> Any:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, BadInput | OmegaConfBaseException):
+        if isinstance(cause, ConfigError | OmegaConfBaseException):
             raise cause from None
         given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
         if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
             reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
-            raise BadInput(f"{reason}; leave it out, or the experiment that sets it") from error
-        raise BadInput(f"{key} does not work with {given}: {cause or error}") from error
+            raise ConfigError(f"{reason}; leave it out, or the experiment that sets it") from error
+        raise ConfigError(f"{key} does not work with {given}: {cause or error}") from error

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cpu" or "cuda" for `auto`, `cpu` or `cuda`. Raises BadInput if a GPU is asked for and there is none."""
+    """ "cpu" or "cuda" for `auto`, `cpu` or `cuda`. Raises ConfigError if a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
     require(wanted != "cuda" or available, "device=cuda, but PyTorch finds no GPU on this machine; use device=cpu")
     return "cuda" if wanted != "cpu" and available else "cpu"
 
 
-class Phases:
+class PhaseTimer:
     """Seconds and peak memory (GiB) of the named phases of one step, the device synchronised at their borders."""
 
     def __init__(self, device: str) -> None:

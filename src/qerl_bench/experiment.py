@@ -19,27 +19,27 @@ from omegaconf import DictConfig
 
 from qerl_bench import metrics
 from qerl_bench.algo.dynamic import fill
-from qerl_bench.aqn.inject import NoiseReport, combined
-from qerl_bench.base_digest import digest_of
-from qerl_bench.batch import Batch, make_batch
+from qerl_bench.aqn.injector import NoiseReport, combined
+from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.config import Experiment
-from qerl_bench.device import Phases, resolve_device
+from qerl_bench.device import PhaseTimer, resolve_device
 from qerl_bench.engine.base import RolloutEngine, Sampling
-from qerl_bench.errors import TrainingStopped, require
-from qerl_bench.evals.base import metrics_of
-from qerl_bench.evals.record import record_evaluation
-from qerl_bench.forensics import NonFinite, dump, during
-from qerl_bench.policy import Policy
+from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.record import record_evaluation
+from qerl_bench.figures.run import run_figures
+from qerl_bench.logger.base import Sink
+from qerl_bench.model.digest import digest_of
+from qerl_bench.model.policy import Policy
+from qerl_bench.model.warm_start import base_checkpoint
 from qerl_bench.progress import Steps
-from qerl_bench.quant.anatomy import write_layers
+from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
-from qerl_bench.results.figures import run_figures
-from qerl_bench.results.table import render, summary, untaught
 from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
 from qerl_bench.seeding import derive
-from qerl_bench.sink.base import Sink
-from qerl_bench.update import make_optimizer, update
-from qerl_bench.warm_start import base_checkpoint
+from qerl_bench.study.table import render, summary, untaught
+from qerl_bench.train.batch import Batch, make_batch
+from qerl_bench.train.nonfinite import NonFinite, dump, during
+from qerl_bench.train.update import make_optimizer, update
 
 log = logging.getLogger(__name__)
 KEPT_ROLLOUTS = 4  # completions per step in rollouts.jsonl
@@ -111,7 +111,7 @@ def train_step(
     step: int,
 ) -> dict[str, float]:
     """One optimiser step, with every metric of it."""
-    phases = Phases(str(policy.device.type))
+    phases = PhaseTimer(str(policy.device.type))
     with phases.phase("step"):
         if experiment.algo.on_policy:
             batch, found = sampled_batch(experiment, policy, engine, run, step, phases)
@@ -122,7 +122,7 @@ def train_step(
     found |= {f"time/{name}_s": seconds for name, seconds in phases.seconds.items()}
     found["speed/train_tok_s"] = int(batch.lengths.sum()) / phases.seconds["train"]
     if experiment.algo.on_policy:
-        experiment.offpolicy.watch(step, found)
+        experiment.importance_sampling.watch(step, found)
         found["speed/rollout_tok_s"] = found["completions/tokens"] / phases.seconds["rollout"]
         found["memory/rollout_gib"] = phases.peak_gib["rollout"]
     found["memory/train_gib"] = phases.peak_gib["train"]
@@ -141,7 +141,7 @@ def rollout_sampling(experiment: Experiment, step: int) -> Sampling:
 
 
 def sampled_batch(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, phases: Phases
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, phases: PhaseTimer
 ) -> tuple[Batch, dict[str, float]]:
     """Sample from the noisy policy, judge, and turn rewards into advantages."""
     rollout, task, algo = experiment.rollout, experiment.task, experiment.algo
@@ -153,13 +153,15 @@ def sampled_batch(
     def sample(refill: int) -> list[Group]:
         """The prompts of this step, or new ones for a refill, completed and judged."""
         seed = experiment.seed if refill == 0 else derive(experiment.seed, "refill", refill)
-        prompts = [prompt for prompt in task.train_prompts(step, rollout.prompts, seed) if prompt.id not in seen]
+        prompts = [
+            prompt for prompt in task.train_prompts(step, rollout.prompts_per_step, seed) if prompt.id not in seen
+        ]
         seen.update(prompt.id for prompt in prompts)
         rollouts = []
-        for number, sharing in experiment.inject.draws(prompts, len(draws)):
+        for number, sharing in experiment.noise.draws(prompts, len(draws)):
             with ExitStack() as noise_in:
                 with phases.phase("sync"):
-                    draws.append(noise_in.enter_context(policy.aqn.sampler(step, number)))
+                    draws.append(noise_in.enter_context(policy.noise.sampler(step, number)))
                     syncs.append(engine.sync(sharing))
                 with phases.phase("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(sharing, sampling)
@@ -168,7 +170,7 @@ def sampled_batch(
         bounds = [slice(i, i + rollout.group_size) for i in range(0, len(rollouts), rollout.group_size)]
         return [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in bounds]
 
-    groups, sampled, refills = fill(sample, algo, rollout.prompts)
+    groups, sampled, refills = fill(sample, algo, rollout.prompts_per_step)
     with phases.phase("sync"):
         parked = engine.sleep()
     rewards = torch.tensor([[reward.total for reward in group.rewards] for group in groups])  # (P, G)
@@ -198,13 +200,13 @@ def sampled_batch(
     found = metrics.of_rollouts([r for r, _ in judged], [w for _, w in judged], rollout.group_size)
     found |= {"dynamic/refills": refills, "dynamic/groups_kept": len(groups)}
     found |= metrics.of_syncs(syncs) | parked
-    found |= combined(draws) | policy.aqn.steering.observe(step, found["entropy"])
+    found |= combined(draws) | policy.noise.controller.observe(step, found["entropy"])
     return batch, found
 
 
 def demonstrated_batch(experiment: Experiment, policy: Policy, step: int) -> Batch:
     """The demonstrations of one supervised step."""
-    shown = experiment.task.demonstrations(step, experiment.rollout.prompts, experiment.seed)
+    shown = experiment.task.demonstrations(step, experiment.rollout.prompts_per_step, experiment.seed)
     return make_batch(
         [policy.prompt_ids(demonstration.prompt.messages) for demonstration in shown],
         [policy.completion_ids(demonstration.completion) for demonstration in shown],
@@ -216,8 +218,8 @@ def demonstrated_batch(experiment: Experiment, policy: Policy, step: int) -> Bat
 def not_finite(experiment: Experiment, run: RunDir, step: int, case: NonFinite) -> None:
     """Keep what is needed to understand it, then stop the run or leave this update out."""
     message = dump(run, step, case)
-    if experiment.optim.on_nonfinite == "stop":
-        raise TrainingStopped(f"{message}. To leave such updates out instead: optim.on_nonfinite=skip")
+    if experiment.train.on_nonfinite == "stop":
+        raise TrainingStopped(f"{message}. To leave such updates out instead: train.on_nonfinite=skip")
     log.warning("%s. This update is left out.", message)
 
 
@@ -240,12 +242,12 @@ def save(
 ) -> None:
     """Fill a checkpoint folder with everything that the next step depends on."""
     policy.save(folder)
-    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.aqn.state()}
+    state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
     torch.save(state, folder / "trainer.pt")
     position = {
         "step": step,
-        "prompts_seen": step * experiment.rollout.prompts,
-        "sigma": policy.aqn.steering.sigma(step),
+        "prompts_seen": step * experiment.rollout.prompts_per_step,
+        "sigma": policy.noise.controller.sigma(step),
         "lr": experiment.optim.lr_at(step, experiment.steps),
         "wall_s": run.wall_s,
     }
@@ -260,5 +262,5 @@ def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimize
     state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
-    policy.aqn.restore(state["noise"])
+    policy.noise.restore(state["noise"])
     run.spent_s = json.loads((folder / "state.json").read_text())["wall_s"]

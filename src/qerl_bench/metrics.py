@@ -47,7 +47,7 @@ SAMPLED = {
     "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
     "dynamic/groups_kept": Metric("count", "groups that are trained on"),
     "aqn/sigma": Metric("norm scale", "noise standard deviation that the schedule asks for"),
-    "aqn/sigma_realised": Metric("norm scale", "rms change of the scales, as stored (inject.relative: over |scale|)"),
+    "aqn/sigma_realised": Metric("norm scale", "rms change of the scales, as stored (noise.relative: over |scale|)"),
     "aqn/norms_perturbed": Metric("count", "norms in which at least one scale changed"),
     "aqn/scales_changed": Metric("share", "norm scales that changed at all: adding in BF16 rounds small noise away"),
     "time/rollout_s": Metric("s", "sampling"),
@@ -95,7 +95,7 @@ TRAINED = {
 }
 # The same sampled tokens under three policies: the engine (noise in), the trainer with the sampler's noise, and the
 # trainer as it trains. Between the first two lies the kernel part, between the last two the noise part.
-SPLIT = {  # only with offpolicy.split and one draw of noise to a step
+SPLIT = {  # only with importance_sampling.split_mismatch and one draw of noise to a step
     "mismatch/kernel_kl": Metric("nats/token", "mismatch/kl of engine and trainer, same noise in both"),
     "mismatch/kernel_logp_abs_max": Metric("nats", "mismatch/logp_abs_max of engine and trainer, same noise in both"),
     "mismatch/kernel_ess": Metric("share", "mismatch/ess of engine and trainer, same noise in both"),
@@ -105,10 +105,12 @@ SPLIT = {  # only with offpolicy.split and one draw of noise to a step
     ),
     "mismatch/noise_ess": Metric("share", "mismatch/ess of the trainer, with the sampler's noise and as it trains"),
 }
-WEIGHTED = {  # only with offpolicy.weights other than none
-    "offpolicy/weight_mean": Metric("-", "mean over tokens of the importance weight that multiplied the loss"),
-    "offpolicy/weight_max": Metric("-", "largest importance weight before truncation or masking"),
-    "offpolicy/changed_frac": Metric("share", "tokens whose importance weight was truncated or masked"),
+WEIGHTED = {  # only with importance_sampling.mode other than none
+    "importance_sampling/weight_mean": Metric(
+        "-", "mean over tokens of the importance weight that multiplied the loss"
+    ),
+    "importance_sampling/weight_max": Metric("-", "largest importance weight before truncation or masking"),
+    "importance_sampling/changed_frac": Metric("share", "tokens whose importance weight was truncated or masked"),
 }
 PENALISED = {  # only with kl.coef > 0
     "kl": Metric(
@@ -214,9 +216,9 @@ def of_tokens(table: TokenTable, sampled: bool) -> dict[str, float]:
 def weighting(used: torch.Tensor, raw: torch.Tensor) -> dict[str, float]:
     """What importance weights did, before (`raw`) and after their bounds (`used`), both (n,)."""
     return {
-        "offpolicy/weight_mean": used.mean().item(),
-        "offpolicy/weight_max": raw.max().item(),
-        "offpolicy/changed_frac": (used != raw).double().mean().item(),
+        "importance_sampling/weight_mean": used.mean().item(),
+        "importance_sampling/weight_max": raw.max().item(),
+        "importance_sampling/changed_frac": (used != raw).double().mean().item(),
     }
 
 

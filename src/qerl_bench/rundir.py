@@ -25,8 +25,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import CONF_DIR, UNSCIENTIFIC
-from qerl_bench.errors import BadInput, require
 from qerl_bench.metrics import definitions
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def is_finished(path: Path) -> bool:
 
 
 def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
-    """Raise BadInput, with `elsewhere` as the way out, if the run cannot be written to, or continued in, `path`."""
+    """Raise ConfigError, with `elsewhere` as the way out, if the run cannot be written to, or continued in, `path`."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     require(
         place.is_dir() and os.access(place, os.W_OK),
@@ -54,7 +54,7 @@ def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> No
 
 
 def refuse_other_config(path: Path, cfg: DictConfig, elsewhere: str) -> None:
-    """Raise BadInput if `path` holds a run whose numbers came from another config."""
+    """Raise ConfigError if `path` holds a run whose numbers came from another config."""
     ignored = UNSCIENTIFIC - {"seed"}
     stored, wanted = (
         flat({key: value for key, value in container.items() if key not in ignored})
@@ -92,14 +92,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise BadInput unless every file of the checkpoint is there with the content that its manifest names."""
+    """Raise ConfigError unless every file of the checkpoint is there with the content that its manifest names."""
     remedy = "Delete this folder to continue from the checkpoint before it (or from the start)"
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
     except (OSError, ValueError):  # ValueError: neither text nor JSON
         manifest = None
     if not isinstance(manifest, dict):
-        raise BadInput(f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}")
+        raise ConfigError(f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {remedy}")
     for name, digest in manifest.items():
         file = folder / name
         require(file.is_file() and sha256(file) == digest, f"checkpoint {folder} is damaged: {name}. {remedy}")
@@ -131,7 +131,7 @@ class RunDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise BadInput(
+            raise ConfigError(
                 f"another process is running in {path}; wait for it, or choose another place: {elsewhere}"
             ) from None
         if not is_finished(path):

@@ -21,12 +21,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from qerl_bench import metrics
+from qerl_bench.claims.judge import NO_RUNS, Result, judge
+from qerl_bench.claims.measure import WARM_UP
+from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.results.judge import NO_RUNS, Result, judge
-from qerl_bench.results.load import load_runs
-from qerl_bench.results.measure import WARM_UP
-from qerl_bench.results.paper import CLAIMS
 from qerl_bench.rundir import as_dict, flat
+from qerl_bench.study.load import load_runs
 
 ROOT = CONF_DIR.parent
 FOLDERS = ("paper", "speed", "tiny")
@@ -131,17 +131,17 @@ def test_the_methods_of_the_paper(method: str, quant: str, aqn: str, lr: float, 
     run = build(compose(["experiment=paper/table1", f"recipe=method/{method}"]))
     assert (run.quant.name, run.aqn.name, run.optim.lr, run.lora.rank) == (quant, aqn, lr, rank)
     assert run.quantizer.name == ("awq" if quant.endswith("fp4") else "rtn")
-    assert run.inject.site == ("old" if method == "qerl" else "sampler")
+    assert run.noise.site == ("old" if method == "qerl" else "sampler")
 
 
 def test_the_two_settings_of_the_paper() -> None:
     gsm8k, bigmath = (build(compose([f"experiment=paper/{name}"])) for name in ("gsm8k", "bigmath"))
     for run in (gsm8k, bigmath):
-        assert run.rollout.prompts * run.rollout.group_size == 128
-        assert (run.algo.epsilon_low, run.algo.epsilon_high, run.kl.coef, run.optim.entropy_coef) == (0.2, 0.28, 0, 0)
+        assert run.rollout.prompts_per_step * run.rollout.group_size == 128
+        assert (run.algo.epsilon_low, run.algo.epsilon_high, run.kl.coef, run.train.entropy_coef) == (0.2, 0.28, 0, 0)
         assert run.optim.optimizer == "adamw_8bit"
-    assert (gsm8k.algo.name, gsm8k.rollout.group_size, gsm8k.optim.updates) == ("grpo", 8, 4)
-    assert (bigmath.algo.name, bigmath.rollout.group_size, bigmath.optim.updates) == ("dapo", 16, 1)
+    assert (gsm8k.algo.name, gsm8k.rollout.group_size, gsm8k.train.updates_per_batch) == ("grpo", 8, 4)
+    assert (bigmath.algo.name, bigmath.rollout.group_size, bigmath.train.updates_per_batch) == ("dapo", 16, 1)
     assert (gsm8k.task.max_completion_tokens, bigmath.task.max_completion_tokens) == (4096, 8192)
     assert (gsm8k.task.name, bigmath.task.name) == ("gsm8k", "bigmath")
 
@@ -169,12 +169,12 @@ def test_the_arm_of_figure_9_without_noise_differs_from_the_others_in_noise_alon
     for name in names(found, ["paper/figure9"]):
         other = found["configs"][name]
         different = {key for key in none if none[key] != other[key]}
-        assert none["aqn"]["name"] == "none" and different == {"aqn", "inject", "name"}
+        assert none["aqn"]["name"] == "none" and different == {"aqn", "noise", "name"}
 
 
 def test_the_code_samples_no_group_again(found: dict[str, Any]) -> None:
     refills = [
-        {found["configs"][name]["algo"]["max_refills"] for name in names(found, [f"paper/{design}"])}
+        {found["configs"][name]["algo"]["max_resampling_rounds"] for name in names(found, [f"paper/{design}"])}
         for design in ("table2", "table2_code")
     ]
     assert refills == [{3}, {0}]
@@ -360,7 +360,7 @@ def test_a_speed_design_measures_steps_that_train(design: str) -> None:
     assert (run.task.name, run.model.name, run.eval.name, run.aqn.name) == ("shape", "shape-7b", "none", "none")
     assert run.steps - math.ceil(WARM_UP * run.steps) >= 10 and run.save_every == run.steps
     assert run.algo.on_policy and "shape-7b" in run.name
-    for prompt in run.task.train_prompts(1, run.rollout.prompts, seed=0):
+    for prompt in run.task.train_prompts(1, run.rollout.prompts_per_step, seed=0):
         assert set(prompt.answer) == {"0", "1"} and len(prompt.answer) == run.rollout.group_size
 
 

@@ -18,9 +18,9 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from qerl_bench.checks import ConfigError
+from qerl_bench.cli import mention_sweep
 from qerl_bench.config import CONF_DIR, build, compose, fingerprint
-from qerl_bench.errors import BadInput
-from qerl_bench.preflight import mention_sweep
 from qerl_bench.rundir import RunDir
 
 ROOT = CONF_DIR.parent
@@ -80,7 +80,7 @@ import itertools, json, sys, time
 import run  # the program itself: what it imports at its start counts too
 from hydra_plugins.process_launcher import launcher
 from qerl_bench.config import Experiment, build, compose, spec
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 
 asked = json.load(sys.stdin)
 started = time.perf_counter()
@@ -93,7 +93,7 @@ for name, overrides in asked["points"]:
             built[axis].setdefault(option, spec(cfg, axis))
     try:
         found["composed"][name] = build(cfg).name
-    except BadInput as error:
+    except ConfigError as error:
         found["refused"][name] = str(error)
 
 # Options meet in two places only: interpolations, which the points above compose, and Experiment, which sees them all.
@@ -107,7 +107,7 @@ for axes in asked["grids"]:
         found["grid"] += 1
         try:
             Experiment(**plain, **{**usual, **{axis: built[axis][name] for axis, name in point.items()}})
-        except BadInput:
+        except ConfigError:
             found["grid_refused"].append(point)
 found["seconds"] = time.perf_counter() - started
 found["modules"] = sorted(sys.modules)
@@ -262,11 +262,11 @@ def test_runs_of_other_science_do_not() -> None:
         "optim.weight_decay=0.01",
         "lora.rank=16",
         "optim.max_grad_norm=2",
-        "optim.micro_batch=32",
+        "train.micro_batch_size=32",
         "lora.alpha=64",
         "lora.dropout=0.1",
         "lora.targets=[q_proj]",
-        "rollout.prompts=8",
+        "rollout.prompts_per_step=8",
         "rollout.group_size=4",
         "rollout.temperature=0.9",
         "algo.epsilon_low=0.1",
@@ -275,7 +275,7 @@ def test_runs_of_other_science_do_not() -> None:
         "task.max_start=21",
         "task.procedures.guess=0.5",
         "eval.questions=8",
-        "engine.max_batch=1",
+        "engine.max_num_seqs=1",
         "device=cpu",
     ]
     base = compose()
@@ -325,7 +325,7 @@ def test_hydra_composes_what_compose_composes() -> None:
 
 @pytest.mark.parametrize("quant", [name for name in OPTIONS["quant"] if name != "bf16"])
 def test_packed_weights_cannot_be_trained(quant: str) -> None:
-    with pytest.raises(BadInput, match=f"quant={quant} keeps them packed"):
+    with pytest.raises(ConfigError, match=f"quant={quant} keeps them packed"):
         build(compose([f"quant={quant}", "lora=none"]))
 
 
@@ -351,20 +351,26 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("lora.alpha=much", "alpha.*much"),
         ("lora=none lora.rank=4", "lora=none has no rank, got lora.rank=4"),
         ("aqn=exp aqn.sigma_end=1", "aqn needs 0 < sigma_end <= sigma_start"),
-        ("inject.norms=all", "inject.norms must be one of blocks, blocks_final, missed"),
-        ("inject.site=trainer inject.cadence=group", "Use inject.cadence=step"),
-        ("offpolicy.split=1", "offpolicy.split must be true or false, got 1"),
-        ("offpolicy.weights=clip", "offpolicy.weights must be one of none, truncate, mask, got 'clip'"),
-        ("offpolicy.level=group", "offpolicy.level must be one of token, sequence"),
-        ("offpolicy.cap=0.9", "offpolicy.cap must be a number of at least 1"),
-        ("offpolicy.weights=mask offpolicy.floor=0", "offpolicy.floor must be null or a number above 0"),
-        ("offpolicy.weights=truncate offpolicy.floor=0.5", "Use offpolicy.weights=mask, or offpolicy.floor=null"),
-        ("offpolicy.warn_ess=2", "offpolicy.warn_ess must be a share"),
-        ("algo=sft offpolicy.weights=mask", "algo=sft reads demonstrations. Use offpolicy.weights=none"),
-        ("optim.entropy_coef=-1", "optim.entropy_coef must be a number >= 0"),
+        ("noise.norms=all", "noise.norms must be one of blocks, blocks_final, missed"),
+        ("noise.site=rollout_and_training noise.cadence=group", "Use noise.cadence=step"),
+        ("importance_sampling.split_mismatch=1", "importance_sampling.split_mismatch must be true or false, got 1"),
+        ("importance_sampling.mode=clip", "importance_sampling.mode must be one of none, truncate, mask, got 'clip'"),
+        ("importance_sampling.level=group", "importance_sampling.level must be one of token, sequence"),
+        ("importance_sampling.clip_max=0.9", "importance_sampling.clip_max must be a number of at least 1"),
+        (
+            "importance_sampling.mode=mask importance_sampling.clip_min=0",
+            "importance_sampling.clip_min must be null or a number above 0",
+        ),
+        (
+            "importance_sampling.mode=truncate importance_sampling.clip_min=0.5",
+            "Use importance_sampling.mode=mask, or importance_sampling.clip_min=null",
+        ),
+        ("importance_sampling.warn_ess=2", "importance_sampling.warn_ess must be a share"),
+        ("algo=sft importance_sampling.mode=mask", "algo=sft reads demonstrations. Use importance_sampling.mode=none"),
+        ("train.entropy_coef=-1", "train.entropy_coef must be a number >= 0"),
         ("quant=nvfp4 quant.compute_dtype=fp8", "quant.compute_dtype must be one of"),
         ("quant=mxfp4 quant.scale_rule=up", "quant.scale_rule must be one of"),
-        ("engine.max_batch=0", "engine.max_batch must be"),
+        ("engine.max_num_seqs=0", "engine.max_num_seqs must be"),
         ("eval.questions=0", "eval.questions must be"),
         ("model.dtype=int8", "model.dtype must be one of"),
         (
@@ -405,7 +411,10 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("name=null", "name must be a folder name"),
         ("root=null", "root a path"),
         ("steps=10000001", "steps must be at most 10,000,000, got 10000001"),
-        ("rollout.prompts=1001 rollout.group_size=1000", "1,000,000 completions, got 1,001 x 1,000 = 1,001,000"),
+        (
+            "rollout.prompts_per_step=1001 rollout.group_size=1000",
+            "1,000,000 completions, got 1,001 x 1,000 = 1,001,000",
+        ),
         ("rollout.group_size=1000000000", "must be at most 1,000,000 completions.* make one of the two smaller"),
         ("eval.questions=1001 eval.samples=1000", "eval.questions x eval.samples must be at most 1,000,000"),
         ("eval.questions=null eval.samples=1000001", "eval.questions x eval.samples must be at most 1,000,000"),
@@ -423,14 +432,14 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_in_words(words: str, says: str) -> None:
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(ConfigError, match=says):
         build(compose(shlex.split(words)))
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "rollout.prompts=1000 rollout.group_size=1000",
+        "rollout.prompts_per_step=1000 rollout.group_size=1000",
         "rollout.temperature=0.01",
         "eval.temperature=100",
         "optim.lr=1",

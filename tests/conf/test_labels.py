@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench.checks import ConfigError
+from qerl_bench.cli import check_points
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.errors import BadInput
-from qerl_bench.evals.again import asked_again
-from qerl_bench.preflight import check_points
+from qerl_bench.eval.reevaluate import asked_again
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"
@@ -23,12 +23,12 @@ BY_HAND = f"{{name:nvfp4,_target_:{BF16}}}"
 def test_the_name_of_an_option_cannot_be_set(axis: str) -> None:
     chosen = OmegaConf.select(compose(), f"{axis}.name")
     other = next(file.stem for file in sorted((CONF_DIR / axis).glob("*.yaml")) if file.stem != chosen)
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         compose([f"{axis}.name={other}"])
     said = f"{axis}.name={other} cannot be set: .* with {axis}={chosen} it is {chosen}. Choose {axis}={other} instead"
     assert refusal.match(said)
     with pytest.raises(
-        BadInput, match=rf"{axis}.name=mine cannot be set: .* Leave it out; choose {axis}=.*\b{other}\b"
+        ConfigError, match=rf"{axis}.name=mine cannot be set: .* Leave it out; choose {axis}=.*\b{other}\b"
     ):
         compose([f"{axis}.name=mine"])
 
@@ -47,16 +47,16 @@ def test_the_name_of_an_option_cannot_be_set(axis: str) -> None:
         (["aqn=format_error", "aqn.format.name=mxfp4"], "Choose quant@aqn.format=mxfp4 instead"),
         (["quant=[bf16,nvfp4]"], r"quant is one option: choose quant=bf16\|"),
         (["~quant", f"+quant={BY_HAND}"], "quant is one option: choose quant="),
-        (["task=reasoning_gym", "task.name=gsm8k"], "calls task gsm8k, which is qerl_bench.task.questions.Questions"),
+        (["task=reasoning_gym", "task.name=gsm8k"], "calls task gsm8k, which is qerl_bench.task.dataset.Questions"),
     ],
 )
 def test_other_ways_to_set_a_label_are_refused(words: list[str], says: str) -> None:
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(ConfigError, match=says):
         build(compose(words))
 
 
 def test_a_sweep_is_refused_before_it_starts() -> None:
-    with pytest.raises(BadInput, match=r"aqn.name=exp seed=1: aqn.name=exp cannot be set"):
+    with pytest.raises(ConfigError, match=r"aqn.name=exp seed=1: aqn.name=exp cannot be set"):
         check_points([["aqn.name=exp", "seed=1"]])
 
 
@@ -86,27 +86,27 @@ def test_a_users_own_option_is_called_by_its_file(tmp_path: Path) -> None:
     assert build(compose(own)).quant.name == "mine"
     below = _own(tmp_path, "sub/mine", f"_target_: {BF16}\nname: sub-mine\n")
     assert build(compose(below)).quant.name == "sub-mine"
-    with pytest.raises(BadInput, match=r"quant.name=nvfp4 cannot be set: .* with quant=mine it is mine"):
+    with pytest.raises(ConfigError, match=r"quant.name=nvfp4 cannot be set: .* with quant=mine it is mine"):
         compose([*own, "quant.name=nvfp4"])
-    with pytest.raises(BadInput, match=r"mine.yaml says name: nvfp4, .*; it must be that of the file: mine"):
+    with pytest.raises(ConfigError, match=r"mine.yaml says name: nvfp4, .*; it must be that of the file: mine"):
         compose(_own(tmp_path, "mine", f"_target_: {BF16}\nname: nvfp4\n"))
-    with pytest.raises(BadInput, match=r"mine.yaml must say by _target_"):
+    with pytest.raises(ConfigError, match=r"mine.yaml must say by _target_"):
         compose(_own(tmp_path, "mine", "defaults: [nvfp4]\n"))
 
 
 def test_stored_configs_are_checked_by_what_they_say() -> None:
     stored = compose(["quant=nvfp4"])
     stored.quant._target_ = BF16
-    with pytest.raises(BadInput, match=f"calls quant nvfp4, which is {NVFP4}, but its quant._target_ is {BF16}"):
+    with pytest.raises(ConfigError, match=f"calls quant nvfp4, which is {NVFP4}, but its quant._target_ is {BF16}"):
         build(stored)
     stored.quant = {"_target_": "os.system", "name": "mine"}
-    with pytest.raises(BadInput, match=r"quant._target_ must name a class of qerl_bench, got 'os.system'"):
+    with pytest.raises(ConfigError, match=r"quant._target_ must name a class of qerl_bench, got 'os.system'"):
         build(stored)
 
 
 @pytest.mark.parametrize("word", ["eval.name=paper", "task._target_=x", "engine.name=vllm", "task.name=gsm8k"])
 def test_an_evaluation_of_a_run_cannot_rename_either(word: str) -> None:
-    with pytest.raises(BadInput, match=f"{word} would change what .* is called and not what it is.* choose another"):
+    with pytest.raises(ConfigError, match=f"{word} would change what .* is called and not what it is.* choose another"):
         asked_again(compose(), [word])
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from qerl_bench.algo.kl import KlPenalty
-from qerl_bench.aqn.injection import Injection
+from qerl_bench.algo.importance_sampling import ImportanceSampling
+from qerl_bench.algo.kl import KLPenalty
+from qerl_bench.aqn.spec import NoiseSpec
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import CONF_DIR, Experiment, OptimSpec, RolloutSpec, build, compose
-from qerl_bench.errors import BadInput
-from qerl_bench.offpolicy import OffPolicy
 
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
 GROUPS = sorted(path for path in CONF_DIR.glob("*/**/*.yaml") if path.relative_to(CONF_DIR).parts[0] not in WHOLE)
@@ -75,13 +75,19 @@ def test_the_root_and_its_class_have_the_same_keys() -> None:
     groups = {folder.name for folder in CONF_DIR.iterdir() if folder.is_dir()} - WHOLE
     assert (set(node) - HYDRA) | groups == _fields(Experiment)
     assert {next(iter(entry)) for entry in node["defaults"] if isinstance(entry, dict)} >= groups
-    specs = {"rollout": RolloutSpec, "optim": OptimSpec, "kl": KlPenalty, "inject": Injection, "offpolicy": OffPolicy}
+    specs = {
+        "rollout": RolloutSpec,
+        "optim": OptimSpec,
+        "kl": KLPenalty,
+        "noise": NoiseSpec,
+        "importance_sampling": ImportanceSampling,
+    }
     for key, spec in specs.items():
         assert node[key]["_target_"] == f"{spec.__module__}.{spec.__name__}"
         assert set(node[key]) - {"_target_"} == _fields(spec)
 
 
-@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec, KlPenalty, Injection, OffPolicy])
+@pytest.mark.parametrize("spec", [Experiment, RolloutSpec, OptimSpec, KLPenalty, NoiseSpec, ImportanceSampling])
 def test_the_specs_of_the_root_are_frozen_too(spec: Any) -> None:
     _check_spec(spec)
 
@@ -97,8 +103,8 @@ def test_a_built_experiment_cannot_be_changed() -> None:
 def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
     needed = {
         "quant": ("bits_per_weight", "unsupported_reason", "check_width", "pack", "operand", "output_scale"),
-        "aqn": ("sigma", "check_with", "steering"),
-        "algo": ("on_policy", "max_refills", "when_degenerate", "advantages", "weights", "token_loss"),
+        "aqn": ("sigma", "check_with", "controller"),
+        "algo": ("on_policy", "max_resampling_rounds", "on_no_signal", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("build",),
         "lora": ("check_with",),
@@ -178,5 +184,5 @@ def test_every_step_learns_something_and_none_exceeds_the_peak(schedule: str, wa
     ids=str,
 )
 def test_rates_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=f"optim.{next(iter(changed))}"):
+    with pytest.raises(ConfigError, match=f"optim.{next(iter(changed))}"):
         _optim(**changed)

@@ -49,7 +49,7 @@ def run(root: Path, *words: str) -> list[dict]:
     [
         ("paper", PAPER, [k for k in range(10) for _ in range(2)]),
         ("repo", REPO, [0, *(k for k in range(1, 10) for _ in range(2)), 9]),
-        ("shipped", REPO, [0, *(k for k in range(1, 10) for _ in range(2)), 9]),
+        ("as_released", REPO, [0, *(k for k in range(1, 10) for _ in range(2)), 9]),
     ],
 )
 def test_a_recipe_walks_through_its_ten_stages(
@@ -76,17 +76,22 @@ def test_a_recipe_walks_through_its_ten_stages(
 
 VARIANTS = {
     "closed loop": ["aqn=entropy", "aqn.target_start=5.6", "aqn.target_end=5.5"],
-    "accumulated": ["recipe=repo", "inject.accumulate=all", "inject.add_dtype=float32"],
+    "accumulated": ["recipe=repo", "noise.accumulate=all", "noise.add_dtype=float32"],
     "per group, relative": [
         "aqn=layerwise",
-        "inject.relative=true",
-        "inject.cadence=group",
-        "inject.norms=blocks_final",
+        "noise.relative=true",
+        "noise.cadence=group",
+        "noise.norms=blocks_final",
     ],
-    "trainer too": ["aqn=cosine", "inject.site=trainer"],
+    "trainer too": ["aqn=cosine", "noise.site=rollout_and_training"],
     "old policy": ["recipe=paper"],
-    "log, batches": ["aqn=log", "inject.cadence=batch", "inject.batch_prompts=3"],
-    "importance weights": ["aqn=exp", "aqn.sigma_start=0.5", "offpolicy.weights=truncate", "offpolicy.cap=1.01"],
+    "log, batches": ["aqn=log", "noise.cadence=batch", "noise.prompts_per_draw=3"],
+    "importance weights": [
+        "aqn=exp",
+        "aqn.sigma_start=0.5",
+        "importance_sampling.mode=truncate",
+        "importance_sampling.clip_max=1.01",
+    ],
     "fixed error": ["experiment=control/format_error_fixed", "quant=bf16"],
 }
 
@@ -99,7 +104,7 @@ def test_every_variant_resumes_exactly(tmp_path: Path, variant: str) -> None:
         small = [
             "steps=6",
             "model.warm_start_steps=0",
-            "rollout.prompts=4",
+            "rollout.prompts_per_step=4",
             "rollout.group_size=4",
             "optim.warmup_steps=1",
         ]
@@ -112,7 +117,7 @@ def test_every_variant_resumes_exactly(tmp_path: Path, variant: str) -> None:
     assert run(tmp_path, *words) == straight
     assert any(record["aqn/sigma_realised"] > 0 for record in straight)
     if variant == "importance weights":
-        assert any(record["offpolicy/changed_frac"] > 0 for record in straight)
+        assert any(record["importance_sampling/changed_frac"] > 0 for record in straight)
     if variant == "closed loop":
         for before, after in itertools.pairwise(straight):
             assert after["aqn/sigma"] == before["aqn/sigma_next"]
@@ -121,7 +126,9 @@ def test_every_variant_resumes_exactly(tmp_path: Path, variant: str) -> None:
 
 def test_a_run_names_the_steps_whose_samples_count_for_few(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The bar at 1, which no step with noise reaches."""
-    records = run(tmp_path, "aqn=constant", "aqn.level=0.5", "steps=3", "optim.warmup_steps=1", "offpolicy.warn_ess=1")
-    warned = [record.getMessage() for record in caplog.records if "offpolicy.warn_ess" in record.getMessage()]
+    records = run(
+        tmp_path, "aqn=constant", "aqn.level=0.5", "steps=3", "optim.warmup_steps=1", "importance_sampling.warn_ess=1"
+    )
+    warned = [record.getMessage() for record in caplog.records if "importance_sampling.warn_ess" in record.getMessage()]
     expected = [f"step {record['step']}: mismatch/ess is {record['mismatch/ess']:.3f}" for record in records]
     assert len(warned) == 3 and all(line.startswith(start) for line, start in zip(warned, expected, strict=True))

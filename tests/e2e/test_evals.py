@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.evals`: a finished run under another protocol, its own record untouched."""
+"""`python -m qerl_bench.eval`: a finished run under another protocol, its own record untouched."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
-from qerl_bench.errors import BadInput
-from qerl_bench.evals import again
-from qerl_bench.evals.__main__ import main
+from qerl_bench.eval import reevaluate as again
+from qerl_bench.eval.__main__ import main
 from qerl_bench.experiment import run_experiment
 
 
@@ -94,7 +94,7 @@ def test_other_questions_into_another_folder_from_a_run_that_has_moved(finished:
     rows = pd.read_parquet(out / "samples.parquet")
     assert all(sum(map(question.count, "+-")) == 1 for question in rows["question"])  # two numbers
     assert not (moved / "evals").exists()
-    with pytest.raises(BadInput, match=r"holds a run of another config.*Choose another place: out=DIR$"):
+    with pytest.raises(ConfigError, match=r"holds a run of another config.*Choose another place: out=DIR$"):
         main([str(moved), "task.operations=[2]", f"out={out}"])
 
 
@@ -110,7 +110,7 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to change. usage: python -m qerl_bench.evals RUN_DIR"),
+        ([], "say what to change. usage: python -m qerl_bench.eval RUN_DIR"),
         (["quant=nf4"], "quant=nf4 would change what was trained; another evaluation changes eval, task,"),
         (["lora.rank=2"], "would change what was trained"),
         (["eval.sampels=3"], r"no option eval\.sampels\. Did you mean eval\.samples\?"),
@@ -125,24 +125,24 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
     ],
 )
 def test_words_that_cannot_be_are_refused(finished: Path, words: list[str], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         main([str(finished), *words])
 
 
 def test_a_folder_without_a_finished_run_is_refused_with_a_remedy(finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"is not a run: it has no config\.yaml"):
+    with pytest.raises(ConfigError, match=r"is not a run: it has no config\.yaml"):
         main([str(tmp_path), "eval=task"])
-    with pytest.raises(BadInput, match="first word must be the folder of a run; usage"):
+    with pytest.raises(ConfigError, match="first word must be the folder of a run; usage"):
         main(["eval=task"])
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
-    with pytest.raises(BadInput, match="is the run itself"):
+    with pytest.raises(ConfigError, match="is the run itself"):
         main([str(copy), "eval=quick", f"out={copy}"])
     (copy / "checkpoints" / "step_000004" / "trainer.pt").write_bytes(b"")
-    with pytest.raises(BadInput, match="is damaged"):
+    with pytest.raises(ConfigError, match="is damaged"):
         main([str(copy), "eval=quick"])
     (copy / "done.json").unlink()
-    with pytest.raises(BadInput, match=r"is not finished.*The command that started it continues it"):
+    with pytest.raises(ConfigError, match=r"is not finished.*The command that started it continues it"):
         main([str(copy), "eval=quick"])
 
 

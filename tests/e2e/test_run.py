@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl_bench.evals.__main__ import main as evaluate_again
+from qerl_bench.eval.__main__ import main as evaluate_again
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -262,7 +262,7 @@ def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp
     long = json.dumps({"question": "1+" * 2048, "answer": "1 #### 1"})
     train.write_text("".join(f'{{"question": "{i}+1?", "answer": "#### {i + 1}"}}\n' for i in range(11)) + long + "\n")
     words = [*GSM8K, f"task.train_file={train}", "model.warm_start_steps=0", "steps=1", "eval=none"]
-    done = run(*words, "optim.warmup_steps=0", "rollout.prompts=2", f"root={tmp_path}")
+    done = run(*words, "optim.warmup_steps=0", "rollout.prompts_per_step=2", f"root={tmp_path}")
     assert done.returncode == 2, done.stderr
     assert "1 of 12 prompts do not fit: the model reads 4096 tokens" in done.stderr
     assert not list(tmp_path.rglob("metrics.jsonl"))

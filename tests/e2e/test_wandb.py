@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench.logger.wandb import WandB, WandbSink
 from qerl_bench.rundir import as_dict
-from qerl_bench.sink.wandb import Wandb, WandbSink
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 32 * 1024  # a .wandb file is a LevelDB log: blocks of records with a header of 7 bytes each
@@ -134,7 +134,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: in
     lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
     lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
     run = SimpleNamespace(path=Path("x"), metrics=lambda: lines)
-    spec = Wandb(name="wandb", project="p", entity=None, mode="online")
+    spec = WandB(name="wandb", project="p", entity=None, mode="online")
     return WandbSink(spec, run, {}), online  # type: ignore[arg-type]
 
 

@@ -10,12 +10,12 @@ import bitsandbytes
 import pytest
 import torch
 
-from qerl_bench import kernel_choice
+from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
 from qerl_bench.engine.hf_graph import eager_reason
-from qerl_bench.errors import BadInput
-from qerl_bench.kernel_choice import AdaptedLinear, choose_kernels
+from qerl_bench.model.base import kernels as kernel_choice
+from qerl_bench.model.kernels import LoRALinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.records import Prompt
 from qerl_kernels import decode
@@ -25,7 +25,7 @@ MakePolicy = Callable[..., Any]
 
 def _fused(policy: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Let the policy use the fused kernels on a CPU, under the interpreter."""
-    monkeypatch.setattr(kernel_choice, "fused_reason", lambda *_: None)
+    monkeypatch.setattr(kernel_choice, "why_not_fused", lambda *_: None)
     return choose_kernels(policy.model, policy.layers, "auto")
 
 
@@ -54,22 +54,22 @@ def test_on_a_cpu_everything_is_the_reference(make_policy: MakePolicy, caplog: p
     messages = [record.getMessage() for record in caplog.records]
     assert any("14 layers" in message and message.endswith(": torch") for message in messages)
     assert any("sampling: torch (the device is cpu)" in message for message in messages)
-    layers = [module for module in policy.model.modules() if isinstance(module, AdaptedLinear)]
+    layers = [module for module in policy.model.modules() if isinstance(module, LoRALinear)]
     assert len(layers) == 14 and not any(layer.fused for layer in layers)
 
 
 def test_the_option_is_checked(make_config: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
     assert make_experiment().kernel == "auto" and make_experiment("kernel=torch").kernel == "torch"
-    with pytest.raises(BadInput, match="kernel must be auto or torch, got 'cuda'"):
+    with pytest.raises(ConfigError, match="kernel must be auto or torch, got 'cuda'"):
         make_experiment("kernel=cuda")
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert kernel_choice.fused_reason("torch", cuda) == "kernel=torch"
-    assert kernel_choice.fused_reason("auto", torch.device("cpu")) == "the device is cpu"
+    assert kernel_choice.why_not_fused("torch", cuda) == "kernel=torch"
+    assert kernel_choice.why_not_fused("auto", torch.device("cpu")) == "the device is cpu"
     monkeypatch.setattr(kernel_choice, "find_spec", lambda _: None)
-    assert kernel_choice.fused_reason("auto", cuda) == "the package triton is not installed"
+    assert kernel_choice.why_not_fused("auto", cuda) == "the package triton is not installed"
 
 
 @pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])
@@ -155,7 +155,7 @@ def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, m
 def test_dropout_is_left_to_peft(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy("model.dtype=bfloat16", "lora.dropout=0.5")
     _fused(policy, monkeypatch)
-    layer = next(module for module in policy.model.modules() if isinstance(module, AdaptedLinear))
+    layer = next(module for module in policy.model.modules() if isinstance(module, LoRALinear))
     assert layer.fused and layer._adapter() is not None
     policy.train_mode(True)
     assert layer._adapter() is None

@@ -12,44 +12,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl_bench.algo.base import Terms
-from qerl_bench.algo.bnpo import Bnpo
-from qerl_bench.algo.cispo import Cispo
-from qerl_bench.algo.dapo import Dapo
-from qerl_bench.algo.dr_grpo import DrGrpo
-from qerl_bench.algo.grpo import Grpo
-from qerl_bench.algo.gspo import Gspo
-from qerl_bench.algo.kl import KlPenalty
-from qerl_bench.algo.objective import objective
-from qerl_bench.algo.reinforce_pp import ReinforcePp
-from qerl_bench.algo.rloo import Rloo
-from qerl_bench.algo.sft import Sft
-from qerl_bench.errors import BadInput
+from qerl_bench.algo.bnpo import BNPO
+from qerl_bench.algo.cispo import CISPO
+from qerl_bench.algo.dapo import DAPO
+from qerl_bench.algo.dr_grpo import DrGRPO
+from qerl_bench.algo.grpo import GRPO
+from qerl_bench.algo.gspo import GSPO
+from qerl_bench.algo.kl import KLPenalty
+from qerl_bench.algo.loss import objective
+from qerl_bench.algo.reinforce_pp import ReinforcePlusPlus
+from qerl_bench.algo.rloo import RLOO
+from qerl_bench.algo.sft import SFT
+from qerl_bench.checks import ConfigError
 
 NARROW: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 CLIP: dict[str, Any] = {**NARROW, "delta": None, "advantage_eps": 1e-4}
-GRPO = Grpo(name="grpo", **CLIP)
-DAPO = Dapo(
+GRPO = GRPO(name="grpo", **CLIP)
+DAPO = DAPO(
     name="dapo",
     **{**CLIP, "epsilon_high": 0.28},
-    max_refills=0,
-    when_degenerate="stop",
+    max_resampling_rounds=0,
+    on_no_signal="stop",
     length_limit=10,
     overlong_share=0.0,
     overlong_factor=1.0,
 )
-BNPO = Bnpo(name="bnpo", **CLIP, chunk=2)
-DR_GRPO = DrGrpo(name="dr_grpo", **NARROW, delta=None, length_limit=10)
-GSPO = Gspo(name="gspo", **CLIP)
-CISPO = Cispo(name="cispo", epsilon_low=1.0, epsilon_high=0.2, advantage_eps=1e-4)
-RLOO = Rloo(name="rloo", **NARROW)
-REINFORCE_PP = ReinforcePp(name="reinforce_pp", **NARROW, advantage_eps=1e-4, group_baseline=False)
-SFT = Sft(name="sft")
+BNPO = BNPO(name="bnpo", **CLIP, chunk=2)
+DR_GRPO = DrGRPO(name="dr_grpo", **NARROW, delta=None, length_limit=10)
+GSPO = GSPO(name="gspo", **CLIP)
+CISPO = CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.2, advantage_eps=1e-4)
+RLOO = RLOO(name="rloo", **NARROW)
+REINFORCE_PP = ReinforcePlusPlus(name="reinforce_pp", **NARROW, advantage_eps=1e-4, group_baseline=False)
+SFT = SFT(name="sft")
 ON_POLICY = [GRPO, DAPO, BNPO, DR_GRPO, GSPO, CISPO, RLOO, REINFORCE_PP]
 ALGORITHMS = pytest.mark.parametrize("algo", [*ON_POLICY, SFT], ids=lambda algo: algo.name)
-NO_KL = KlPenalty(coef=0.0, estimator="k3", ratio_weighted=True)
+NO_KL = KLPenalty(coef=0.0, estimator="k3", ratio_weighted=True)
 
 
-def step_loss(algo: Any, kl: KlPenalty = NO_KL, **terms: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step_loss(algo: Any, kl: KLPenalty = NO_KL, **terms: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a step that is one micro-batch."""
     return objective(algo, kl, Terms(**terms), algo.weights(terms["mask"].sum(1)))
 
@@ -166,7 +166,7 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
 
 def test_a_ratio_exactly_on_the_boundary_is_not_clipped() -> None:
     """epsilon 0.5 puts the boundaries on numbers that exp can hit: exp(0) = 1 is inside, and halves are exact."""
-    algo = Grpo(name="grpo", **{**CLIP, "epsilon_low": 0.5, "epsilon_high": 1.0})
+    algo = GRPO(name="grpo", **{**CLIP, "epsilon_low": 0.5, "epsilon_high": 1.0})
     for ratio, advantage in ((0.5, -1.0), (2.0, 1.0)):
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         assert logprobs.exp().item() == ratio
@@ -349,8 +349,8 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(algo: Any, reward: flo
         (GRPO, {"advantage_eps": 0.0}),
         (GRPO, {"delta": 1.2}),
         (DAPO, {"epsilon_high": 0.0}),
-        (DAPO, {"max_refills": -1}),
-        (DAPO, {"when_degenerate": "cry"}),
+        (DAPO, {"max_resampling_rounds": -1}),
+        (DAPO, {"on_no_signal": "cry"}),
         (DAPO, {"overlong_share": 1.0}),
         (DAPO, {"length_limit": 0}),
         (DAPO, {"overlong_factor": -0.1}),
@@ -366,7 +366,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_at_all(algo: Any, reward: flo
     ids=lambda value: value.name if hasattr(value, "name") else str(value),
 )
 def test_values_that_make_no_sense_are_refused(algo: Any, changed: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=next(iter(changed))):
+    with pytest.raises(ConfigError, match=next(iter(changed))):
         replace(algo, **changed)
 
 
@@ -467,8 +467,8 @@ def test_overlong_penalty_by_hand() -> None:
 # --- KL --------------------------------------------------------------------------------------------------------------
 
 
-def _kl(estimator: str, weighted: bool, coef: float = 0.5) -> KlPenalty:
-    return KlPenalty(coef=coef, estimator=estimator, ratio_weighted=weighted)
+def _kl(estimator: str, weighted: bool, coef: float = 0.5) -> KLPenalty:
+    return KLPenalty(coef=coef, estimator=estimator, ratio_weighted=weighted)
 
 
 @pytest.mark.parametrize(
@@ -540,5 +540,5 @@ def test_kl_is_added_per_token_with_the_weights_of_the_algorithm() -> None:
     ],
 )
 def test_kl_values_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=next(iter(changed))):
+    with pytest.raises(ConfigError, match=next(iter(changed))):
         replace(_kl("k3", weighted=True), **changed)

@@ -20,36 +20,36 @@ import pytest
 import torch
 
 from qerl_bench.algo.base import Terms
-from qerl_bench.algo.bnpo import Bnpo
-from qerl_bench.algo.cispo import Cispo
-from qerl_bench.algo.dapo import Dapo
-from qerl_bench.algo.dr_grpo import DrGrpo
-from qerl_bench.algo.grpo import Grpo
-from qerl_bench.algo.gspo import Gspo
-from qerl_bench.algo.kl import KlPenalty
-from qerl_bench.algo.objective import objective
-from qerl_bench.algo.rloo import Rloo
-from qerl_bench.offpolicy import OffPolicy
+from qerl_bench.algo.bnpo import BNPO
+from qerl_bench.algo.cispo import CISPO
+from qerl_bench.algo.dapo import DAPO
+from qerl_bench.algo.dr_grpo import DrGRPO
+from qerl_bench.algo.grpo import GRPO
+from qerl_bench.algo.gspo import GSPO
+from qerl_bench.algo.importance_sampling import ImportanceSampling
+from qerl_bench.algo.kl import KLPenalty
+from qerl_bench.algo.loss import objective
+from qerl_bench.algo.rloo import RLOO
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
 TOLERANCE = 1e-9
 ROWS, WIDTH, LIMIT = 16, 7, 9  # completions of two generations, tokens of the longest, tokens allowed
 SHARED: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None, "advantage_eps": 1e-4}
-GRPO = Grpo(name="grpo", **SHARED)
-DAPO = Dapo(
+GRPO = GRPO(name="grpo", **SHARED)
+DAPO = DAPO(
     name="dapo",
     **SHARED,
-    max_refills=0,
-    when_degenerate="stop",
+    max_resampling_rounds=0,
+    on_no_signal="stop",
     length_limit=LIMIT,
     overlong_share=4 / LIMIT,
     overlong_factor=1.0,
 )
-BNPO = Bnpo(name="bnpo", **SHARED, chunk=1)
-DR_GRPO = DrGrpo(name="dr_grpo", epsilon_low=0.2, epsilon_high=0.28, delta=None, length_limit=LIMIT)
-GSPO = Gspo(name="gspo", **SHARED)
-CISPO = Cispo(name="cispo", epsilon_low=1.0, epsilon_high=0.6, advantage_eps=1e-4)
+BNPO = BNPO(name="bnpo", **SHARED, chunk=1)
+DR_GRPO = DrGRPO(name="dr_grpo", epsilon_low=0.2, epsilon_high=0.28, delta=None, length_limit=LIMIT)
+GSPO = GSPO(name="gspo", **SHARED)
+CISPO = CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.6, advantage_eps=1e-4)
 TRL_NAMES = {"gspo": "grpo"}  # with importance_sampling_level="sequence"
 
 
@@ -78,7 +78,7 @@ class Accelerator:
         return value
 
 
-def _trainer(algo: Any, kl: KlPenalty, accumulation: int, per_generation: int) -> SimpleNamespace:
+def _trainer(algo: Any, kl: KLPenalty, accumulation: int, per_generation: int) -> SimpleNamespace:
     cispo = algo.name == "cispo"
     return SimpleNamespace(
         loss_type=TRL_NAMES.get(algo.name, algo.name),
@@ -156,7 +156,7 @@ def _theirs(
 
 def _ours(
     algo: Any,
-    kl: KlPenalty,
+    kl: KLPenalty,
     data: dict[str, torch.Tensor],
     window: slice,
     old: bool,
@@ -178,7 +178,7 @@ def _ours(
 
 
 KLS = [
-    KlPenalty(coef=coef, estimator="k3", ratio_weighted=weighted)
+    KLPenalty(coef=coef, estimator="k3", ratio_weighted=weighted)
     for coef, weighted in ((0.0, True), (0.04, True), (0.04, False))
 ]
 
@@ -192,7 +192,7 @@ KLS = [
     ids=lambda algo: f"{algo.name}-{getattr(algo, 'delta', None)}",
 )
 def test_loss_and_gradient_of_a_step_are_those_of_trl(
-    grpo_loss: Any, algo: Any, accumulation: int, per_generation: int, kl: KlPenalty, old: bool
+    grpo_loss: Any, algo: Any, accumulation: int, per_generation: int, kl: KLPenalty, old: bool
 ) -> None:
     """Our step = the micro-batches that TRL accumulates. See the comments for where TRL's total is another one."""
     data = _data(seed=accumulation * 10 + per_generation)
@@ -229,14 +229,14 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(
     ids=lambda value: getattr(value, "name", value),
 )
 def test_importance_weights_enter_the_loss_as_in_trl(
-    grpo_loss: Any, algo: Any, level: str, kl: KlPenalty, weights: str
+    grpo_loss: Any, algo: Any, level: str, kl: KLPenalty, weights: str
 ) -> None:
     """TRL's ratio, written out: (B, T), or (B, 1) for sequences; ours is made by the spec. Four micro-batches."""
     data = _data(seed=8)
     generator = torch.Generator().manual_seed(9)
     sampler = data["old"] + 0.5 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
     cap, floor = 1.5, 0.6 if weights == "mask" else None
-    spec = OffPolicy(split=False, weights=weights, level=level, cap=cap, floor=floor, warn_ess=0.0)
+    spec = ImportanceSampling(split=False, weights=weights, level=level, cap=cap, floor=floor, warn_ess=0.0)
     gap = (data["old"] - sampler) * data["mask"]
     ratio = (gap.sum(1, keepdim=True) if level == "sequence" else gap).exp()
     bounded = ratio.clamp(max=cap) if floor is None else ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
@@ -293,7 +293,7 @@ def test_kl_metric_is_that_of_trl_without_the_ratio(grpo_loss: Any) -> None:
 def test_rloo_is_that_of_trl(clip: float) -> None:
     """An empty completion, which no sampler makes, counts as a ratio of 1 there and as nothing here."""
     loss_of = _peer("trl.trainer.rloo_trainer").RLOOTrainer._compute_loss
-    algo = Rloo(name="rloo", epsilon_low=0.2, epsilon_high=clip)
+    algo = RLOO(name="rloo", epsilon_low=0.2, epsilon_high=clip)
     data = _data(seed=7)
     trainer = _trainer(algo, KLS[0], 1, 1)
     leaf = data["logprobs"].clone().requires_grad_()

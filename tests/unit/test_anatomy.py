@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from qerl_bench.errors import BadInput
-from qerl_bench.quant.anatomy import layer_report, output_error, unpacked_report, write_layers
+from qerl_bench.checks import ConfigError
+from qerl_bench.figures.error_decomposition import draw
+from qerl_bench.quant.error_decomposition import layer_report, output_error, unpacked_report, write_layers
 from qerl_bench.quant.linear import pack_linear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.results.anatomy import draw
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
 
@@ -84,7 +84,7 @@ def test_pieces_of_a_large_layer_are_put_together(monkeypatch: pytest.MonkeyPatc
     weight = torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
     restored = weight.round()
     whole = layer_report(weight, restored, size=1)
-    monkeypatch.setattr("qerl_bench.quant.anatomy._PIECE", 10)
+    monkeypatch.setattr("qerl_bench.quant.error_decomposition._PIECE", 10)
     parts = layer_report(weight, restored, size=1)
     for name, value in vars(whole).items():
         assert getattr(parts, name) == (None if value is None else pytest.approx(value, rel=1e-6))
@@ -143,7 +143,7 @@ def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
     script.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
     assert "error_anatomy.svg" in capsys.readouterr().out
     assert len(script.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
-    with pytest.raises(BadInput, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
         script.main([str(tmp_path), "--out", str(tmp_path / "out")])
 
 

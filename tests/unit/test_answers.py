@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.task.answers import parse_number
-from qerl_bench.task.extract import ANSWER_FORMATS, extract, well_formed
-from qerl_bench.task.judge import Judge
+from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
+from qerl_bench.task.grader.grader import Judge
+from qerl_bench.task.grader.numbers import parse_number
 
 JUDGE = Judge(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from qerl_bench.aqn.inject import block_norms, perturbed
-from qerl_bench.errors import TrainingStopped
+from qerl_bench.aqn.injector import block_norms, perturbed
+from qerl_bench.checks import TrainingStopped
 
 
 def _norms(count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_sigma_zero_touches_nothing() -> None:
 def test_every_block_norm_of_a_policy_and_no_other_is_perturbed(make_policy: Callable[..., Any], quant: str) -> None:
     policy = make_policy("model.layers=3", quant=quant)
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    with policy.noise(1e-2, seed=7) as report:
+    with policy.perturbed(1e-2, seed=7) as report:
         assert report.norms_perturbed == 6
         during = policy.model.state_dict()
         changed = {name for name in before if not torch.equal(before[name], during[name])}
@@ -138,7 +138,7 @@ def test_small_noise_survives_in_a_bfloat16_model(make_policy: Callable[..., Any
     input_ids = torch.randint(0, 256, (8, 40))
     with torch.no_grad():
         clean = policy.model(input_ids=input_ids).logits
-        with policy.noise(1e-4, seed=7) as report:
+        with policy.perturbed(1e-4, seed=7) as report:
             noisy = policy.model(input_ids=input_ids).logits
         again = policy.model(input_ids=input_ids).logits
     assert report.norms_perturbed == 4
@@ -188,7 +188,7 @@ def test_noise_on_a_norm_equals_noise_on_the_columns_of_the_next_weights(make_po
     input_ids = torch.randint(0, 256, (3, 17))
     with torch.no_grad():
         clean = policy.model(input_ids=input_ids).logits
-        with policy.noise(0.05, seed=7):
+        with policy.perturbed(0.05, seed=7):
             noisy = policy.model(input_ids=input_ids).logits
             factors = {name: norm.weight.detach().clone() for name, norm in policy.norms.items()}
         for i, layer in enumerate(other.model.layers):

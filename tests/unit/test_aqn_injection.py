@@ -1,4 +1,4 @@
-"""Every switch of `inject`: which norms, how large, how often drawn anew, who sees it, what stays, how precise."""
+"""Every switch of `noise`: which norms, how large, how often drawn anew, who sees it, what stays, how precise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from qerl_bench.algo.objective import objective
+from qerl_bench.algo.loss import objective
 from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
-from qerl_bench.aqn.inject import Noise, combined
-from qerl_bench.aqn.injection import Injection
-from qerl_bench.batch import make_batch
-from qerl_bench.errors import BadInput
-from qerl_bench.update import make_optimizer, update
+from qerl_bench.aqn.injector import Noise, combined
+from qerl_bench.aqn.spec import NoiseSpec
+from qerl_bench.checks import ConfigError
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.update import make_optimizer, update
 
-PLAIN = Injection(
+PLAIN = NoiseSpec(
     norms="blocks",
     relative=False,
     cadence="step",
@@ -44,8 +44,8 @@ def _norms(count: int = 4, width: int = 4096, dtype: torch.dtype = torch.float32
 def _noise(
     norms: dict[str, Any], sigma: float = 1e-2, seed: int = 0, factors: dict[str, float] | None = None, **changed: Any
 ) -> Noise:
-    steering = OpenLoop(Constant(name="constant", level=sigma), 100, factors)
-    return Noise(replace(PLAIN, **changed), steering, norms, seed)
+    controller = OpenLoop(Constant(name="constant", level=sigma), 100, factors)
+    return Noise(replace(PLAIN, **changed), controller, norms, seed)
 
 
 def _scales(noise: Noise, step: int, draw: int = 0) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _scales(noise: Noise, step: int, draw: int = 0) -> torch.Tensor:
 def test_which_norms_are_perturbed(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], choice: str, count: int, final: bool
 ) -> None:
-    words = ("model.layers=3", f"inject.norms={choice}", "aqn=constant")
+    words = ("model.layers=3", f"noise.norms={choice}", "aqn=constant")
     policy, experiment = make_policy("model.layers=3"), make_experiment(*words)
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     with policy.noise_of(experiment).sampler(1, 0) as report:
@@ -80,7 +80,7 @@ def test_the_shipped_hook_does_nothing_and_says_so(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = make_policy()
-    noise = policy.noise_of(make_experiment("recipe=shipped", "steps=10"))
+    noise = policy.noise_of(make_experiment("recipe=as_released", "steps=10"))
     assert "reaches no norm" in caplog.text
     input_ids = torch.randint(0, 256, (2, 9))
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_a_walk_by_hand_and_it_stays_when_sigma_is_zero() -> None:
     walk = [_scales(noise, step) - 1 for step in (1, 2, 3)]
     for n, position in enumerate(walk, start=1):
         assert torch.allclose(position, sum(steps[:n]), rtol=0, atol=1e-6)
-    noise.steering = OpenLoop(Constant(name="constant", level=0.0), 100)
+    noise.controller = OpenLoop(Constant(name="constant", level=0.0), 100)
     with noise.sampler(4, 0) as report:
         assert report.sigma == 0 and report.norms_perturbed == 4
     assert torch.equal(_scales(noise, 5) - 1, walk[-1])
@@ -275,7 +275,7 @@ def test_which_log_probabilities_carry_the_noise(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, site: str
 ) -> None:
     policy = make_policy(sharp=True, adapted=True)
-    experiment = make_experiment("aqn=constant", "aqn.level=0.1", f"inject.site={site}")
+    experiment = make_experiment("aqn=constant", "aqn.level=0.1", f"noise.site={site}")
     noise = policy.noise_of(experiment)
     batch = make_batch([[5, 6, 7], [8, 9]], [[1, 2, 3], [4, 5]], policy.pad_id, policy.device)
     clean = policy.token_stats(batch.input_ids, batch.mask, 1.0)
@@ -290,14 +290,14 @@ def test_which_log_probabilities_carry_the_noise(
         [noisy.logprobs[0, 3:6].tolist(), noisy.logprobs[1, 2:4].tolist()],
         torch.tensor([1.0, -0.5]),
     )
-    policy.aqn = noise
+    policy.noise = noise
     seen: list[Any] = []
 
     def listening(algo: Any, kl: Any, terms: Any, weights: Any) -> Any:
         seen.append(terms)
         return objective(algo, kl, terms, weights)
 
-    monkeypatch.setattr("qerl_bench.update.objective", listening)
+    monkeypatch.setattr("qerl_bench.train.update.objective", listening)
     found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
     (terms,) = seen
     expected = {"sampler": (clean, clean), "old": (clean, noisy), "trainer": (noisy, noisy)}[site]
@@ -336,7 +336,7 @@ def test_noise_adds_no_operation_and_no_tensor_to_the_forward_pass(make_policy: 
         with _Operations() as clean:
             policy.model(input_ids=input_ids)
         parameters = [tensor.shape for tensor in policy.model.state_dict().values()]
-        with policy.noise(0.05, seed=3):
+        with policy.perturbed(0.05, seed=3):
             with _Operations() as noisy:
                 policy.model(input_ids=input_ids)
             assert [tensor.shape for tensor in policy.model.state_dict().values()] == parameters
@@ -370,11 +370,11 @@ def test_a_noise_step_costs_milliseconds_at_seven_billion_parameters() -> None:
         ({"site": "everywhere"}, "sampler, old, trainer"),
         ({"accumulate": True}, "none, final, all"),
         ({"add_dtype": "float16"}, "float32, bfloat16"),
-        ({"site": "trainer", "cadence": "group"}, r"Use inject\.cadence=step"),
-        ({"site": "old", "cadence": "batch"}, r"Use inject\.cadence=step"),
-        ({"accumulate": "all", "cadence": "run"}, r"Use inject\.accumulate=none"),
+        ({"site": "rollout_and_training", "cadence": "group"}, r"Use noise\.cadence=step"),
+        ({"site": "rollout_and_old_logprobs", "cadence": "batch"}, r"Use noise\.cadence=step"),
+        ({"accumulate": "all", "cadence": "run"}, r"Use noise\.accumulate=none"),
     ],
 )
 def test_injections_that_make_no_sense_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         replace(PLAIN, **changed)

@@ -17,7 +17,7 @@ from qerl_bench.aqn.exp import ExponentialDecay
 from qerl_bench.aqn.linear import LinearDecay
 from qerl_bench.aqn.log import LogarithmicDecay
 from qerl_bench.aqn.none import NoNoise
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 
 DECAYS = [ExponentialDecay, LinearDecay, CosineDecay, LogarithmicDecay]
 
@@ -56,7 +56,7 @@ def test_exp_against_the_published_stage_tables(settings: dict[str, Any], table:
     [
         ("paper", PAPER, [1, 21, 41, 61, 81, 101, 121, 141, 161, 181]),
         ("repo", REPO_SCRIPTS, [1, 20, 40, 60, 80, 100, 120, 140, 160, 180]),
-        ("shipped", REPO_SCRIPTS, [1, 20, 40, 60, 80, 100, 120, 140, 160, 180]),
+        ("as_released", REPO_SCRIPTS, [1, 20, 40, 60, 80, 100, 120, 140, 160, 180]),
     ],
 )
 def test_recipes_have_their_tables(
@@ -182,11 +182,11 @@ def test_equal_ends_constant_and_none() -> None:
     ],
 )
 def test_decays_that_make_no_sense_are_refused(kind: type[StagedDecay], changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         _decay(kind, **changed)
 
 
 @pytest.mark.parametrize("level", [-1e-3, float("nan"), float("inf"), True, "much"])
 def test_a_constant_that_makes_no_sense_is_refused(level: Any) -> None:
-    with pytest.raises(BadInput, match=r"aqn\.level"):
+    with pytest.raises(ConfigError, match=r"aqn\.level"):
         Constant(name="constant", level=level)

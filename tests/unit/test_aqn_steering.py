@@ -13,8 +13,8 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.aqn.entropy import EntropyLoop, EntropyTarget
-from qerl_bench.aqn.feeds import error_of_norms
-from qerl_bench.errors import BadInput
+from qerl_bench.aqn.norm_consumers import error_of_norms
+from qerl_bench.checks import ConfigError
 from qerl_bench.quantizer.apply import quantize_model
 
 SETTINGS = {
@@ -76,7 +76,7 @@ def test_the_loop_holds_its_target_within_ten_per_cent(noise: float, gains: dict
 
 
 def test_without_the_loop_the_same_policy_misses_the_target() -> None:
-    """The test above could pass for a policy that needs no steering; this one says that it does."""
+    """The test above could pass for a policy that needs no controller; this one says that it does."""
     rng = random.Random(0)
     assert _plant(1e-2, 100, 0.0, rng) < 0.6 * _spec().target(100, 150)
 
@@ -104,7 +104,7 @@ def test_saturation_is_told_once_each_time(caplog: pytest.LogCaptureFixture) -> 
     for step in range(60, 90):
         loop.observe(step, 1e-3)
     told = [record.getMessage().split(", ")[-1] for record in caplog.records]
-    assert told == ["sigma_min: less noise is wanted", "steering again", "sigma_max: more noise is wanted"]
+    assert told == ["sigma_min: less noise is wanted", "controller again", "sigma_max: more noise is wanted"]
 
 
 def test_the_state_survives_json_and_continues_exactly() -> None:
@@ -141,7 +141,7 @@ def test_target_curve() -> None:
     ],
 )
 def test_loops_that_make_no_sense_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         _spec(**changed)
 
 
@@ -165,7 +165,7 @@ def test_layerwise_noise_follows_the_measured_errors(
 ) -> None:
     policy = make_policy(width=64)
     experiment = make_experiment(
-        "model.hidden_size=64", "aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=constant", f"inject.norms={norms}"
+        "model.hidden_size=64", "aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=constant", f"noise.norms={norms}"
     )
     for name, report in policy.layers.items():  # errors of a made-up format that spoils the second block's MLP
         object.__setattr__(report, "relative_error", 0.3 if "layers.1.mlp" in name else 0.1)
@@ -188,7 +188,7 @@ def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_expe
     policy = make_policy()
     for report in policy.layers.values():
         object.__setattr__(report, "relative_error", 0.0)
-    with pytest.raises(BadInput, match="this model came packed"):
+    with pytest.raises(ConfigError, match="this model came packed"):
         policy.noise_of(make_experiment("aqn=layerwise", "quant=nvfp4"))
 
 
@@ -201,10 +201,10 @@ def test_noise_of_the_size_of_a_formats_error(
     """||W diag(factor) - W|| over all fed layers against ||Q(W) - W||, the two measured independently."""
     policy = make_policy(quant="bf16", width=64)
     experiment = make_experiment(
-        "model.hidden_size=64", "quant=bf16", "aqn=format_error", "quant@aqn.format=nvfp4", "inject.relative=true"
+        "model.hidden_size=64", "quant=bf16", "aqn=format_error", "quant@aqn.format=nvfp4", "noise.relative=true"
     )
     noise = policy.noise_of(experiment)
-    assert noise.steering.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
+    assert noise.controller.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
     weights = {name: policy.model.get_submodule(name).base_layer.weight.detach().clone() for name in policy.layers}
     noisy = []
     for step in range(1, 51):
@@ -226,14 +226,14 @@ def test_noise_of_the_size_of_a_formats_error(
     [
         (["aqn=layerwise"], "quantizes nothing"),
         (["aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=entropy"], "schedule of the step alone"),
-        (["aqn=format_error"], r"inject\.relative=true"),
-        (["aqn=format_error", "quant=nvfp4", "inject.relative=true"], "Use quant=bf16"),
-        (["aqn=format_error", "inject.relative=true", "quant@aqn.format=bf16"], "choose a 4-bit format"),
-        (["aqn=entropy", "recipe=shipped"], r"inject\.norms=missed"),
+        (["aqn=format_error"], r"noise\.relative=true"),
+        (["aqn=format_error", "quant=nvfp4", "noise.relative=true"], "Use quant=bf16"),
+        (["aqn=format_error", "noise.relative=true", "quant@aqn.format=bf16"], "choose a 4-bit format"),
+        (["aqn=entropy", "recipe=as_released"], r"noise\.norms=missed"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(
     make_experiment: Callable[..., Any], words: list[str], message: str
 ) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         make_experiment(*words)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.records import Prompt
 from qerl_bench.task.arithmetic import Arithmetic
-from qerl_bench.task.extract import answer_block, well_formed
+from qerl_bench.task.grader.extract import answer_block, well_formed
 
 SHARES = {"guess": 0.25, "hasty": 0.35, "careful": 0.4}
 
@@ -247,7 +247,7 @@ def test_more_problems_than_there_are_is_an_error_and_not_an_endless_search(chan
         lambda task: task.eval_prompts(64),
         lambda task: task.demonstrations(1, 64, 0),
     ):
-        with pytest.raises(BadInput, match=r"cannot make 64 different problems .* widen"):
+        with pytest.raises(ConfigError, match=r"cannot make 64 different problems .* widen"):
             draw(_task(**changed))
     assert time.perf_counter() - started < 10
 
@@ -279,5 +279,5 @@ def test_more_problems_than_there_are_is_an_error_and_not_an_endless_search(chan
     ids=str,
 )
 def test_values_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=next(iter(changed))):
+    with pytest.raises(ConfigError, match=next(iter(changed))):
         _task(**changed)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.base_digest import digest_of
 from qerl_bench.config import Experiment
-from qerl_bench.model import HubModel
+from qerl_bench.model.digest import digest_of
+from qerl_bench.model.hub import HubModel
 
 
 def local(folder: Path) -> HubModel:
@@ -42,7 +42,7 @@ def test_of_a_large_file_blocks_from_the_first_to_the_last_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in (("WHOLE", 20), ("BLOCK", 4), ("BLOCKS", 3)):
-        monkeypatch.setattr(f"qerl_bench.base_digest.{key}", value)
+        monkeypatch.setattr(f"qerl_bench.model.digest.{key}", value)
     content = bytes(range(30))  # blocks at 0, 13 and 26
     (tmp_path / "model.safetensors").write_bytes(content)
     expected = hashlib.sha256(b"30" + content[:4] + content[13:17] + content[26:]).hexdigest()

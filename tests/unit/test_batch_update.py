@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.batch import make_batch
-from qerl_bench.forensics import NonFinite
-from qerl_bench.update import make_optimizer, update
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.nonfinite import NonFinite
+from qerl_bench.train.update import make_optimizer, update
 
 CPU = torch.device("cpu")
 NAMES = ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "sft"]
@@ -198,10 +198,10 @@ def test_a_step_without_signal_moves_nothing(
     ("algo", "words", "advantages"),
     [
         ("grpo", (), (1.0, -0.5, 0.25, 2.0, -1.5, 0.0, 0.75)),
-        ("grpo", ("optim.updates=3",), (1.0, 0.0, 0.0, 2.0, -1.5, 0.0, 0.0)),
+        ("grpo", ("train.updates_per_batch=3",), (1.0, 0.0, 0.0, 2.0, -1.5, 0.0, 0.0)),
         ("grpo", (), (0.0,) * 7),
         ("dapo", (), (0.0, 0.0, 1e-6, 0.0, 0.0, 0.0, 0.0)),
-        ("grpo", ("optim.entropy_coef=0.1",), (0.0,) * 7),
+        ("grpo", ("train.entropy_coef=0.1",), (0.0,) * 7),
         ("grpo", ("kl.coef=0.1",), (0.0,) * 7),
         ("sft", (), (0.0,) * 7),
     ],

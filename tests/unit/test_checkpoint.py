@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.errors import BadInput
-from qerl_bench.model import placed
+from qerl_bench.model.base import placed
+from qerl_bench.model.load import load_packed
+from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant import export as exporting
 from qerl_bench.quant.checkpoint import Weights, read_packed, skeleton
 from qerl_bench.quant.export import export, main, overrides_of
@@ -24,8 +26,6 @@ from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
-from qerl_bench.quantizer.load import load_packed
-from qerl_bench.tokenizer import byte_tokenizer
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors")
 SPECS = {
@@ -212,10 +212,10 @@ def test_the_harness_loads_plain_and_packed_folders(tmp_path: Path) -> None:
     unpacked, _, _ = load(plain, "quant=bf16")
     assert torch.equal(_logits(unpacked), _logits(_model()))
     with pytest.raises(
-        BadInput, match="packed as nvfp4-pack-quantized, and the run asks for quant=bf16; use quant=nvfp4"
+        ConfigError, match="packed as nvfp4-pack-quantized, and the run asks for quant=bf16; use quant=nvfp4"
     ):
         load(tmp_path / "packed", "quant=bf16")
-    with pytest.raises(BadInput, match="is packed already, so quantizer=mse"):
+    with pytest.raises(ConfigError, match="is packed already, so quantizer=mse"):
         load(tmp_path / "packed", "quant=nvfp4", "quantizer=mse")
 
 
@@ -256,7 +256,7 @@ DAMAGE = {
 def test_a_damaged_tensor_is_refused_by_name(folder: Path, kind: str) -> None:
     change, message = DAMAGE[kind]
     _edit(folder, change)
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
 
 
@@ -266,21 +266,21 @@ def test_a_damaged_tensor_is_refused_by_name(folder: Path, kind: str) -> None:
 def test_a_file_that_is_cut_short_is_refused(folder: Path, keep: int, message: str) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
 
 
 def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"gone.weight": "x"}}))
-    with pytest.raises(BadInput, match=r"names a tensor gone\.weight"):
+    with pytest.raises(ConfigError, match=r"names a tensor gone\.weight"):
         Weights(folder, "cpu")
     (folder / "model.safetensors.index.json").unlink()
     shutil.copy(path, folder / "second.safetensors")
-    with pytest.raises(BadInput, match="stands in two files"):
+    with pytest.raises(ConfigError, match="stands in two files"):
         Weights(folder, "cpu")
     (folder / "second.safetensors").write_bytes((20).to_bytes(8, "little") + b"not a header at all." + bytes(9))
-    with pytest.raises(BadInput, match="no readable safetensors header"):
+    with pytest.raises(ConfigError, match="no readable safetensors header"):
         Weights(folder, "cpu")
 
 
@@ -300,20 +300,20 @@ def test_other_packings_are_refused(folder: Path, change: Any, message: str) -> 
     config = json.loads((folder / "config.json").read_text())
     change(config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
 
 
 def test_a_plain_tensor_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     folder = _plain(tmp_path / "plain")
     _edit(folder, lambda tensors: tensors[f"{NAME}.weight"].view(-1)[5:6].fill_(float("nan")))
-    with pytest.raises(BadInput, match=f"^{NAME}: the weights hold NaN"):
+    with pytest.raises(ConfigError, match=f"^{NAME}: the weights hold NaN"):
         quantize_model(skeleton(folder, torch.bfloat16), NVFP4_SPEC, source=Weights(folder, "cpu"))
 
 
 def test_double_quantization_must_agree(tmp_path: Path) -> None:
     export(_packed(SPECS["nf4-double"]), byte_tokenizer(), SPECS["nf4-double"], tmp_path / "out")
-    with pytest.raises(BadInput, match=r"use quant\.double_quant=true"):
+    with pytest.raises(ConfigError, match=r"use quant\.double_quant=true"):
         read_packed(tmp_path / "out", SPECS["nf4"], torch.bfloat16, "cpu")
 
 
@@ -337,7 +337,7 @@ def test_the_command_exports_a_model_and_its_report(tmp_path: Path, capsys: pyte
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"] and config["format"] == "nvfp4-pack-quantized"
     read_packed(out, NVFP4_SPEC, torch.bfloat16, "cpu")
-    with pytest.raises(BadInput, match="exists and is not an empty folder"):
+    with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         main([f"model={plain}", "quant=nvfp4", f"out={out}"])
 
 
@@ -348,7 +348,7 @@ def test_the_command_knows_models_by_name_and_by_place() -> None:
     assert (spec.name, spec.dtype, spec.warm_start_steps) == ("tiny", "bfloat16", 0)
     spec = build(compose(overrides_of(["model=/some/where", "quant=mxfp4", "out=here"])[0])).model
     assert (spec.id, spec.dtype) == ("/some/where", "bfloat16")
-    with pytest.raises(BadInput, match="usage: model=PATH_OR_ID"):
+    with pytest.raises(ConfigError, match="usage: model=PATH_OR_ID"):
         overrides_of(["quant=mxfp4"])
-    with pytest.raises(BadInput, match="packs nothing"):
+    with pytest.raises(ConfigError, match="packs nothing"):
         main(["model=tiny", "quant=bf16", "out=nowhere"])

@@ -20,16 +20,16 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench.checks import ConfigError
+from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
+from qerl_bench.claims.gates import diverged
+from qerl_bench.claims.judge import Judgement, Result, judge
+from qerl_bench.claims.match import match
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.report import Heading, markdown, page, report, summary
 from qerl_bench.config import build, compose
-from qerl_bench.errors import BadInput
-from qerl_bench.results.contrasts import METHODS, QUANTIZERS, RATES
-from qerl_bench.results.gates import diverged
-from qerl_bench.results.judge import Judgement, Result, judge
-from qerl_bench.results.load import Run, load_runs
-from qerl_bench.results.match import match
-from qerl_bench.results.paper import CLAIMS
-from qerl_bench.results.report import Heading, markdown, page, report, summary
-from qerl_bench.results.stats import holm
+from qerl_bench.statistics import holm
+from qerl_bench.study.load import Run, load_runs
 
 ROOT = Path(__file__).parents[2]
 STEPS, QUESTIONS = 40, 60
@@ -223,7 +223,7 @@ def test_holm_runs_over_claims_and_not_over_the_contrasts_of_one(study: Study) -
 
 def test_a_claim_without_a_primary_contrast_is_refused() -> None:
     for change in ({"primary": ()}, {"contrasts": TITLES[GROWTH].contrasts[1:]}):
-        with pytest.raises(BadInput, match=rf"{GROWTH}.*primary"):
+        with pytest.raises(ConfigError, match=rf"{GROWTH}.*primary"):
             replace(TITLES[GROWTH], **change)
 
 
@@ -235,7 +235,6 @@ def test_claims_of_less(study: Study) -> None:
     study([*wide, "quant=nvfp4", "algo=sft"], accuracy=-0.1)
     found = verdicts(study([*wide, "quant=nf4", "algo=sft"], accuracy=0.1))
     assert (found[NF4].verdict, found[SFT].verdict) == ("supported", "reversed")
-
 
 
 def test_rank_matters_little_within_the_margin_and_much_outside_of_it(study: Study) -> None:
@@ -282,9 +281,9 @@ def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(stu
     claims = script("claims")
     claims.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--where", "rollout.temperature=1.1"])
     assert "Faster reward growth than 16-bit LoRA: **supported**" in (tmp_path / "out" / "claims.md").read_text()
-    with pytest.raises(BadInput, match=r"temperature=2.*1\.0, 1\.1"):
+    with pytest.raises(ConfigError, match=r"temperature=2.*1\.0, 1\.1"):
         claims.chosen(runs, ["rollout.temperature=2"])
-    with pytest.raises(BadInput, match="KEY=VALUE"):
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
         claims.chosen(runs, ["temperature"])
 
 
@@ -460,7 +459,7 @@ def test_a_format_is_never_packed_otherwise_at_the_high_rate_than_at_the_usual(s
 
 # --- speed and memory ------------------------------------------------------------------------------------------------
 
-EIGHT = ("rollout.prompts=2",)  # x 4 completions
+EIGHT = ("rollout.prompts_per_step=2",)  # x 4 completions
 
 
 def test_a_cpu_cannot_speak_for_a_gpu(study: Study) -> None:
@@ -480,7 +479,7 @@ def test_runs_that_trained_nothing_are_refused_by_name(study: Study) -> None:
     """All rewards of each group were equal: no step had a gradient, and its time is that of no training."""
     study(["quant=bf16", *EIGHT], device="cuda")
     runs = study(["quant=nvfp4", *EIGHT], speed=1.3, device="cuda", taught=0.0)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(ConfigError) as error:
         judge(CLAIMS, runs)
     for run in runs:
         assert (run.name in str(error.value)) == (run.option("quant.name") == "nvfp4")
@@ -488,7 +487,7 @@ def test_runs_that_trained_nothing_are_refused_by_name(study: Study) -> None:
     for run in runs:
         file = run.path / "metrics.jsonl"
         file.write_text(file.read_text().replace('"train/taught_frac"', '"x"'))
-    with pytest.raises(BadInput, match=r"does not record train/taught_frac"):
+    with pytest.raises(ConfigError, match=r"does not record train/taught_frac"):
         judge(CLAIMS, load_runs([runs[0].path.parent]))
 
 
@@ -578,7 +577,7 @@ def test_runs_without_a_number_are_named(study: Study, tmp_path: Path) -> None:
     for run in runs[:2]:
         file = run.path / "metrics.jsonl"
         file.write_text(file.read_text().replace('"entropy"', '"entropi"'))
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(ConfigError) as error:
         judge(CLAIMS, load_runs([tmp_path / "runs"]))
     assert "in 2 of these runs" in str(error.value)
     assert all(f"{run.name} has no number of the metric entropy" in str(error.value) for run in runs[:2])
@@ -589,20 +588,20 @@ def test_runs_without_answers_are_named(study: Study, tmp_path: Path) -> None:
     runs = study(["quant=nvfp4"])
     for run in runs[:2]:
         (run.path / "samples.parquet").unlink()
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(ConfigError) as error:
         judge(CLAIMS, load_runs([tmp_path / "runs"]))
     assert all(run.name in str(error.value) for run in runs[:2]) and "eval=task" in str(error.value)
 
 
 def test_different_questions_are_not_paired(study: Study) -> None:
     study(["quant=bf16"])
-    with pytest.raises(BadInput, match=r"different questions: bf16-none.*nvfp4-none"):
+    with pytest.raises(ConfigError, match=r"different questions: bf16-none.*nvfp4-none"):
         judge(CLAIMS, study(["quant=nvfp4"], asked="other"))
 
 
 def test_two_runs_of_one_setting_and_seed_are_refused(study: Study) -> None:
     study(["quant=nvfp4"])
-    with pytest.raises(BadInput, match="two runs of one setting and seed"):
+    with pytest.raises(ConfigError, match="two runs of one setting and seed"):
         judge(CLAIMS, study(["quant=nvfp4", "name=again-s0-x"]))
 
 

@@ -9,8 +9,8 @@ from types import ModuleType
 import pandas as pd
 import pytest
 
-from qerl_bench.results.load import load_runs
-from qerl_bench.results.measure import TAUGHT
+from qerl_bench.claims.measure import TAUGHT
+from qerl_bench.study.load import load_runs
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from qerl_bench import device
-from qerl_bench.device import Phases, peak_gib, reset_peak, resolve_device
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
+from qerl_bench.device import PhaseTimer, peak_gib, reset_peak, resolve_device
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_resolve_device(wanted: str, gpu: bool, expected: str, monkeypatch: pyte
 
 def test_a_gpu_that_is_missing_is_an_error_and_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BadInput, match="device=cpu"):
+    with pytest.raises(ConfigError, match="device=cpu"):
         resolve_device("cuda")
 
 
 def test_phases_measure_each_and_add_up_repeats() -> None:
-    phases = Phases("cpu")
+    phases = PhaseTimer("cpu")
     with phases.phase("step"):
         with phases.phase("rollout"):
             time.sleep(0.02)
@@ -52,7 +52,7 @@ def test_phases_measure_each_and_add_up_repeats() -> None:
 
 
 def test_a_phase_lets_exceptions_through() -> None:
-    phases = Phases("cpu")
+    phases = PhaseTimer("cpu")
     with pytest.raises(KeyError), phases.phase("rollout"):
         raise KeyError
     assert "rollout" not in phases.seconds
@@ -70,7 +70,7 @@ def _clearing_works() -> bool:
 def test_peak_memory_belongs_to_its_phase() -> None:
     if not _clearing_works():
         pytest.skip("this system does not let a process reset its peak memory")
-    phases = Phases("cpu")
+    phases = PhaseTimer("cpu")
     with phases.phase("before"):
         pass
     with phases.phase("big"):
@@ -119,7 +119,7 @@ def test_the_gpu_is_synchronised_at_every_border(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", record("wait"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", record("reset"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", record("read", 3 * 2**30))
-    phases = Phases("cuda")
+    phases = PhaseTimer("cuda")
     with phases.phase("train"):
         calls.append("work")
     assert calls == ["reset", "wait", "work", "wait", "read"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from qerl_bench.algo.dynamic import fill
-from qerl_bench.device import Phases
-from qerl_bench.errors import TrainingStopped
+from qerl_bench.checks import TrainingStopped
+from qerl_bench.device import PhaseTimer
 from qerl_bench.experiment import sampled_batch
 from qerl_bench.metrics import LOOP, garbled
 from qerl_bench.records import Group, Prompt, Reward, Rollout
@@ -27,8 +27,8 @@ def _group(*totals: float) -> Group:
 GOOD, BAD, WON = _group(1.0, 0.0), _group(0.0, 0.0), _group(1.2, 1.2)
 
 
-def _algo(max_refills: int, when_degenerate: str = "stop") -> Any:
-    return SimpleNamespace(max_refills=max_refills, when_degenerate=when_degenerate)
+def _algo(max_resampling_rounds: int, on_no_signal: str = "stop") -> Any:
+    return SimpleNamespace(max_resampling_rounds=max_resampling_rounds, on_no_signal=on_no_signal)
 
 
 def _sampler(*rounds: list[Group]) -> Callable[[int], list[Group]]:
@@ -68,7 +68,7 @@ def test_a_step_without_any_signal_stops_the_run_and_says_why() -> None:
         fill(_sampler([BAD, WON], [BAD, BAD]), _algo(1), 2)
     message = str(stopped.value)
     assert "all 4 groups, sampled in 2 rounds" in message and "rewards: 0, 1.2" in message
-    assert "algo.when_degenerate=continue" in message
+    assert "algo.on_no_signal=continue" in message
 
 
 def test_or_goes_on_with_the_first_round_if_asked_to() -> None:
@@ -77,7 +77,9 @@ def test_or_goes_on_with_the_first_round_if_asked_to() -> None:
 
 def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experiment: Any, make_policy: Any) -> None:
     """The whole step, with rewards that give one group in four a signal, by the text of its prompt."""
-    experiment = make_experiment("quant=nvfp4", "algo=dapo", "algo.max_refills=6", "rollout.prompts=3")
+    experiment = make_experiment(
+        "quant=nvfp4", "algo=dapo", "algo.max_resampling_rounds=6", "rollout.prompts_per_step=3"
+    )
     policy = make_policy()
     asked: list[str] = []
 
@@ -102,7 +104,7 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
     run: Any = SimpleNamespace(append=lambda name, rows: None)
     dapo = dataclasses.replace(experiment, task=Task())
     engine = experiment.engine.build(policy)
-    batch, found = sampled_batch(dapo, policy, engine, run, 1, Phases("cpu"))
+    batch, found = sampled_batch(dapo, policy, engine, run, 1, PhaseTimer("cpu"))
     seen = list(dict.fromkeys(asked))
     teaching = [zlib.crc32(prompt.encode()) % 4 == 0 for prompt in seen]
     assert found["dynamic/refills"] == len(asked) // 3 - 1 >= 1
@@ -110,7 +112,7 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
     assert len(batch.lengths) == found["dynamic/groups_kept"] * 4
     assert found["reward/frac_zero_std"] == pytest.approx(1 - sum(teaching) / len(seen))  # of all that was sampled
     assert (batch.advantages != 0).any()
-    again, repeated = sampled_batch(dapo, policy, engine, run, 1, Phases("cpu"))
+    again, repeated = sampled_batch(dapo, policy, engine, run, 1, PhaseTimer("cpu"))
     assert repeated == found and again.input_ids.equal(batch.input_ids)  # a function of seed and step
 
 

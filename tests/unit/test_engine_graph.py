@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.batch import make_batch
+from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
-from qerl_bench.errors import BadInput
-from qerl_bench.kernel_choice import AdaptedLinear, rounded_adapters, side_by_side
-from qerl_bench.policy import Policy
+from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
+from qerl_bench.model.policy import Policy
 from qerl_bench.quant.linear import PackedLinear, join_in_place
+from qerl_bench.train.batch import make_batch
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
 SAMPLES = 4
@@ -91,7 +91,7 @@ def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
 
 def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy) -> None:
     plain = _decoded(hf_graph.decode, policy, _sampling())
-    for context in (policy.noise(0.1, seed=3), policy.without_adapter()):
+    for context in (policy.perturbed(0.1, seed=3), policy.without_adapter()):
         with context:
             found = _decoded(hf_graph.decode, policy, _sampling())
             _same(found, _decoded(hf.decode, policy, _sampling()), 2e-5)
@@ -144,7 +144,7 @@ def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pyt
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(hf_graph, "_widened", full)
-    with pytest.raises(BadInput, match=r"20 sequences of up to 128 tokens.*engine\.max_batch smaller"):
+    with pytest.raises(ConfigError, match=r"20 sequences of up to 128 tokens.*engine\.max_num_seqs smaller"):
         _decoded(hf_graph.decode, policy, _sampling())
 
 
@@ -153,14 +153,14 @@ def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pyt
 
 def test_rounded_adapters_last_as_long_as_the_context(make_policy: MakePolicy) -> None:
     policy = make_policy(adapted=True)
-    layers = [module for module in policy.model.modules() if isinstance(module, AdaptedLinear)]
+    layers = [module for module in policy.model.modules() if isinstance(module, LoRALinear)]
     layers[0].fused = True
     a = layers[0].lora_A["default"].weight
-    with rounded_adapters(policy.model, torch.bfloat16):
+    with adapters_cast_to(policy.model, torch.bfloat16):
         assert layers[0].rounded is not None and torch.equal(layers[0].rounded.a, a.bfloat16())
         assert all(layer.rounded is None for layer in layers[1:])
     assert layers[0].rounded is None
-    with policy.without_adapter(), rounded_adapters(policy.model, torch.bfloat16):
+    with policy.without_adapter(), adapters_cast_to(policy.model, torch.bfloat16):
         assert layers[0].rounded is None
 
 
@@ -178,7 +178,7 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
     """One matmul over one copy, with all, some or none of the adapters; the parts still are what they were."""
     policy = make_policy("model.kv_heads=2", f"lora.targets={targets}", quant=quant, width=64, adapted=True)
     layers, x = _attention(policy), torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
     if quant == "mxfp4":  # block scales of k_proj eight times as large: the layout keeps them relative to the largest
         bases[1].get_buffer("weight_scale").add_(3)
         bases[1].get_buffer("weight_scale")[0, 0] = 0  # as of a block of zeros
@@ -188,11 +188,11 @@ def test_layers_side_by_side(make_policy: MakePolicy, quant: str, targets: str) 
     before = [{name: tensor.clone() for name, tensor in base.packed().items()} for base in bases]
     for layer in layers:
         layer.fused = True
-    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
+    with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
         wanted = [layer(x) for layer in layers]
         for _ in range(2):  # the second time nothing has to be moved
             places = [base.get_buffer("kernel_words").data_ptr() for base in bases]
-            found = side_by_side(layers)(x)
+            found = fuse_linears(layers)(x)
             assert len({base.kernel_weight.exponent for base in bases}) == 1
             for one, other in zip(found, wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -216,7 +216,7 @@ def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, qua
     for module in policy.model.modules():
         if isinstance(module, PackedLinear):
             module.use_kernels()
-        if isinstance(module, AdaptedLinear):
+        if isinstance(module, LoRALinear):
             module.fused = True
     for _ in range(2):
         _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 5e-5)
@@ -248,8 +248,8 @@ def test_layers_whose_adapters_differ_in_scaling_stay_apart(make_policy: MakePol
         layer.get_base_layer().use_kernels()
         layer.fused = True
     layers[1].scaling["default"] *= 3
-    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
-        for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
+    with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
+        for one, layer in zip(fuse_linears(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))
 
 
@@ -258,15 +258,15 @@ def test_plain_layers_side_by_side(make_policy: MakePolicy, targets: str) -> Non
     """As packed ones; the weights of the parts are rows of the joined one, and can be saved and moved as before."""
     policy = make_policy("model.kv_heads=2", f"lora.targets={targets}", quant="bf16", width=64, adapted=True)
     layers, x = _attention(policy), torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, AdaptedLinear) else layer for layer in layers]
+    bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
     before = [base.weight.clone() for base in bases]
     for layer in layers:
         layer.fused = True
-    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
+    with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
         wanted = [layer(x) for layer in layers]
         for _ in range(2):  # the second time nothing has to be moved
             places = [base.weight.data_ptr() for base in bases]
-            for one, other in zip(side_by_side(layers)(x), wanted, strict=True):
+            for one, other in zip(fuse_linears(layers)(x), wanted, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert [base.weight.data_ptr() for base in bases] == places
     assert len({base.weight.untyped_storage().data_ptr() for base in bases}) == 1
@@ -280,7 +280,7 @@ def test_trained_layers_stay_apart(make_policy: MakePolicy) -> None:
     layers: list[Any] = [layer.get_base_layer() for layer in _attention(policy)]
     layers[1].weight.requires_grad_(True)
     with torch.inference_mode():
-        for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
+        for one, layer in zip(fuse_linears(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))
     assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 3
 
@@ -289,9 +289,9 @@ def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkey
     policy, x = make_policy("model.kv_heads=2", adapted=True), torch.randn(3, 32)
     layers: list[Any] = _attention(policy)
     joined: list[Any] = []
-    monkeypatch.setattr("qerl_bench.kernel_choice.join_in_place", lambda parts: joined.append(parts))
-    with torch.inference_mode(), rounded_adapters(policy.model, torch.float32):
-        for one, layer in zip(side_by_side(layers)(x), layers, strict=True):
+    monkeypatch.setattr("qerl_bench.model.kernels.join_in_place", lambda parts: joined.append(parts))
+    with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
+        for one, layer in zip(fuse_linears(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))
     assert not joined  # adapters that only PEFT can apply
 
@@ -359,7 +359,7 @@ def test_a_replay_is_what_was_recorded(on_gpu: Policy) -> None:
 
     first = both()
     assert len({len(ids) for ids, _, _ in first}) > 4
-    with policy.noise(0.1, seed=3):
+    with policy.perturbed(0.1, seed=3):
         noisy = both()
     with policy.without_adapter():
         bare = both()
@@ -416,4 +416,4 @@ def test_nothing_is_held_after_a_round(on_gpu: Policy) -> None:
     _decoded(hf_graph.decode, on_gpu, _sampling())
     gc.collect()
     assert torch.cuda.memory_allocated() == before
-    assert not any(layer.rounded for layer in on_gpu.model.modules() if isinstance(layer, AdaptedLinear))
+    assert not any(layer.rounded for layer in on_gpu.model.modules() if isinstance(layer, LoRALinear))

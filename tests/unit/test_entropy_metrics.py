@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.batch import make_batch
 from qerl_bench.engine.base import Sampling
-from qerl_bench.update import make_optimizer, update
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.update import make_optimizer, update
 
 
 def _refuse(case: Any) -> None:
@@ -39,9 +39,9 @@ def test_entropies_against_brute_force(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], temperature: float, site: str
 ) -> None:
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
-    words = ("aqn=constant", "aqn.level=0.3", "quant=bf16", f"inject.site={site}", f"rollout.temperature={temperature}")
+    words = ("aqn=constant", "aqn.level=0.3", "quant=bf16", f"noise.site={site}", f"rollout.temperature={temperature}")
     experiment = make_experiment(*words)
-    noise = policy.aqn = policy.noise_of(experiment)
+    noise = policy.noise = policy.noise_of(experiment)
     prompts = experiment.task.train_prompts(1, 2, 0)
     sampling = Sampling(samples=3, temperature=temperature, max_tokens=6, seed=1)
     with noise.sampler(1, 0):
@@ -73,7 +73,7 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
 ) -> None:
     """Advantages are zero, so the whole gradient is the bonus's: compare with finite differences of the brute force."""
     coefficient, moved = 0.5, 1e-3
-    words = ("quant=bf16", "algo=dapo", f"optim.entropy_coef={coefficient}", "optim.micro_batch=2")
+    words = ("quant=bf16", "algo=dapo", f"train.entropy_coef={coefficient}", "train.micro_batch_size=2")
     experiment = make_experiment(*words)  # DAPO weighs every token alike
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
     rollouts = experiment.engine.build(policy).generate(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from qerl_bench.task.extract import ANSWER_FORMATS, answer_block, extract, well_formed
+from qerl_bench.task.grader.extract import ANSWER_FORMATS, answer_block, extract, well_formed
 
 
 @pytest.mark.parametrize(

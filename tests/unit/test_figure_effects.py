@@ -16,14 +16,15 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from qerl_bench.errors import BadInput
-from qerl_bench.results import against, effects, lines, naming, paired
-from qerl_bench.results.aggregate import chance, overview, scores
-from qerl_bench.results.curves import REWARD, Curve, format_curves, noise_curves
-from qerl_bench.results.load import Run, load_run, load_runs
-from qerl_bench.results.measure import area, typical
-from qerl_bench.results.paired import Column, final
-from qerl_bench.results.select import arms, by_setting, varying, with_one_noise
+from qerl_bench.checks import ConfigError
+from qerl_bench.claims.measure import area, typical
+from qerl_bench.figures import against, effects, lines, paired
+from qerl_bench.figures.aggregate import chance, overview, scores
+from qerl_bench.figures.curves import REWARD, Curve, format_curves, noise_curves
+from qerl_bench.figures.paired import Column, final
+from qerl_bench.study import naming
+from qerl_bench.study.load import Run, load_run, load_runs
+from qerl_bench.study.select import arms, by_setting, varying, with_one_noise
 
 REPOSITORY = Path(__file__).parents[2]
 T = 12.706205  # Student's t, 97.5 %, one degree of freedom: two seeds a, b have half = T |a - b| / 2
@@ -59,7 +60,7 @@ def make(
         "model": {"name": "tiny", "lr": 3e-4, "seed": base},
         "task": {"name": "arithmetic"},
         "rollout": {"temperature": changes.get("temperature", 1.0), "prompts": 2, "group_size": 4},
-        "inject": {"cadence": changes.get("cadence", "step")},
+        "noise": {"cadence": changes.get("cadence", "step")},
         "optim": {"lr": lr, "entropy_coef": changes.get("entropy_coef", 0.0)},
     }
     config["name"] += f"{len(list(root.glob('*')))}"
@@ -175,21 +176,21 @@ def test_what_noise_does_not_use_without_noise_does_not_set_runs_apart(tmp_path:
 
 
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no finished run"):
+    with pytest.raises(ConfigError, match="no finished run"):
         varying([], "quant")
     runs = [make(tmp_path, 0), make(tmp_path, 1), make(tmp_path, 0, "nvfp4", lr=1e-3)]
-    with pytest.raises(BadInput, match="no two of these 3 runs differ in quant"):
+    with pytest.raises(ConfigError, match="no two of these 3 runs differ in quant"):
         varying(runs, "quant")
-    with pytest.raises(BadInput, match=r"is one run, and no two differ in aqn\.name \(and the seed\) alone"):
+    with pytest.raises(ConfigError, match=r"is one run, and no two differ in aqn\.name \(and the seed\) alone"):
         varying(runs[:1], "aqn.name")
 
 
 def test_seeds_of_a_setting_stand_together_and_a_gap_in_the_grid_is_named(tmp_path: Path) -> None:
     runs = [make(tmp_path, 1), make(tmp_path, 0), make(tmp_path, 0, "nvfp4")]
     assert [[run.option("seed") for run in group] for group in by_setting(runs)] == [[0, 1], [0]]
-    with pytest.raises(BadInput, match=r"Missing: nvfp4-none.* seed=1"):
+    with pytest.raises(ConfigError, match=r"Missing: nvfp4-none.* seed=1"):
         arms(runs, [])
-    with pytest.raises(BadInput, match="several runs of one seed"):
+    with pytest.raises(ConfigError, match="several runs of one seed"):
         arms([*runs, make(tmp_path, 0)], [])
 
 
@@ -197,7 +198,7 @@ def test_a_cell_that_a_factorial_design_lacks_is_named_with_its_seeds(tmp_path: 
     pairs = [("bf16", "none"), ("nvfp4", "none"), ("nvfp4", "exp")]
     runs = [make(tmp_path, seed, *pair) for pair in pairs for seed in (0, 1)]
     assert len(arms(runs, ["quant.name", "aqn.name"])) == 3
-    with pytest.raises(BadInput, match=r"Missing: quant=bf16 aqn=exp seed=0,1\. "):
+    with pytest.raises(ConfigError, match=r"Missing: quant=bf16 aqn=exp seed=0,1\. "):
         arms(runs, [], crossed=["quant.name", "aqn.name"])
 
 
@@ -205,7 +206,7 @@ def test_bases_repeat_a_setting_as_seeds_do_and_a_missing_one_is_named(tmp_path:
     cells = [("bf16", 0), ("bf16", 1), ("nvfp4", 0)]
     runs = [make(tmp_path, seed, quant, base=base) for quant, base in cells for seed in (0, 1)]
     assert len(by_setting(runs)) == 2 and varying(runs, "quant") == runs
-    with pytest.raises(BadInput, match=r"Missing: nvfp4-none.* of base tiny: .*seed=1.* seed=0,1"):
+    with pytest.raises(ConfigError, match=r"Missing: nvfp4-none.* of base tiny: .*seed=1.* seed=0,1"):
         arms(runs, [])
 
 
@@ -226,7 +227,7 @@ def test_a_difference_is_taken_within_a_seed_and_its_interval_over_seeds(tmp_pat
         paired.level(treated, speed) == f"{1000 * (1.5 * 2.5) ** 0.5:.0f}"
         and paired.level(control, ACCURACY) == "53.7%"
     )
-    with pytest.raises(BadInput, match="not of the same bases and seeds"):
+    with pytest.raises(ConfigError, match="not of the same bases and seeds"):
         paired.effect(treated, control[:1], ACCURACY)
 
 
@@ -245,7 +246,7 @@ def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> Non
 def test_pairs_that_were_torn_between_machines_are_refused(tmp_path: Path) -> None:
     control, treated = make(tmp_path, 0), make(tmp_path, 0, "nvfp4")
     other = replace(treated, environment={"packages": {"torch": "2.11"}})
-    with pytest.raises(BadInput, match=r"different machines or versions .*torch 2\.11"):
+    with pytest.raises(ConfigError, match=r"different machines or versions .*torch 2\.11"):
         paired.effect([other], [control], ACCURACY)
 
 
@@ -287,7 +288,7 @@ def test_a_single_seed_has_no_interval_and_is_called_that(tmp_path: Path) -> Non
 
 
 def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_bench.results.gates.SMOOTHED", 1)
+    monkeypatch.setattr("qerl_bench.claims.gates.SMOOTHED", 1)
     runs = [make(tmp_path, 0), make(tmp_path, 1)]
     runs += [make(tmp_path, 0, "nvfp4"), make(tmp_path, 1, "nvfp4", course=(0.5, 0.8, 0.6))]
     figure = effects.effect_rows(lines.format_lines(arms(runs, ["quant.name", "aqn.name"])), [ACCURACY])
@@ -352,10 +353,10 @@ def test_at_each_rate_formats_are_compared_with_bf16_there(study: Path) -> None:
 def test_nothing_to_draw_against_and_a_missing_control_are_refused(tmp_path: Path) -> None:
     runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", rank=8)]
     table = arms(runs, ["quant.name", "aqn.name", "lora.rank"])
-    with pytest.raises(BadInput, match=r"no format was run with two values of lora\.rank"):
+    with pytest.raises(ConfigError, match=r"no format was run with two values of lora\.rank"):
         against.against(table[:2], "lora.rank", [ACCURACY], "rank", lambda _: None, "")
     assert against.same_but(table, "lora.rank", 32, "quant.name")(table[2]) is table[1]
-    with pytest.raises(BadInput, match=r"nvfp4-none-8-.*: no run with quant\.name=bf16"):
+    with pytest.raises(ConfigError, match=r"nvfp4-none-8-.*: no run with quant\.name=bf16"):
         against.same_but(table, "quant.name", "bf16", "lora.rank")
 
 
@@ -366,15 +367,15 @@ def test_schedules_show_their_sigma_and_what_they_are_above_the_exponential_one(
     curves = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].get_lines()}
     assert curves == {"exp (control)": [0, 0.01, 0.001], "none": [0, 0, 0], "linear": [0, 0.01, 0.005]}
     assert {name: round(dot[1], 6) for name, dot in dots_of(figure.axes[1]).items()} == {"_none 1": -1, "_linear 2": 0}
-    with pytest.raises(BadInput, match="compared with aqn=exp"):
+    with pytest.raises(ConfigError, match="compared with aqn=exp"):
         against.schedules([row for row in table if row["aqn.name"] != "exp"], [ACCURACY])
 
 
-KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "inject.cadence", "rollout.temperature", "optim.entropy_coef"]
+KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "noise.cadence", "rollout.temperature", "train.entropy_coef"]
 
 
 def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study: Path) -> None:
-    runs = varying(load_runs([study]), "quant", "aqn", "inject", "rollout.temperature", "optim.entropy_coef")
+    runs = varying(load_runs([study]), "quant", "aqn", "noise", "rollout.temperature", "train.entropy_coef")
     found = lines.control_lines(arms(runs, KEYS))
     assert [line.label for line in found] == [
         "BF16", "nothing added (control)", "AQN from 0.01", "entropy bonus 0.01", "noise of NVFP4's size, drawn once",
@@ -385,7 +386,7 @@ def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study:
         tuple(run.name for run in found[1].runs)
     }
     without = [run for run in runs if run not in found[1].runs]
-    with pytest.raises(BadInput, match="0 of these settings are BF16 without noise"):
+    with pytest.raises(ConfigError, match="0 of these settings are BF16 without noise"):
         lines.control_lines(arms(without, KEYS))
 
 
@@ -399,7 +400,7 @@ def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, t
     assert f"2000, ×1.94 [{low:.2f}, {high:.2f}]" in numbers
     assert "tiny, 8 completions a step, on unknown" in words(figure)
     runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4", taught=0.0)]
-    with pytest.raises(BadInput, match=r"nvfp4-none.* trained nothing"):
+    with pytest.raises(ConfigError, match=r"nvfp4-none.* trained nothing"):
         draw(runs)
 
 
@@ -438,7 +439,7 @@ def test_noise_is_compared_with_none_in_each_format_and_a_missing_arm_is_named(s
     assert [ax.get_title(loc="left").split("\n")[0] for ax in figure.axes[1:]] == ["BF16", "NF4", "NVFP4"]
     assert all(ax.get_title(loc="left").endswith("+0.000\n[+0.000, +0.000]") for ax in figure.axes[1:])
     assert r"AQN exp ($\sigma$ 0.01 to 0.001) minus no noise" in words(figure)
-    with pytest.raises(BadInput, match=r"Missing: quant=nf4 aqn=exp seed=0,1"):
+    with pytest.raises(ConfigError, match=r"Missing: quant=nf4 aqn=exp seed=0,1"):
         noise_curves(
             [run for run in runs if run.option("quant.name") != "nf4" or run.option("aqn.name") == "none"], [REWARD]
         )
@@ -465,11 +466,11 @@ def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study:
     assert settings == "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model"
     two, _ = scores([run for run in runs if run.option("quant.name") != "nf4"], final("sampled"))
     assert two["bf16"].shape == (2, 4)  # noise, two other ranks; not the two other rates
-    with pytest.raises(BadInput, match=r"grid is incomplete.*seed=1"):
+    with pytest.raises(ConfigError, match=r"grid is incomplete.*seed=1"):
         scores([run for run in runs if (run.option("quant.name"), run.option("seed")) != ("nf4", 1)], final("sampled"))
-    with pytest.raises(BadInput, match="no setting was run with each of the formats bf16, mxfp4, nf4, nvfp4"):
+    with pytest.raises(ConfigError, match="no setting was run with each of the formats bf16, mxfp4, nf4, nvfp4"):
         scores([*runs, make(tmp_path, 0, "mxfp4", rank=5)], final("sampled"))
-    with pytest.raises(BadInput, match="are one setting, format and seed"):
+    with pytest.raises(ConfigError, match="are one setting, format and seed"):
         scores([*runs, make(tmp_path, 0, "nf4", quantizer="awq")], final("sampled"))
 
 
@@ -521,7 +522,7 @@ def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
         make(tmp_path / "runs", seed, lr=1e-4)
         make(tmp_path / "runs", seed, "nvfp4")
     arguments = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    with pytest.raises(BadInput, match="no two of these 4 runs differ"):
+    with pytest.raises(ConfigError, match="no two of these 4 runs differ"):
         script("fig_accuracy").main(arguments)
     script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
     assert (tmp_path / "out" / "accuracy.svg").is_file() and "compared" not in capsys.readouterr().err
@@ -559,10 +560,10 @@ def test_quantizers_are_compared_of_one_run_each(tmp_path: Path) -> None:
         pd.DataFrame({"relative_error": [0.1], "output_error": [0.2]}).to_parquet(run.path / "layers.parquet")
     table = compare(runs[:2]).set_index("quantizer")
     assert list(table["greedy"]) == [100.0, 50.0] and table.loc["mse", "greedy - rtn"] == 50.0
-    with pytest.raises(BadInput, match="both quant=nvfp4 quantizer=mse: leave one out"):
+    with pytest.raises(ConfigError, match="both quant=nvfp4 quantizer=mse: leave one out"):
         compare(runs)
     (runs[1].path / "layers.parquet").unlink()
-    with pytest.raises(BadInput, match=r"layers\.parquet is missing"):
+    with pytest.raises(ConfigError, match=r"layers\.parquet is missing"):
         compare(runs[:2])
 
 
@@ -570,7 +571,7 @@ def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:
     run = make(tmp_path, 0)
     kept = [line for line in (run.path / "metrics.jsonl").read_text().splitlines() if '"step": 3, "eval' not in line]
     (run.path / "metrics.jsonl").write_text("\n".join(kept))
-    with pytest.raises(BadInput, match="was not evaluated after training"):
+    with pytest.raises(ConfigError, match="was not evaluated after training"):
         final("sampled")(load_run(run.path))
     assert math.isclose(final("greedy")(make(tmp_path, 1)), 0.9)
     assert arms([run], ["aqn.sigma_start"]) == [{"aqn.sigma_start": None, "runs": [run]}]

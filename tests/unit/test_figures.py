@@ -21,9 +21,10 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
-from qerl_bench.errors import BadInput
-from qerl_bench.results import figures, style
-from qerl_bench.results.load import Run, find_runs, load_run
+from qerl_bench.checks import ConfigError
+from qerl_bench.figures import run as figures
+from qerl_bench.figures import style
+from qerl_bench.study.load import Run, find_runs, load_run
 
 REPOSITORY = Path(__file__).parents[2]
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4")
@@ -175,7 +176,7 @@ def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -
     _, (line,) = curve([run], "accuracy", smooth=3)
     np.testing.assert_allclose(line.get_ydata(), [0.15, 0.4, 0.5, 0.6])
     for smooth in (0, 4):
-        with pytest.raises(BadInput, match="odd"):
+        with pytest.raises(ConfigError, match="odd"):
             curve([run], "accuracy", smooth=smooth)
 
 
@@ -239,9 +240,9 @@ def test_seeds_of_a_base_are_averaged_before_bases_are(tmp_path: Path) -> None:
 
 def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
     runs = [reward_run(tmp_path / "a"), reward_run(tmp_path / "b")]
-    with pytest.raises(BadInput, match="a and b repeat one setting with the same seed"):
+    with pytest.raises(ConfigError, match="a and b repeat one setting with the same seed"):
         curve(runs, "accuracy")
-    with pytest.raises(BadInput, match="none of these runs has the metric kl"):
+    with pytest.raises(ConfigError, match="none of these runs has the metric kl"):
         curve(runs[:1], "kl")
 
 
@@ -368,7 +369,7 @@ def test_a_run_of_one_step_shows_its_points(tmp_path: Path) -> None:
 
 def test_a_run_without_a_training_step_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", {}, evals=(0,))
-    with pytest.raises(BadInput, match="no training step"):
+    with pytest.raises(ConfigError, match="no training step"):
         figures.run_figures(folder)
 
 
@@ -401,7 +402,7 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     figures.run_figures(reward_run(tmp_path / "a"))
     assert dict(matplotlib.rcParams) == before
-    code = "import sys, qerl_bench.results.figures; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, qerl_bench.figures.run; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["False", "False"]
 

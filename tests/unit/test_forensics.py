@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qerl_bench.checks import TrainingStopped
+from qerl_bench.cli import exit_code
 from qerl_bench.config import build
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
-from qerl_bench.errors import TrainingStopped
 from qerl_bench.experiment import run_experiment
-from qerl_bench.forensics import NonFinite, dump, during, require_finite_logits
-from qerl_bench.policy import Policy
-from qerl_bench.preflight import exit_code
+from qerl_bench.model.policy import Policy
 from qerl_bench.records import Prompt
+from qerl_bench.train.nonfinite import NonFinite, dump, during, require_finite_logits
 
 PROMPTS = [Prompt(id=f"test/{i}", messages=({"role": "user", "content": f"{i}+1=?"},), answer="0") for i in range(3)]
 SAMPLING = Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1)
@@ -39,7 +39,7 @@ def test_sampling_stops_and_names_the_weight(
     make_policy: Callable[..., Policy], decode: Callable[..., Any], temperature: float
 ) -> None:
     policy = make_policy()
-    engine = hf.HfEngine(policy, max_batch=256)
+    engine = hf.HfEngine(policy, max_num_seqs=256)
     engine.decode = decode
     sampling = replace(SAMPLING, temperature=temperature)
     assert len(engine.generate(PROMPTS, sampling)) == 6
@@ -55,7 +55,7 @@ def test_sampling_stops_and_names_the_weight(
 def test_one_number_is_enough(make_policy: Callable[..., Policy], column: str, value: float) -> None:
     """As an engine with weights of its own reports them: the policy itself is sound."""
     policy = make_policy()
-    rollouts = hf.HfEngine(policy, max_batch=256).generate(PROMPTS, SAMPLING)
+    rollouts = hf.HfEngine(policy, max_num_seqs=256).generate(PROMPTS, SAMPLING)
     require_finite_logits(policy, rollouts)
     numbers = getattr(rollouts[3], column)
     rollouts[3] = replace(rollouts[3], **{column: [*numbers[:-1], value]})
@@ -77,7 +77,7 @@ def test_a_run_ends_with_one_message_that_says_when(
 ) -> None:
     whole = Policy.build
     monkeypatch.setattr(Policy, "build", lambda *given: poisoned(whole(*given)))
-    cfg = make_config("quant=nvfp4", "optim.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
+    cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
     assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith(where) and "post_attention_layernorm.weight" in printed

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
@@ -81,14 +81,14 @@ def test_specs_import_without_torch() -> None:
     ],
 )
 def test_bad_fields_are_refused(build: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         build()
 
 
 @pytest.mark.parametrize(("spec", "block", "bits"), list(zip(SPECS, (16, 32, 64), (4.5, 4.25, 4.5), strict=True)))
 def test_block_widths_and_bits(spec: Any, block: int, bits: float) -> None:
     spec.check_width("mlp.up_proj", 3 * block)
-    with pytest.raises(BadInput, match=f"mlp.up_proj.*blocks of {block} inputs.*width {3 * block + 8}"):
+    with pytest.raises(ConfigError, match=f"mlp.up_proj.*blocks of {block} inputs.*width {3 * block + 8}"):
         spec.check_width("mlp.up_proj", 3 * block + 8)
     assert spec.bits_per_weight == bits
     assert spec.unsupported_reason("cpu") is None
@@ -99,7 +99,7 @@ def test_nf4_without_bitsandbytes_is_refused_in_words(monkeypatch: pytest.Monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     reason = NF4(name="nf4", double_quant=False, backend="own").unsupported_reason("cpu")
     assert reason is not None and "bitsandbytes" in reason
-    with pytest.raises(BadInput, match="bitsandbytes"):
+    with pytest.raises(ConfigError, match="bitsandbytes"):
         NF4(name="nf4", double_quant=False, backend="own").pack(_weights(1, 64))
 
 
@@ -108,13 +108,13 @@ def test_nf4_without_bitsandbytes_is_refused_in_words(monkeypatch: pytest.Monkey
 def test_weights_that_are_not_finite_are_refused(spec: Any, value: float) -> None:
     weight = _weights(2, 64)
     weight[1, 7] = value
-    with pytest.raises(BadInput, match="1 of 128 weights are NaN or infinite"):
+    with pytest.raises(ConfigError, match="1 of 128 weights are NaN or infinite"):
         spec.pack(weight)
 
 
 def test_weights_that_overflow_the_compute_dtype_are_refused() -> None:
     weight = torch.full((1, 16), 70000.0)
-    with pytest.raises(BadInput, match=r"16 of 16 .* as torch\.float16"):
+    with pytest.raises(ConfigError, match=r"16 of 16 .* as torch\.float16"):
         NVFP4(name="nvfp4", compute_dtype="float16", convention="compressed-tensors").pack(weight)
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qerl_bench import head
-from qerl_bench.batch import make_batch
-from qerl_bench.head import plain_scores, token_scores
-from qerl_bench.packing import Packing, packed_hidden
+from qerl_bench.model.base import lm_head as head
+from qerl_bench.model.lm_head import plain_scores, token_scores
+from qerl_bench.model.packing import Packing, packed_hidden
+from qerl_bench.train.batch import make_batch
 
 VOCABULARY = 97
 
@@ -191,7 +191,7 @@ def test_packed_training_equals_padded_training(
     """Log-probabilities, entropies and every gradient; in training mode, where gradient checkpointing is at work."""
     found = {}
     for packing, checkpoint in (("false", "false"), ("true", checkpointing)):
-        words = (f"optim.packing={packing}", f"optim.gradient_checkpointing={checkpoint}")
+        words = (f"train.packing={packing}", f"train.gradient_checkpointing={checkpoint}")
         policy = make_policy(*words, quant=quant, sharp=True, adapted=True)
         assert policy.packing == (packing == "true")
         batch = _ragged(policy)
@@ -211,7 +211,7 @@ def test_packed_training_equals_padded_training(
 
 
 def test_packed_layers_see_real_tokens_only(make_policy: Callable[..., Any]) -> None:
-    policy = make_policy("optim.packing=true")
+    policy = make_policy("train.packing=true")
     batch = _ragged(policy)
     seen: list[tuple[int, ...]] = []
     layer = policy.model.model.layers[0].mlp
@@ -224,7 +224,7 @@ def test_packed_layers_see_real_tokens_only(make_policy: Callable[..., Any]) -> 
 
 
 def test_a_packed_sequence_does_not_see_its_neighbours(make_policy: Callable[..., Any]) -> None:
-    policy = make_policy("optim.packing=true", sharp=True)
+    policy = make_policy("train.packing=true", sharp=True)
     batch = _ragged(policy)
     packing = Packing.of(batch.mask)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(make_policy: Callable[..
     """To the bit: the backward pass computes the very same numbers a second time."""
     gradients = []
     for on in ("false", "true"):
-        policy = make_policy(f"optim.gradient_checkpointing={on}", adapted=True)
+        policy = make_policy(f"train.gradient_checkpointing={on}", adapted=True)
         batch = _ragged(policy)
         policy.train_mode(True)
         calls = []

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench.errors import BadInput
-from qerl_bench.task import latex
-from qerl_bench.task.extract import ANSWER_FORMATS
-from qerl_bench.task.judge import EQUALITIES, Judge
-from qerl_bench.task.latex import Worker, compare
+from qerl_bench.checks import ConfigError
+from qerl_bench.task.grader import latex
+from qerl_bench.task.grader.extract import ANSWER_FORMATS
+from qerl_bench.task.grader.grader import EQUALITIES, Judge
+from qerl_bench.task.grader.latex import Worker, compare
 
 NUMERIC = Judge(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 MATH = replace(NUMERIC, equality="math")
@@ -209,14 +209,14 @@ def test_a_forked_child_has_a_worker_of_its_own() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         replace(NUMERIC, **change)
 
 
 def test_without_math_verify_the_judge_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     NUMERIC.check()
-    with pytest.raises(BadInput, match=r"task\.equality=math needs the package math_verify.*\[math\]"):
+    with pytest.raises(ConfigError, match=r"task\.equality=math needs the package math_verify.*\[math\]"):
         MATH.check()
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.errors import BadInput
-from qerl_bench.evals.base import metrics_of
-from qerl_bench.evals.lm_eval import LmEval, spec_of
-from qerl_bench.evals.task import TaskEvaluation
+from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.lm_eval.spec import LMEval, spec_of
+from qerl_bench.eval.task import TaskEvaluation
 from qerl_bench.records import RENDERED
 
 QUESTIONS = 6
@@ -38,7 +38,7 @@ def policy(make_policy):
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    return HfEngine(policy, max_batch=4)
+    return HfEngine(policy, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def task(make_experiment):
 @pytest.fixture
 def lm(policy, engine):
     pytest.importorskip("lm_eval")
-    from qerl_bench.evals.lm_eval_model import EngineLM
+    from qerl_bench.eval.lm_eval.model import EngineLM
 
     return EngineLM(policy, engine)
 
@@ -69,7 +69,7 @@ class OtherEngine:
 
 def through_lm_eval(policy, engine, task, folder):
     pytest.importorskip("lm_eval")
-    spec = LmEval(name="lm_eval", protocol="held_out", questions=QUESTIONS)
+    spec = LMEval(name="lm_eval", protocol="held_out", questions=QUESTIONS)
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
 
@@ -201,18 +201,20 @@ def test_the_judge_written_down_is_the_task(make_experiment, name):
 
 @pytest.mark.parametrize("questions", [0, -1, 2.5, True, "all"])
 def test_questions_is_a_count_or_null(questions):
-    with pytest.raises(BadInput, match=r"eval\.questions must be a whole number of at least 1"):
-        LmEval(name="lm_eval", protocol="held_out", questions=questions)
+    with pytest.raises(ConfigError, match=r"eval\.questions must be a whole number of at least 1"):
+        LMEval(name="lm_eval", protocol="held_out", questions=questions)
 
 
 def test_without_lm_eval_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"eval=lm_eval needs the package lm_eval.*pip install 'qerl-bench\[eval\]'"):
-        LmEval(name="lm_eval", protocol="held_out", questions=None).check(None)
+    with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install 'qerl-bench\[eval\]'"):
+        LMEval(name="lm_eval", protocol="held_out", questions=None).check(None)
 
 
 def test_the_option_is_light_to_import():
-    code = "import sys, qerl_bench.evals.lm_eval; sys.exit(bool({'torch', 'lm_eval', 'datasets'} & set(sys.modules)))"
+    code = (
+        "import sys, qerl_bench.eval.lm_eval.spec; sys.exit(bool({'torch', 'lm_eval', 'datasets'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
@@ -266,7 +268,7 @@ def test_texts_end_at_the_first_stop_string_and_limits_are_kept(policy, engine, 
     ],
 )
 def test_what_is_not_greedy_is_refused(lm, options, message):
-    with pytest.raises(BadInput, match=f"lm-eval task demo.*{message}"):
+    with pytest.raises(ConfigError, match=f"lm-eval task demo.*{message}"):
         lm.generate_until([generation("a", 0, until=[], **options)])
 
 
@@ -344,5 +346,5 @@ def test_a_context_too_long_loses_its_beginning_and_a_text_too_long_is_refused(p
     monkeypatch.setattr(policy.model.config, "max_position_embeddings", 8)
     (found,) = lm.loglikelihood([scoring("abcdefghij", "xyz")], disable_tqdm=True)
     assert found[0] == pytest.approx(by_hand(policy, lm.tok_encode("fghij"), lm.tok_encode("xyz"))[0], rel=1e-5)
-    with pytest.raises(BadInput, match="a text of 8 tokens cannot be scored: the model reads 8"):
+    with pytest.raises(ConfigError, match="a text of 8 tokens cannot be scored: the model reads 8"):
         lm.loglikelihood([scoring("a", "stuvwxyz")], disable_tqdm=True)

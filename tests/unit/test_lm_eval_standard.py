@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from qerl_bench import metrics
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.errors import BadInput
-from qerl_bench.evals.base import metrics_of
-from qerl_bench.evals.record import record_evaluation
-from qerl_bench.task import latex
+from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.record import record_evaluation
+from qerl_bench.task.grader import latex
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
 pytest.importorskip("lm_eval")
@@ -34,7 +34,7 @@ class Scripted:
     """Keeps what it is asked, and answers question i with `texts[i]` instead of what the engine writes."""
 
     def __init__(self, policy: Any, texts: list[str]) -> None:
-        self.engine, self.policy, self.texts = HfEngine(policy, max_batch=8), policy, texts
+        self.engine, self.policy, self.texts = HfEngine(policy, max_num_seqs=8), policy, texts
         self.asked: list[str] = []
 
     def generate(self, prompts: list[Any], sampling: Any) -> list[Any]:
@@ -141,9 +141,9 @@ def test_math500_as_minerva_asks_it_and_math_verify_counts_it(
 
 def test_other_tasks_are_refused_before_training() -> None:
     evaluator = spec(compose(["eval=lm_eval", "eval.protocol=standard"]), "eval")
-    with pytest.raises(BadInput, match=r"task=gsm8k or task=math500, not task=arithmetic.*eval\.protocol=held_out"):
+    with pytest.raises(ConfigError, match=r"task=gsm8k or task=math500, not task=arithmetic.*eval\.protocol=held_out"):
         evaluator.check(spec(compose([]), "task"))
-    with pytest.raises(BadInput, match=r"eval\.protocol must be one of held_out, standard, got 'mine'"):
+    with pytest.raises(ConfigError, match=r"eval\.protocol must be one of held_out, standard, got 'mine'"):
         spec(compose(["eval=lm_eval", "eval.protocol=mine"]), "eval")
 
 
@@ -151,7 +151,7 @@ def test_the_rows_that_lm_eval_sees_are_those_of_the_file() -> None:
     folder = os.environ.get("QERL_DATA")
     if folder is None:
         pytest.skip("QERL_DATA names no folder with the real data files")
-    from qerl_bench.evals.lm_eval_standard import raw
+    from qerl_bench.eval.lm_eval.standard import raw
 
     files = {split: Path(folder) / f"gsm8k_{split}.jsonl" for split in ("train", "test")}
     words = [f"task.train_file={files['train']}", f"task.eval_file={files['test']}"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from qerl_bench.errors import BadInput
-from qerl_bench.policy import check_targets
+from qerl_bench.checks import ConfigError
+from qerl_bench.model.policy import check_targets
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_the_rank_is_at_most_the_input_width(
             check()
         else:
             with pytest.raises(
-                BadInput, match=f"at most the input width .*{refused}.* Use a smaller one, or lora=none"
+                ConfigError, match=f"at most the input width .*{refused}.* Use a smaller one, or lora=none"
             ):
                 check()
 
@@ -44,5 +44,5 @@ def test_a_width_that_is_not_known_yet_is_left_to_the_layers(make_experiment: Ca
     lora = replace(make_experiment().lora, rank=10_000)
     lora.check_with("model=x", {})
     lora.check_with("model=x", {"intermediate_size": 10_000})
-    with pytest.raises(BadInput, match="down_proj of model=x has 9999"):
+    with pytest.raises(ConfigError, match="down_proj of model=x has 9999"):
         lora.check_with("model=x", {"intermediate_size": 9_999})

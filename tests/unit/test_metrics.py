@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.batch import make_batch
-from qerl_bench.device import Phases
+from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.evals.base import metrics_of
-from qerl_bench.evals.record import record_evaluation
+from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.record import record_evaluation
 from qerl_bench.experiment import sampled_batch, train_step
-from qerl_bench.policy import Policy
+from qerl_bench.model.policy import Policy
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
-from qerl_bench.update import make_optimizer
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.update import make_optimizer
 from qerl_kernels.loss_head import entropy_of
 
 PARTS = {"reward/correct", "reward/format"}  # reward/<part>, as task=arithmetic names its parts
@@ -242,7 +242,7 @@ NOISY = (
     "aqn=exp",
     "aqn.sigma_start=0.5",
     "aqn.stages=3",
-    "optim.micro_batch=5",
+    "train.micro_batch_size=5",
     "rollout.temperature=0.8",
 )
 
@@ -262,7 +262,7 @@ def sampled(
 def sft(
     make_experiment: Callable[..., Any], make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Step:
-    words = ("quant=nvfp4", "algo=sft", "optim.micro_batch=2")
+    words = ("quant=nvfp4", "algo=sft", "train.micro_batch_size=2")
     return Step(make_experiment(*words), make_config(*words), tmp_path_factory.mktemp("sft"))
 
 
@@ -328,8 +328,8 @@ def _step_rollouts(step: Step) -> list[Rollout]:
             caught.extend(super().generate(prompts, sampling))
             return caught
 
-    engine = Listening(fresh, step.experiment.engine.max_batch)
-    sampled_batch(step.experiment, fresh, engine, step.run, 3, Phases("cpu"))
+    engine = Listening(fresh, step.experiment.engine.max_num_seqs)
+    sampled_batch(step.experiment, fresh, engine, step.run, 3, PhaseTimer("cpu"))
     return caught
 
 

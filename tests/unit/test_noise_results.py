@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_bench.errors import BadInput
-from qerl_bench.results.load import Run, load_run
-from qerl_bench.results.noise import (
+from qerl_bench.checks import ConfigError
+from qerl_bench.figures.noise import (
     DIFFERENCES,
     entropies,
     loop_report,
@@ -25,7 +24,8 @@ from qerl_bench.results.noise import (
     sigma_rows,
     with_one_sigma,
 )
-from qerl_bench.results.stats import interval
+from qerl_bench.statistics import interval
+from qerl_bench.study.load import Run, load_run
 
 
 def _run(
@@ -100,7 +100,7 @@ def test_interval_by_hand() -> None:
     assert not interval([-1.0, 1.5]).excludes_zero
     assert math.isnan(interval([1.0]).half)
     assert interval([0.0, 1.0] * 50).half == pytest.approx(1.9842169 * statistics.stdev([0.0, 1.0] * 50) / 10)
-    with pytest.raises(BadInput):
+    with pytest.raises(ConfigError):
         interval([])
 
 
@@ -163,22 +163,22 @@ def test_a_sweep_without_an_evaluation_has_no_row_for_accuracy(tmp_path: Path) -
 
 def test_a_sweep_with_holes_or_without_a_zero_is_refused(runs: list[Run]) -> None:
     hole = [run for run in runs if not (run.option("quant.name") == "bf16" and run.option("aqn").get("level") == 1e-2)]
-    with pytest.raises(BadInput, match=r"Missing: quant=bf16 aqn\.level=0\.01 seed=0,1,2"):
+    with pytest.raises(ConfigError, match=r"Missing: quant=bf16 aqn\.level=0\.01 seed=0,1,2"):
         sigma_rows(hole)
-    with pytest.raises(BadInput, match="every run has sigma 0"):
+    with pytest.raises(ConfigError, match="every run has sigma 0"):
         sigma_rows([run for run in runs if run.option("aqn.name") == "none"])
-    with pytest.raises(BadInput, match="no run without noise to compare with"):
+    with pytest.raises(ConfigError, match="no run without noise to compare with"):
         sigma_rows([run for run in runs if run.option("aqn.name") != "none"])
-    with pytest.raises(BadInput, match="there is no sigma to compare"):
+    with pytest.raises(ConfigError, match="there is no sigma to compare"):
         with_one_sigma([])
 
 
 def test_matched_temperature_is_interpolated_and_never_extrapolated(table: pd.DataFrame) -> None:
     """BF16 has 0.3 at temperature 1 and 0.5 at 1.2: 0.312 lies 6 % of the way."""
     assert matched_temperature(table, "bf16", 0.312) == pytest.approx(1.012)
-    with pytest.raises(BadInput, match=r"outside of what was run without noise, 0\.3 to 0\.5"):
+    with pytest.raises(ConfigError, match=r"outside of what was run without noise, 0\.3 to 0\.5"):
         matched_temperature(table, "bf16", 0.6)
-    with pytest.raises(BadInput, match="fewer than two temperatures"):
+    with pytest.raises(ConfigError, match="fewer than two temperatures"):
         matched_temperature(table, "nvfp4", 0.3)
 
 

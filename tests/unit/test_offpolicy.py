@@ -13,18 +13,18 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.algo.base import Terms
-from qerl_bench.algo.objective import objective
-from qerl_bench.batch import Batch, make_batch
-from qerl_bench.offpolicy import OffPolicy
-from qerl_bench.update import make_optimizer, update
+from qerl_bench.algo.importance_sampling import ImportanceSampling
+from qerl_bench.algo.loss import objective
+from qerl_bench.train.batch import Batch, make_batch
+from qerl_bench.train.update import make_optimizer, update
 
 Maker = Callable[..., Any]
 LENGTHS = (4, 1, 9, 6, 3, 12)
 
 
-def _spec(**changed: Any) -> OffPolicy:
+def _spec(**changed: Any) -> ImportanceSampling:
     usual = {"split": True, "weights": "truncate", "level": "token", "cap": 2.0, "floor": None, "warn_ess": 0.5}
-    return OffPolicy(**{**usual, **changed})
+    return ImportanceSampling(**{**usual, **changed})
 
 
 def _refuse(case: Any) -> None:
@@ -83,9 +83,9 @@ def test_weights_too_large_for_numbers_are_bounded_like_any(weights: str) -> Non
 def test_metrics_of_weights_by_hand() -> None:
     raw = torch.tensor([2.0, 4.0, 0.5, 3.0], dtype=torch.float64)
     assert metrics.weighting(raw.clamp(max=2.5), raw) == {
-        "offpolicy/weight_mean": (2 + 2.5 + 0.5 + 2.5) / 4,
-        "offpolicy/weight_max": 4.0,
-        "offpolicy/changed_frac": 0.5,
+        "importance_sampling/weight_mean": (2 + 2.5 + 0.5 + 2.5) / 4,
+        "importance_sampling/weight_max": 4.0,
+        "importance_sampling/changed_frac": 0.5,
     }
 
 
@@ -117,14 +117,14 @@ def test_the_loss_with_weights_by_hand(make_experiment: Maker) -> None:
 def _world(make_policy: Maker, make_experiment: Maker, *words: str, sigma: float = 0.3) -> tuple[Any, Any, Batch]:
     """A noisy experiment, its policy, and what an engine with small errors of its own sampled under the noise."""
     noise = ("aqn=constant", f"aqn.level={sigma}") if sigma else ()
-    words = ("optim.micro_batch=4", "rollout.temperature=0.8", *noise, *words)
+    words = ("train.micro_batch_size=4", "rollout.temperature=0.8", *noise, *words)
     experiment = make_experiment("quant=nvfp4", *words)
     policy = make_policy(*words, adapted=True)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 256, (2 + i,), generator=generator).tolist() for i in range(6)]
     completions = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in LENGTHS]
     bare = make_batch(prompts, completions, policy.pad_id, policy.device)
-    with torch.no_grad(), policy.aqn.sampler(1, 0):
+    with torch.no_grad(), policy.noise.sampler(1, 0):
         noisy = policy.token_stats(bare.input_ids, bare.mask, 0.8).logprobs
     engine = torch.where(bare.mask, noisy + 0.1 * torch.randn(noisy.shape, generator=generator), 0.0)
     advantages = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.0])
@@ -150,10 +150,10 @@ def _loops(later: torch.Tensor, earlier: torch.Tensor, mask: torch.Tensor) -> di
 
 @pytest.mark.parametrize("site", ["sampler", "old", "trainer"])
 def test_the_mismatch_splits_into_kernel_and_noise(make_policy: Maker, make_experiment: Maker, site: str) -> None:
-    experiment, policy, batch = _world(make_policy, make_experiment, f"inject.site={site}")
+    experiment, policy, batch = _world(make_policy, make_experiment, f"noise.site={site}")
     with torch.no_grad():
         clean = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
-        with policy.aqn.sampler(1, 0):
+        with policy.noise.sampler(1, 0):
             noisy = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     engine, mask = batch.sampler_logprobs, batch.mask
     trains = noisy if site == "trainer" else clean
@@ -184,12 +184,12 @@ def test_without_noise_all_mismatch_is_the_kernels(make_policy: Maker, make_expe
     ("words", "sigma", "passes"),
     [
         ((), 0.3, 2 * 2),  # two micro-batches, twice
-        (("optim.updates=2",), 0.3, 2 * 2 + 1),  # once more for the micro-batch that teaches
-        (("offpolicy.split=false",), 0.3, 2),
+        (("train.updates_per_batch=2",), 0.3, 2 * 2 + 1),  # once more for the micro-batch that teaches
+        (("importance_sampling.split_mismatch=false",), 0.3, 2),
         ((), 0, 2),
-        (("inject.site=old",), 0.3, 2 * 2),  # this pass is needed anyway
-        (("inject.site=old", "offpolicy.split=false"), 0.3, 2 * 2),
-        (("inject.cadence=group",), 0.3, 2),
+        (("noise.site=rollout_and_old_logprobs",), 0.3, 2 * 2),  # this pass is needed anyway
+        (("noise.site=rollout_and_old_logprobs", "importance_sampling.split_mismatch=false"), 0.3, 2 * 2),
+        (("noise.cadence=group",), 0.3, 2),
     ],
     ids=str,
 )
@@ -212,16 +212,20 @@ def test_the_split_costs_one_forward_pass_with_noise_and_none_without(
     found, _ = _run(experiment, policy, batch)
     assert len(seen) == passes
     named = {name for name in found if name in metrics.SPLIT}
-    absent = "offpolicy.split=false" in words or "inject.cadence=group" in words
+    absent = "importance_sampling.split_mismatch=false" in words or "noise.cadence=group" in words
     assert named == (set() if absent else set(metrics.SPLIT))
     assert not set(found) & set(metrics.WEIGHTED)
 
 
-@pytest.mark.parametrize("words", [(), ("kl.coef=0.1", "optim.updates=2"), ("algo=rloo",)], ids=str)
+@pytest.mark.parametrize("words", [(), ("kl.coef=0.1", "train.updates_per_batch=2"), ("algo=rloo",)], ids=str)
 def test_measuring_changes_nothing(make_policy: Maker, make_experiment: Maker, words: tuple[str, ...]) -> None:
     """Bit for bit the same step, split or not; and without weights, whatever the bounds of weights may be."""
     results = []
-    for more in ((), ("offpolicy.split=false",), ("offpolicy.cap=1.0", "offpolicy.level=sequence")):
+    for more in (
+        (),
+        ("importance_sampling.split_mismatch=false",),
+        ("importance_sampling.clip_max=1.0", "importance_sampling.level=sequence"),
+    ):
         experiment, policy, batch = _world(make_policy, make_experiment, *words, *more)
         found, _ = _run(experiment, policy, batch)
         results.append(({name: value for name, value in found.items() if name not in metrics.SPLIT}, _state(policy)))
@@ -233,8 +237,13 @@ def test_measuring_changes_nothing(make_policy: Maker, make_experiment: Maker, w
 BOUNDS = pytest.mark.parametrize(
     "bounds",
     [
-        (f"offpolicy.weights={weights}", f"offpolicy.level={level}", "offpolicy.cap=1.1", *more)
-        for weights, more in (("truncate", ()), ("mask", ("offpolicy.floor=0.8",)))
+        (
+            f"importance_sampling.mode={weights}",
+            f"importance_sampling.level={level}",
+            "importance_sampling.clip_max=1.1",
+            *more,
+        )
+        for weights, more in (("truncate", ()), ("mask", ("importance_sampling.clip_min=0.8",)))
         for level in ("token", "sequence")
     ],
     ids=str,
@@ -248,11 +257,11 @@ def test_a_step_with_weights_is_the_same_however_it_is_split(
 ) -> None:
     results = []
     for size in (6, 1, 4):
-        words = (*bounds, f"algo={algo}", f"optim.micro_batch={size}", "optim.max_grad_norm=1e9")
+        words = (*bounds, f"algo={algo}", f"train.micro_batch_size={size}", "optim.max_grad_norm=1e9")
         experiment, policy, batch = _world(make_policy, make_experiment, *words)
         results.append(_run(experiment, policy, batch))
     (first, moments), *others = results
-    assert 0 < first["offpolicy/changed_frac"] < 1
+    assert 0 < first["importance_sampling/changed_frac"] < 1
     for found, other in others:
         assert found == pytest.approx(first, rel=1e-4, abs=1e-6)
         assert torch.allclose(other, moments, rtol=0, atol=2e-6 * float(moments.abs().max()))
@@ -267,32 +276,34 @@ def test_the_weights_of_a_step_from_scratch(
     make_policy: Maker, make_experiment: Maker, bounds: tuple[str, ...], site: str
 ) -> None:
     """Of the policy that the ratio divides by, so that weight times ratio is new over sampler at every site."""
-    experiment, policy, batch = _world(make_policy, make_experiment, *bounds, f"inject.site={site}", "optim.updates=2")
+    experiment, policy, batch = _world(
+        make_policy, make_experiment, *bounds, f"noise.site={site}", "train.updates_per_batch=2"
+    )
     with torch.no_grad():
         old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
         if site == "old":
-            with policy.aqn.sampler(1, 0):
+            with policy.noise.sampler(1, 0):
                 old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     raw, used = [], []
     for row in range(6):
         gaps = [float(g) for g in (old - batch.sampler_logprobs)[row][batch.mask[row]]]
-        whole = "offpolicy.level=sequence" in bounds
+        whole = "importance_sampling.level=sequence" in bounds
         weights = [math.exp(math.fsum(gaps))] * len(gaps) if whole else [math.exp(gap) for gap in gaps]
         raw += weights
-        if "offpolicy.weights=mask" in bounds:
+        if "importance_sampling.mode=mask" in bounds:
             used += [w if 0.8 <= w <= 1.1 else 0.0 for w in weights]
         else:
             used += [min(w, 1.1) for w in weights]
     found, _ = _run(experiment, policy, batch)
     assert {name: found[name] for name in metrics.WEIGHTED} == pytest.approx(
         {
-            "offpolicy/weight_mean": math.fsum(used) / len(used),
-            "offpolicy/weight_max": max(raw),
-            "offpolicy/changed_frac": sum(u != r for u, r in zip(used, raw, strict=True)) / len(used),
+            "importance_sampling/weight_mean": math.fsum(used) / len(used),
+            "importance_sampling/weight_max": max(raw),
+            "importance_sampling/changed_frac": sum(u != r for u, r in zip(used, raw, strict=True)) / len(used),
         },
         rel=1e-4,
     )
-    assert found["offpolicy/changed_frac"] > 0
+    assert found["importance_sampling/changed_frac"] > 0
 
 
 # --- the warning -----------------------------------------------------------------------------------------------------
@@ -305,7 +316,7 @@ def test_a_step_of_few_effective_tokens_is_named(caplog: pytest.LogCaptureFixtur
         spec.watch(7, {"mismatch/ess": 0.4321})
         _spec(warn_ess=0.0).watch(8, {"mismatch/ess": 0.001})
     (record,) = caplog.records
-    assert "step 7: mismatch/ess is 0.432, below offpolicy.warn_ess=0.5" in record.getMessage()
+    assert "step 7: mismatch/ess is 0.432, below importance_sampling.warn_ess=0.5" in record.getMessage()
 
 
 def test_the_effective_share_by_hand() -> None:

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.linear import PackedLinear, join, pack_linear, resident_bytes
 from qerl_bench.quant.mxfp4 import MXFP4
@@ -196,7 +196,7 @@ def test_a_layer_describes_itself() -> None:
     layer = _packed(NVFP4_SPEC, _linear(64, 48))
     assert repr(layer) == "PackedLinear(in_features=64, out_features=48, bias=True, format=nvfp4)"
     assert (layer.weight.shape, layer.weight.dtype, layer.weight.device.type) == ((48, 64), torch.uint8, "cpu")
-    with pytest.raises(BadInput, match="packed as nvfp4 and cannot be read or merged"):
+    with pytest.raises(ConfigError, match="packed as nvfp4 and cannot be read or merged"):
         _ = layer.weight.data
 
 
@@ -255,11 +255,11 @@ def test_bf16_leaves_layers_alone() -> None:
 
 @packing
 def test_a_bad_layer_is_refused_by_name(spec: Any) -> None:
-    with pytest.raises(BadInput, match=r"^mlp\.up_proj: .* blocks of"):
+    with pytest.raises(ConfigError, match=r"^mlp\.up_proj: .* blocks of"):
         pack_linear("mlp.up_proj", torch.nn.Linear(72, 8), spec)
     linear = _linear(64, 8)
     linear.weight.data[3, 3] = torch.nan
-    with pytest.raises(BadInput, match=r"^mlp\.up_proj: 1 of 512 weights are NaN"):
+    with pytest.raises(ConfigError, match=r"^mlp\.up_proj: 1 of 512 weights are NaN"):
         pack_linear("mlp.up_proj", linear, spec)
 
 
@@ -334,11 +334,11 @@ def test_a_layer_reachable_by_two_names_stays_one_layer() -> None:
 
 def test_nothing_is_packed_when_any_layer_does_not_fit() -> None:
     model = torch.nn.ModuleDict({"good": _linear(64, 64), "late": _linear(40, 8)})
-    with pytest.raises(BadInput, match=r"^late: NVFP4 quantizes blocks of 16 inputs.*width 40"):
+    with pytest.raises(ConfigError, match=r"^late: NVFP4 quantizes blocks of 16 inputs.*width 40"):
         quantize_model(model, NVFP4_SPEC)
     model["late"] = _linear(64, 8)
     model["late"].weight.data[0, 0] = -torch.inf
-    with pytest.raises(BadInput, match=r"^late: .*NaN or infinity"):
+    with pytest.raises(ConfigError, match=r"^late: .*NaN or infinity"):
         quantize_model(model, NVFP4_SPEC)
     assert type(model["good"]) is torch.nn.Linear
 
@@ -346,16 +346,16 @@ def test_nothing_is_packed_when_any_layer_does_not_fit() -> None:
 def test_packed_models_and_models_with_adapters_are_refused() -> None:
     model = torch.nn.Sequential(_linear(64, 64))
     quantize_model(model, NVFP4_SPEC)
-    with pytest.raises(BadInput, match="0 is packed already"):
+    with pytest.raises(ConfigError, match="0 is packed already"):
         quantize_model(model, NF4(name="nf4", double_quant=False, backend="own"))
     adapted = get_peft_model(Block(), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(BadInput, match="q_proj carries an adapter"):
+    with pytest.raises(ConfigError, match="q_proj carries an adapter"):
         quantize_model(adapted, NVFP4_SPEC)
 
 
 def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"^q_proj: .*bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"^q_proj: .*bitsandbytes"):
         quantize_model(Block(), NF4(name="nf4", double_quant=False, backend="own"))
 
 
@@ -471,7 +471,7 @@ def test_merging_an_adapter_is_refused(spec: Any) -> None:
         lambda: adapted.merge_and_unload(safe_merge=True),
         adapted.base_model.model.q_proj.merge,
     ):
-        with pytest.raises(BadInput, match=f"packed as {spec.name} and cannot be read or merged into"):
+        with pytest.raises(ConfigError, match=f"packed as {spec.name} and cannot be read or merged into"):
             merge()
     torch.testing.assert_close(adapted(x), before, rtol=0, atol=0)
     with adapted.disable_adapter():

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from qerl_bench.errors import BadInput
-from qerl_bench.results import plan, planting
-from qerl_bench.results.judge import judge
-from qerl_bench.results.paper import CLAIMS
-from qerl_bench.results.study import SETTINGS
+from qerl_bench.checks import ConfigError
+from qerl_bench.claims import plan, planting
+from qerl_bench.claims.judge import judge
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.study.committed import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,5 +80,5 @@ def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) ->
     assert "find 2 margins" in out
     assert "| Higher final accuracy than 16-bit LoRA | 2.39 points | 0.50 points (assumed) |" in out
     for words in (["--effect", "0"], ["--power", "1"], ["--between", "-1"]):
-        with pytest.raises(BadInput, match=words[0]):
+        with pytest.raises(ConfigError, match=words[0]):
             plan.main([str(study), *words])

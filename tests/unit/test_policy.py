@@ -12,12 +12,12 @@ import pytest
 import torch
 from peft import PeftModel
 
-from qerl_bench.algo.sft import Sft
-from qerl_bench.batch import make_batch
-from qerl_bench.policy import Policy, stop_ids
+from qerl_bench.algo.sft import SFT
+from qerl_bench.model.policy import Policy, stop_ids
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
-from qerl_bench.update import make_optimizer, update
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.update import make_optimizer, update
 
 QUANTS = pytest.mark.parametrize("quant", ["bf16", "nvfp4", "mxfp4", "nf4"])
 PACKED = pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])
@@ -36,7 +36,7 @@ def _logits(policy: Policy, ids: list[int]) -> torch.Tensor:
 
 def _train(policy: Policy, experiment: Any, steps: int = 3) -> None:
     optimizer = make_optimizer(policy, experiment.optim)
-    supervised = dataclasses.replace(experiment, algo=Sft(name="sft"), steps=max(steps, experiment.steps))
+    supervised = dataclasses.replace(experiment, algo=SFT(name="sft"), steps=max(steps, experiment.steps))
     for step in range(1, steps + 1):
         update(supervised, policy, optimizer, _batch(policy), step, lambda case: pytest.fail(str(case)))
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
-from qerl_bench.errors import BadInput
+from qerl_bench.model.tokenizer import END_ID, TAGS, byte_tokenizer
 from qerl_bench.records import Prompt
-from qerl_bench.task.extract import ANSWER_FORMATS, extract, well_formed
+from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.prompts import INSTRUCTIONS, PLACES, TEMPLATES, Wording, rendered, worked
-from qerl_bench.tokenizer import END_ID, TAGS, byte_tokenizer
 
 QUESTION = "What is 2+3?"
 
@@ -125,7 +125,7 @@ def test_a_chat_template_opens_the_models_turn(chatml: Any, answer_format: str) 
 def test_a_model_without_chat_template_needs_a_plain_prompt() -> None:
     base = byte_tokenizer()
     base.chat_template = None
-    with pytest.raises(BadInput, match=r"no chat template.*use task.template=plain"):
+    with pytest.raises(ConfigError, match=r"no chat template.*use task.template=plain"):
         asked(base, "tags")
     assert asked(base, "hash", "none", "plain") == f"Question: {QUESTION}\n\nAnswer:\n"
 
@@ -177,7 +177,7 @@ def test_token_ids_in_chatml(chatml: Any, instruction: str) -> None:
 
 def test_the_stop_tokens_are_the_tokenizers_and_the_models(make_policy: Any, chatml: Any) -> None:
     """As with Qwen2.5: the turn ends with <|im_end|>, and the generation config adds the end of text."""
-    from qerl_bench.policy import stop_ids
+    from qerl_bench.model.policy import stop_ids
 
     model = make_policy().model
     model.generation_config.eos_token_id = [END_ID, chatml.eos_token_id]

@@ -15,28 +15,28 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.errors import BadInput
+from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.quantizer.awq import AWQ
+from qerl_bench.quantizer.calibrate import Group, first_states, observe, run_block
 from qerl_bench.quantizer.calibration import Calibration, batches
 from qerl_bench.quantizer.gptq import GPTQ, inverse_factor
 from qerl_bench.quantizer.mse import BlockScaleSearch
-from qerl_bench.quantizer.observe import Group, first_states, observe, run_block
 from qerl_bench.quantizer.rtn import RoundToNearest
-from qerl_bench.tokenizer import byte_tokenizer
 from qerl_kernels import nvfp4
 
 CONF = Path(__file__).parents[2] / "conf" / "quantizer"
 NAMES = ("rtn", "mse", "awq", "gptq")
 TEXT = Calibration(file=None, samples=4, length=32, seed=0)
 RTN = RoundToNearest(name="rtn")
-MSE = BlockScaleSearch(name="mse", stretches=[0.5, 0.8, 0.9, 1.25, 1.5, 2.0])
-FOUR_OR_SIX = BlockScaleSearch(name="mse", stretches=[1.5])
+MSE = BlockScaleSearch(name="mse", scale_multipliers=[0.5, 0.8, 0.9, 1.25, 1.5, 2.0])
+FOUR_OR_SIX = BlockScaleSearch(name="mse", scale_multipliers=[1.5])
 AWQ_SPEC = AWQ(name="awq", steps=6, calibration=TEXT)
 GPTQ_SPEC = GPTQ(name="gptq", damping=0.01, calibration=TEXT)
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
@@ -91,15 +91,15 @@ def test_the_quantizer_is_part_of_a_run_and_refused_without_a_format() -> None:
     configs = [compose(["quant=nvfp4", f"quantizer={name}"]) for name in NAMES]
     assert [build(config).quantizer.name for config in configs] == list(NAMES)
     assert len({config.name for config in configs}) == len(NAMES)
-    with pytest.raises(BadInput, match="quantizer=gptq chooses 4-bit codes, and quant=bf16 stores none"):
+    with pytest.raises(ConfigError, match="quantizer=gptq chooses 4-bit codes, and quant=bf16 stores none"):
         build(compose(["quant=bf16", "quantizer=gptq"]))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BlockScaleSearch(name="m", stretches=[]), "factors between"),
-        (lambda: BlockScaleSearch(name="m", stretches=[0.0]), "factors between"),
+        (lambda: BlockScaleSearch(name="m", scale_multipliers=[]), "factors between"),
+        (lambda: BlockScaleSearch(name="m", scale_multipliers=[0.0]), "factors between"),
         (lambda: GPTQ(name="g", damping=0, calibration=TEXT), r"in \(0, 1\], got 0"),
         (lambda: AWQ(name="a", steps=1, calibration=TEXT), "at least 2, got 1"),
         (lambda: Calibration(file=None, samples=0, length=32, seed=0), "samples must be .* got 0"),
@@ -107,7 +107,7 @@ def test_the_quantizer_is_part_of_a_run_and_refused_without_a_format() -> None:
     ],
 )
 def test_bad_fields_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
@@ -164,7 +164,7 @@ def test_the_scale_search_is_the_best_of_its_candidates_in_every_block(spec: Any
         restored = _restored(single, single.encode(weight, scales), shape)
         return (restored - weight).square().unflatten(-1, (-1, block)).sum(-1)
 
-    by_stretch = torch.stack([block_errors(spec.scales(weight, None, s)) for s in (1.0, *MSE.stretches)])
+    by_stretch = torch.stack([block_errors(spec.scales(weight, None, s)) for s in (1.0, *MSE.scale_multipliers)])
     found = (_restored(spec, MSE.pack(weight, spec, None, None), shape) - weight).square()
     errors = found.unflatten(-1, (-1, block)).sum(-1)
     tolerance = 0.05 if getattr(spec, "double_quant", False) else 1e-4
@@ -222,7 +222,7 @@ def test_the_inverse_factor_is_one_and_refuses_what_cannot_be_inverted() -> None
     assert torch.equal(upper, upper.triu())
     moment[5], moment[:, 5] = 0, 0  # an input that is always zero
     assert inverse_factor(moment, 0.01).isfinite().all()
-    with pytest.raises(BadInput, match="cannot be inverted; raise the damping"):
+    with pytest.raises(ConfigError, match="cannot be inverted; raise the damping"):
         inverse_factor(-torch.ones(4, 4) - 3 * torch.eye(4).flip(0), 1e-6)
 
 
@@ -380,12 +380,12 @@ def test_a_model_that_awq_would_break_is_refused() -> None:
     norm = model.model.layers[1].input_layernorm
     norm.weight.data -= 1
     norm.forward = lambda x: (1 + norm.weight) * x  # scales its channels by 1 + w, as Gemma does
-    with pytest.raises(BadInput, match=r"layers\.1: rescaling changed .* use quantizer=gptq"):
+    with pytest.raises(ConfigError, match=r"layers\.1: rescaling changed .* use quantizer=gptq"):
         quantize_model(model, NVFP4_SPEC, quantizer=AWQ_SPEC, sequences=SEQUENCES)
 
 
 def test_calibration_needs_blocks() -> None:
-    with pytest.raises(BadInput, match="use quantizer=rtn or mse"):
+    with pytest.raises(ConfigError, match="use quantizer=rtn or mse"):
         quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 64)), NVFP4_SPEC, quantizer=GPTQ_SPEC)
 
 
@@ -417,12 +417,12 @@ def test_text_from_files(tmp_path: Path) -> None:
 
     assert read(plain, 2) == ["abcd", "efgh"]
     assert read(lines, 3) == ["one", "twot", "thre"]
-    with pytest.raises(BadInput, match=r"gives 2 samples .* fewer than .*samples=3"):
+    with pytest.raises(ConfigError, match=r"gives 2 samples .* fewer than .*samples=3"):
         read(plain, 3)
-    with pytest.raises(BadInput, match="is not a file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         read(tmp_path / "c.txt", 1)
     lines.write_text('{"text": "one"}\n{"txt": 1}\n')
-    with pytest.raises(BadInput, match=r"b\.jsonl:2: expected"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl:2: expected"):
         read(lines, 1)
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
-from qerl_bench.errors import BadInput
 from qerl_bench.task import datafile, source
-from qerl_bench.task.answers import parse_number
 from qerl_bench.task.datafile import epoch_order, read_rows, training_rows
+from qerl_bench.task.dataset import Questions
+from qerl_bench.task.grader.numbers import parse_number
 from qerl_bench.task.prompts import INSTRUCTIONS
-from qerl_bench.task.questions import Questions
-from qerl_bench.task.source import normalised
+from qerl_bench.task.sources import normalised
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "assets" / "gsm8k_tiny.jsonl"
@@ -85,16 +85,16 @@ def test_rows_come_in_file_order(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         read_rows(path)
     assert message in str(refusal.value)
     assert str(path) in str(refusal.value)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="No such file"):
+    with pytest.raises(ConfigError, match="No such file"):
         read_rows(tmp_path / "absent.jsonl")
-    with pytest.raises(BadInput, match="directory"):
+    with pytest.raises(ConfigError, match="directory"):
         read_rows(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_eval_prompts_are_the_test_file_in_order(tiny: Questions) -> None:
     ]
     assert tiny.eval_prompts(2) == prompts[:2]
     for count in (0, 5):
-        with pytest.raises(BadInput, match=f"has 4 test questions, got count={count}"):
+        with pytest.raises(ConfigError, match=f"has 4 test questions, got count={count}"):
             tiny.eval_prompts(count)
 
 
@@ -233,7 +233,7 @@ LEAKING = (
 
 def test_a_question_in_both_splits_is_refused_with_count_and_examples(tmp_path: Path) -> None:
     files = write(tmp_path / "a", *LEAKING[0]), write(tmp_path / "b", *LEAKING[1])
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         spec(*files).check()
     message = str(refusal.value)
     assert message.startswith("2 of 4 training questions of task=gsm8k are also in its test split, none may be")
@@ -253,9 +253,9 @@ def test_leaked_questions_can_be_left_out_of_training(tmp_path: Path, caplog: py
 
 
 def test_the_same_file_twice_is_refused_and_dropping_it_leaves_nothing() -> None:
-    with pytest.raises(BadInput, match="12 of 12 training questions"):
+    with pytest.raises(ConfigError, match="12 of 12 training questions"):
         spec(TINY, TINY).check()
-    with pytest.raises(BadInput, match=r"12 of 12 .*: nothing is left to train on"):
+    with pytest.raises(ConfigError, match=r"12 of 12 .*: nothing is left to train on"):
         replace(spec(TINY, TINY), leaks="drop").check()
 
 
@@ -276,7 +276,7 @@ def test_an_instruction_line_hides_no_leak(tmp_path: Path, trained: str, held_ou
         train_file=str(write(tmp_path / "a", *ours)),
         eval_file=str(write(tmp_path / "b", *theirs)),
     )
-    with pytest.raises(BadInput, match=r"1 of 3 training questions of task=bigmath .*train line 3 = test line 1:"):
+    with pytest.raises(ConfigError, match=r"1 of 3 training questions of task=bigmath .*train line 3 = test line 1:"):
         built.check()
 
 
@@ -323,7 +323,7 @@ def test_malformed_rows_are_refused_with_their_line(tmp_path: Path, split: str, 
     good = write(tmp_path / "good.jsonl", problem("Who?", "1"))
     bad = write(tmp_path / "bad.jsonl", problem("When?", "1"), row)
     broken = spec(bad, good) if split == "train" else spec(good, bad)
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         broken.check()
     assert message in str(refusal.value)
     assert "bad.jsonl: 2 rows, of them 1 with" in str(refusal.value)
@@ -331,7 +331,7 @@ def test_malformed_rows_are_refused_with_their_line(tmp_path: Path, split: str, 
 
 def test_faults_are_counted_by_kind_with_three_examples(tmp_path: Path) -> None:
     rows = [problem("", "1")] * 5 + [problem("When?", "x"), problem("Who?", "1")]
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         spec(write(tmp_path / "a", *rows), TINY).check()
     assert str(refusal.value).endswith(
         "a: 7 rows, of them 5 with an empty question (line 1; line 2; line 3; ...), "
@@ -342,18 +342,20 @@ def test_faults_are_counted_by_kind_with_three_examples(tmp_path: Path) -> None:
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     rows = [{"id": id} | problem(f"Question {i}?", "1") for i, id in enumerate((7, 8, "7", 9, 8))]
     named = replace(task("task=gsm8k"), eval_file=str(write(tmp_path / "a", *rows)))
-    with pytest.raises(BadInput, match=r"2 with the id of another row .line 3 and line 1: '7'; line 5 and line 2: '8'"):
+    with pytest.raises(
+        ConfigError, match=r"2 with the id of another row .line 3 and line 1: '7'; line 5 and line 2: '8'"
+    ):
         named.eval_prompts(None)
     write(tmp_path / "b", *({"id": i} | problem(f"Question {i}?", "1") for i in range(3)))
     assert len(replace(named, eval_file=str(tmp_path / "b")).eval_prompts(None)) == 3
     write(tmp_path / "c", {"id": 1} | problem("Who?", "1"), problem("When?", "1"))
-    with pytest.raises(BadInput, match=r"1 with no 'id' .line 2 has"):
+    with pytest.raises(ConfigError, match=r"1 with no 'id' .line 2 has"):
         replace(named, eval_file=str(tmp_path / "c")).eval_prompts(None)
 
 
 def test_a_missing_column_is_refused_with_those_that_are_there(tmp_path: Path) -> None:
     file = write(tmp_path / "a", {"text": "How many?", "answer": "#### 1"})
-    with pytest.raises(BadInput, match="none of 1 rows has a column 'question'; the columns are 'answer', 'text'"):
+    with pytest.raises(ConfigError, match="none of 1 rows has a column 'question'; the columns are 'answer', 'text'"):
         spec(file, TINY).check()
 
 
@@ -369,7 +371,7 @@ def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> No
     questions.check()
     shown = {prompt.id: prompt.question for prompt in questions.train_prompts(1, 2, seed=0)}
     assert shown == {"bigmath/train/1": "123456789", "bigmath/train/3": "Box it.?"}
-    with pytest.raises(BadInput, match="all 3 questions have more than 3 characters"):
+    with pytest.raises(ConfigError, match="all 3 questions have more than 3 characters"):
         narrow = replace(questions.train, max_question_characters=3)
         replace(questions, train=narrow).check()
 
@@ -380,14 +382,14 @@ MATH = {"problem": "What is half of $x$?", "answer": "\\frac{x}{2}"}
 def test_evaluation_alone_says_which_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = replace(task("task=math500"), eval_file=str(write(tmp_path / "a", MATH)))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"task.equality=math needs the package math_verify"):
+    with pytest.raises(ConfigError, match=r"task.equality=math needs the package math_verify"):
         alone.eval_prompts(None)
 
 
 @pytest.mark.parametrize("evaluation", ["task", "lm_eval"])
 def test_more_questions_than_there_are_is_found_before_training(evaluation: str) -> None:
     evaluator = build_spec(compose([f"eval={evaluation}"]), "eval")
-    with pytest.raises(BadInput, match="has 12 test questions, got count=256"):
+    with pytest.raises(ConfigError, match="has 12 test questions, got count=256"):
         evaluator.check(task("task=gsm8k", f"task.eval_file={TINY}"))
 
 
@@ -396,22 +398,22 @@ def test_sets_for_evaluation_only_refuse_training_and_say_what_to_train_on(tmp_p
     alone = replace(task(f"task={name}"), eval_file=str(write(tmp_path / "a", MATH)))
     assert [prompt.id for prompt in alone.eval_prompts(None)] == [f"{name}/test/1"]
     for use in (alone.check, lambda: alone.train_prompts(1, 1, 0), lambda: alone.demonstrations(1, 1, 0)):
-        with pytest.raises(BadInput, match=f"task={name} is for evaluation only .* train on bigmath or dapo_math"):
+        with pytest.raises(ConfigError, match=f"task={name} is for evaluation only .* train on bigmath or dapo_math"):
             use()
-    with pytest.raises(BadInput, match="is for evaluation only"):
+    with pytest.raises(ConfigError, match="is for evaluation only"):
         replace(alone, train_file="x.jsonl")
 
 
 def test_sets_without_solutions_have_no_demonstrations(tmp_path: Path) -> None:
     train = write(tmp_path / "a", {"prompt": "Half of 2?", "solution": "1"})
     questions = replace(task("task=dapo_math"), train_file=str(train), eval_file=str(write(tmp_path / "b", MATH)))
-    with pytest.raises(BadInput, match="task=dapo_math has no worked solutions to imitate"):
+    with pytest.raises(ConfigError, match="task=dapo_math has no worked solutions to imitate"):
         questions.demonstrations(1, 1, 0)
 
 
 def test_solutions_that_break_the_format_are_no_demonstrations(tmp_path: Path) -> None:
     train = write(tmp_path / "a", {"question": "How many?", "answer": "a</think>b\n#### 3"})
-    with pytest.raises(BadInput, match=r"gsm8k/train/1: the solution holds marks of task.answer_format=tags"):
+    with pytest.raises(ConfigError, match=r"gsm8k/train/1: the solution holds marks of task.answer_format=tags"):
         spec(train, TINY).demonstrations(1, 1, 0)
     assert replace(spec(train, TINY), answer_format="boxed").demonstrations(1, 1, 0)[0].completion.endswith("boxed{3}")
 
@@ -436,7 +438,7 @@ def test_held_out_questions_need_no_training_data(tmp_path: Path) -> None:
     ],
 )
 def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         replace(spec(None, None), **change)
 
 
@@ -490,7 +492,7 @@ def test_a_hub_that_fails_is_bad_input(
     monkeypatch: pytest.MonkeyPatch, answer: dict[str, Split] | Exception, message: str
 ) -> None:
     play_hub(monkeypatch, answer)
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         spec(None, None).eval_prompts(None)
 
 
@@ -542,12 +544,12 @@ def test_bigmath_comes_in_the_two_levels_of_the_paper() -> None:
 def test_without_the_datasets_package_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     source._hub_rows.cache_clear()
-    with pytest.raises(BadInput, match=r"pip install datasets, or set task\.train_file"):
+    with pytest.raises(ConfigError, match=r"pip install datasets, or set task\.train_file"):
         spec(None, None).check()
 
 
 def test_importing_the_task_imports_neither_torch_nor_datasets() -> None:
-    code = "import sys, qerl_bench.task.questions; print([m for m in ('torch', 'datasets') if m in sys.modules])"
+    code = "import sys, qerl_bench.task.dataset; print([m for m in ('torch', 'datasets') if m in sys.modules])"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

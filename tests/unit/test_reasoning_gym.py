@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
-from qerl_bench.errors import BadInput
 from qerl_bench.records import Prompt
 from qerl_bench.task import reasoning_gym
 from qerl_bench.task.reasoning_gym import REFUSED, ReasoningGym
@@ -116,26 +116,28 @@ def test_options_set_the_difficulty(datasets: dict[str, Any]) -> None:
         (["+task.options.people=5"], "unexpected keyword argument 'people'"),
         (["+task.options.n_people=0"], "Number of people must be at least 1"),
     ):
-        with pytest.raises(BadInput, match=f"does not suit task.name=knights_knaves: .*{says}"):
+        with pytest.raises(ConfigError, match=f"does not suit task.name=knights_knaves: .*{says}"):
             task(*words).check()
-    with pytest.raises(BadInput, match=r"reasoning-gym has no task.name=knights; it has .*, knights_knaves, "):
+    with pytest.raises(ConfigError, match=r"reasoning-gym has no task.name=knights; it has .*, knights_knaves, "):
         task("task.name=knights").check()
 
 
 def test_there_is_nothing_to_imitate() -> None:
-    with pytest.raises(BadInput, match="no worked solutions to imitate"):
+    with pytest.raises(ConfigError, match="no worked solutions to imitate"):
         task().demonstrations(1, 1, 0)
 
 
 def test_without_the_package_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BadInput, match=r"task=reasoning_gym needs the package reasoning_gym.*qerl-bench\[reasoning\]"):
+    with pytest.raises(
+        ConfigError, match=r"task=reasoning_gym needs the package reasoning_gym.*qerl-bench\[reasoning\]"
+    ):
         task().check()
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unfit_generators_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(BadInput, match=f"task.name={name} of reasoning-gym cannot be used: "):
+    with pytest.raises(ConfigError, match=f"task.name={name} of reasoning-gym cannot be used: "):
         replace(task(), name=name)
 
 

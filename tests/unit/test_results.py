@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 
 from qerl_bench import metrics
-from qerl_bench.errors import BadInput
-from qerl_bench.results.collect import write_study
-from qerl_bench.results.load import find_runs, load_run, load_runs, tidy
-from qerl_bench.results.script import guarded
-from qerl_bench.results.table import render, summary, untaught
+from qerl_bench.checks import ConfigError
+from qerl_bench.study.collect import write_study
+from qerl_bench.study.load import find_runs, load_run, load_runs, tidy
+from qerl_bench.study.script import guarded
+from qerl_bench.study.table import render, summary, untaught
 
 REPOSITORY = Path(__file__).parents[2]
 LINES = [
@@ -87,7 +87,7 @@ def test_runs_are_found_at_any_depth_and_not_inside_a_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize("folder", ["empty", "missing"])
 def test_a_folder_without_runs_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match=folder):
+    with pytest.raises(ConfigError, match=folder):
         find_runs(tmp_path / folder)
 
 
@@ -143,7 +143,7 @@ def test_a_half_written_last_line_of_a_finished_run_is_damage(tmp_path: Path) ->
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
-    with pytest.raises(BadInput, match=r"metrics\.jsonl, line 6"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 6"):
         load_run(folder)
 
 
@@ -163,7 +163,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, complai
     folder = write_run(tmp_path / "a", finished=False)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:3], line, *lines[3:]]) + "\n")
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(ConfigError) as error:
         load_run(folder)
     assert f"{folder / 'metrics.jsonl'}, line 4" in str(error.value) and complaint in str(error.value)
 
@@ -172,19 +172,19 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, complai
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     folder = write_run(tmp_path / "a")
     (folder / "config.yaml").write_text(text)
-    with pytest.raises(BadInput, match=r"config\.yaml"):
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
         load_run(folder)
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"no config\.yaml"):
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
         load_run(tmp_path)
     folder = write_run(tmp_path / "a")
     (folder / "done.json").write_text("{")
-    with pytest.raises(BadInput, match=r"done\.json is not JSON"):
+    with pytest.raises(ConfigError, match=r"done\.json is not JSON"):
         load_run(folder)
     run = load_run(write_run(tmp_path / "b", model={}))
-    with pytest.raises(BadInput, match=r"no key model\.name"):
+    with pytest.raises(ConfigError, match=r"no key model\.name"):
         run.identity()
 
 
@@ -227,9 +227,9 @@ def test_a_run_without_any_line_still_has_a_place_in_the_table(tmp_path: Path) -
 
 def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
     runs = [load_run(write_run(tmp_path / place / "a")) for place in ("x", "y")]
-    with pytest.raises(BadInput, match="a is there twice"):
+    with pytest.raises(ConfigError, match="a is there twice"):
         tidy(runs)
-    with pytest.raises(BadInput, match="no runs"):
+    with pytest.raises(ConfigError, match="no runs"):
         tidy([])
 
 
@@ -321,7 +321,7 @@ def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str
     def main() -> None:
         warnings.simplefilter("always")
         warnings.warn("half a line was dropped", stacklevel=1)
-        raise BadInput("no run in this folder")
+        raise ConfigError("no run in this folder")
 
     with pytest.raises(SystemExit, match="2"):
         guarded(main)
@@ -341,7 +341,7 @@ def test_collect_leaves_no_file_behind_when_a_run_is_damaged(tmp_path: Path) -> 
     write_run(tmp_path / "runs" / "a")
     with (write_run(tmp_path / "runs" / "b") / "metrics.jsonl").open("a") as file:
         file.write("[]\n")
-    with pytest.raises(BadInput, match=r"b/metrics\.jsonl, line 6"):
+    with pytest.raises(ConfigError, match=r"b/metrics\.jsonl, line 6"):
         load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -358,7 +358,7 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(t
     assert len(load_runs([tmp_path])) == 5
     environment(write_run(tmp_path / "f"), code="2f", commit="a")
     environment(write_run(tmp_path / "g"), commit="c0ffee", dirty=True)
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(ConfigError) as error:
         load_runs([tmp_path])
     assert str(error.value).splitlines()[:4] == [
         "these runs come from 3 versions of the code:",
@@ -367,7 +367,7 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(t
         "  code of commit c0ffee with changes: g",
     ]
     assert len(load_runs([tmp_path], mixed_code=True)) == 7
-    with pytest.raises(BadInput, match="3 versions"):
+    with pytest.raises(ConfigError, match="3 versions"):
         load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out")])
     load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
     assert load_run(tmp_path / "a").device == "unknown"
@@ -377,7 +377,7 @@ def test_a_metric_with_two_definitions_is_refused_in_any_case(tmp_path: Path) ->
     environment(write_run(tmp_path / "a"), metrics={"loss": "-: x", "entropy": "nats/token: of the sampler"})
     environment(write_run(tmp_path / "b"), metrics={"entropy": "nats/token: of the trainer", "kl": "-: y"})
     environment(write_run(tmp_path / "c"), metrics={"entropy": "nats/token: of the sampler", "kl": "-: y"})
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(ConfigError) as error:
         load_runs([tmp_path], mixed_code=True)
     assert str(error.value).splitlines()[:3] == [
         "entropy means different things in these runs:",
@@ -399,12 +399,12 @@ def test_answers_are_shares_by_question_and_step(tmp_path: Path) -> None:
     found = load_run(folder).answers("sampled")
     assert (found.index.tolist(), found.columns.tolist()) == (["x", "y"], [0, 9])
     assert found.to_numpy().tolist() == [[0.0, 0.5], [1.0, 1.0]]
-    with pytest.raises(BadInput, match=r"samples\.parquet has no answers with mode=greedy"):
+    with pytest.raises(ConfigError, match=r"samples\.parquet has no answers with mode=greedy"):
         load_run(folder).answers("greedy")
     rows.drop(columns=["correct", "step"]).to_parquet(folder / "samples.parquet")
-    with pytest.raises(BadInput, match=r"a/samples\.parquet has no column correct, step"):
+    with pytest.raises(ConfigError, match=r"a/samples\.parquet has no column correct, step"):
         load_run(folder).answers("sampled")
-    with pytest.raises(BadInput, match="is missing"):
+    with pytest.raises(ConfigError, match="is missing"):
         load_run(write_run(tmp_path / "b")).answers("sampled")
 
 

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.errors import BadInput
-from qerl_bench.results.algorithms import figure, gains, paired_changes
-from qerl_bench.results.load import load_run
-from qerl_bench.results.style import FORMAT_COLOURS
+from qerl_bench.figures.algorithms import figure, gains, paired_changes
+from qerl_bench.figures.style import FORMAT_COLOURS
+from qerl_bench.study.load import load_run
 
 BEFORE = [True, False, False, False]
 AFTER = {0: [True, True, True, False], 1: [False, True, True, True]}
@@ -96,11 +96,11 @@ def test_where_refills_were_not_kept_the_axis_is_the_step_and_the_caption_says_s
 
 def test_two_runs_of_one_seed_and_runs_without_evaluation_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path, "grpo", 0, AFTER[0])
-    with pytest.raises(BadInput, match="several runs of one seed"):
+    with pytest.raises(ConfigError, match="several runs of one seed"):
         gains([load_run(path), load_run(path)])
-    with pytest.raises(BadInput, match="no finished run"):
+    with pytest.raises(ConfigError, match="no finished run"):
         gains([])
     samples = pd.read_parquet(path / "samples.parquet")
     samples[samples["step"] == 0].to_parquet(path / "samples.parquet")
-    with pytest.raises(BadInput, match="before and after"):
+    with pytest.raises(ConfigError, match="before and after"):
         gains([load_run(path)])

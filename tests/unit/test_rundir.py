@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.rundir import (
     RunDir,
     check_checkpoint,
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_refused_with_a_remedy(
     folder = tmp_path / "run" / "checkpoints" / "step_000010"
     damage(folder)
     before = _names(tmp_path)
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         RunDir(tmp_path / "run", CFG)
     message = str(caught.value)
     assert says in message and str(folder) in message and "Delete this folder" in message
@@ -256,7 +256,7 @@ def test_another_config_is_refused_and_told_apart(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", CFG):
         pass
     stored = (tmp_path / "run" / "config.yaml").read_bytes()
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises(ConfigError) as caught:
         RunDir(tmp_path / "run", _other(steps=20, quant={"name": "nf4", "extra": 1}))
     message = str(caught.value)
     assert "3 differences" in message
@@ -267,7 +267,7 @@ def test_another_config_is_refused_and_told_apart(tmp_path: Path) -> None:
     ):
         assert part in message
     assert (tmp_path / "run" / "config.yaml").read_bytes() == stored
-    with pytest.raises(BadInput, match="seed is 0 there and 1 here"):
+    with pytest.raises(ConfigError, match="seed is 0 there and 1 here"):
         RunDir(tmp_path / "run", _other(seed=1))
 
 
@@ -281,7 +281,7 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
 def test_many_differences_are_counted_and_a_few_shown(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", CFG):
         pass
-    with pytest.raises(BadInput, match="9 differences") as caught:
+    with pytest.raises(ConfigError, match="9 differences") as caught:
         RunDir(tmp_path / "run", _other(**{f"new{i}": i for i in range(9)}))
     assert str(caught.value).count(" there and ") == 4
 
@@ -299,11 +299,11 @@ HOLD = """
 import sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.rundir import RunDir
 try:
     RunDir(Path(sys.argv[1]), OmegaConf.create({"steps": 10}))
-except BadInput as error:
+except ConfigError as error:
     print(error)
     sys.exit(2)
 """
@@ -327,7 +327,7 @@ def test_a_refused_lock_is_not_kept_open(tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", CFG):
         descriptors = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
-            with pytest.raises(BadInput, match="another process"):
+            with pytest.raises(ConfigError, match="another process"):
                 RunDir(tmp_path / "run", CFG)
         assert len(os.listdir("/proc/self/fd")) == descriptors
     with RunDir(tmp_path / "run", CFG):
@@ -344,7 +344,7 @@ def test_the_lock_ends_with_an_exception(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "runs" / "x"):
-        with pytest.raises(BadInput, match="root=DIR") as caught:
+        with pytest.raises(ConfigError, match="root=DIR") as caught:
             check_run_dir(path, CFG)
         assert str(tmp_path / "file") in str(caught.value)
 
@@ -420,7 +420,7 @@ def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, m
         monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == name else b""))
         return code_digest()
 
-    assert edited("nvfp4.py") != first["code"] != edited("update.py")
+    assert edited("nvfp4.py") != first["code"] != edited("train/update.py")
     assert edited("stats.py") == first["code"]
 
 

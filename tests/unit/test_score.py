@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.evals.score`: completions made elsewhere, judged line by line."""
+"""`python -m qerl_bench.eval.score`: completions made elsewhere, judged line by line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
-from qerl_bench.errors import BadInput
-from qerl_bench.evals import score
+from qerl_bench.eval import score
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
 TASK = ("task=gsm8k", f"task.eval_file={TINY}")
@@ -115,7 +115,7 @@ GOOD = {"id": "gsm8k/test/1", "completion": "x"}
     ],
 )
 def test_what_cannot_be_scored_is_refused_with_its_line(tmp_path: Path, lines: list[object], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         run(tmp_path, write(tmp_path / "c.jsonl", *lines))
     assert not (tmp_path / "out").exists()
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_scored_is_refused_with_its_line(tmp_path: Path, lines: l
     ],
 )
 def test_the_command_line_is_checked(words: list[str], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         score.main(words)
 
 
@@ -145,7 +145,7 @@ def test_questions_that_differ_in_signs_alone_are_told_apart(tmp_path: Path) -> 
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
     assert [(row["gold"], row["correct"]) for row in rows] == [("7", 1.0), ("15", 0.0)]
     unclear = write(tmp_path / "d.jsonl", {"question": "11 5 9", "completion": "<answer>7</answer>"})
-    with pytest.raises(BadInput, match=r"line 1: by its letters and digits, question '11 5 9' is any of 2 "):
+    with pytest.raises(ConfigError, match=r"line 1: by its letters and digits, question '11 5 9' is any of 2 "):
         score.main(["task=arithmetic", f"out={tmp_path / 'none'}", unclear])
 
 
@@ -159,13 +159,13 @@ def test_part_of_a_score_is_not_right(tmp_path: Path) -> None:
 
 def test_an_option_may_be_added_to_the_task(tmp_path: Path) -> None:
     """task.options of task=reasoning_gym is given so."""
-    with pytest.raises(BadInput, match="cannot read the data file no/such/file"):
+    with pytest.raises(ConfigError, match="cannot read the data file no/such/file"):
         score.main(["task=arithmetic", "++task.max_start=30", "out=x", "completions=no/such/file"])
 
 
 def test_as_a_command_without_torch(tmp_path: Path) -> None:
     file = write(tmp_path / "c.jsonl", {"id": "gsm8k/test/1", "completion": "#### 1"})
-    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench.evals.score", *TASK, file, f"out={tmp_path / 'o'}"]
+    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench.eval.score", *TASK, file, f"out={tmp_path / 'o'}"]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

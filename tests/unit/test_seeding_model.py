@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.errors import BadInput
-from qerl_bench.model import HubModel, TinyModel
+from qerl_bench.model.hub import HubModel
+from qerl_bench.model.tiny import TinyModel
+from qerl_bench.model.tokenizer import TAGS, byte_tokenizer
 from qerl_bench.seeding import derive
-from qerl_bench.tokenizer import TAGS, byte_tokenizer
 
 
 def _tiny(**changed: Any) -> TinyModel:
@@ -240,7 +241,7 @@ def test_other_weights_are_another_warm_start() -> None:
     ids=str,
 )
 def test_impossible_shapes_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match=next(iter(changed))):
+    with pytest.raises(ConfigError, match=next(iter(changed))):
         _tiny(**changed)
 
 
@@ -264,12 +265,12 @@ def test_a_local_folder(make_policy: Callable[..., Any], tmp_path: Path) -> None
 @pytest.mark.parametrize("missing", ["no/such/folder/anywhere", "empty"])
 def test_a_folder_that_is_not_there_or_holds_no_model(tmp_path: Path, missing: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(BadInput, match="cannot be loaded") as caught:
+    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
         _hub(id=str(tmp_path / missing)).load(None, "cpu")
     assert str(tmp_path / missing) in str(caught.value) and "model.id=/path/to/model" in str(caught.value)
 
 
 def test_hub_values_are_checked() -> None:
     assert _hub().warm_start_overrides() is None
-    with pytest.raises(BadInput, match="dtype"):
+    with pytest.raises(ConfigError, match="dtype"):
         _hub(dtype="int4")

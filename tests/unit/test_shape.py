@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import Experiment, build, compose
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling, new_tokens
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.engine.vllm import VllmEngine
-from qerl_bench.errors import BadInput
-from qerl_bench.policy import Policy
+from qerl_bench.engine.vllm.spec import VllmEngine
+from qerl_bench.model.load import load_packed
+from qerl_bench.model.policy import Policy
+from qerl_bench.model.shape import RandomWeights
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
-from qerl_bench.quantizer.load import load_packed
 from qerl_bench.records import Prompt, Rollout
-from qerl_bench.shape_model import RandomWeights
 from qerl_bench.task.shape import Shape
 
 MakePolicy = Callable[..., Policy]
@@ -107,11 +107,11 @@ def test_fixed_lengths_are_exact() -> None:
 
 def test_there_is_nothing_to_hold_out_imitate_or_judge() -> None:
     task = _task()
-    with pytest.raises(BadInput, match="eval=none"):
+    with pytest.raises(ConfigError, match="eval=none"):
         task.eval_prompts(3)
-    with pytest.raises(BadInput, match="other than sft"):
+    with pytest.raises(ConfigError, match="other than sft"):
         task.demonstrations(1, 1, 0)
-    with pytest.raises(BadInput, match="rewards are drawn"):
+    with pytest.raises(ConfigError, match="rewards are drawn"):
         task.reward(task.train_prompts(1, 1, 0)[0], "text")
 
 
@@ -131,9 +131,9 @@ def policy() -> Policy:
 
 
 @pytest.mark.parametrize("how", [hf.decode, hf_graph.decode])
-@pytest.mark.parametrize("max_batch", [3, 256])
-def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, how: Any, max_batch: int) -> None:
-    engine = HfEngine(policy, max_batch)
+@pytest.mark.parametrize("max_num_seqs", [3, 256])
+def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, how: Any, max_num_seqs: int) -> None:
+    engine = HfEngine(policy, max_num_seqs)
     engine.decode = how
     prompts = _task(completion_tokens=9).train_prompts(1, 5, seed=0)
     rollouts = engine.generate(prompts, _sampling())
@@ -186,7 +186,7 @@ def test_decoding_ends_with_the_longest_exact_length(policy: Policy, monkeypatch
 )
 def test_lengths_that_cannot_be_sampled_are_refused(policy: Policy, lengths: tuple[int, ...], says: str) -> None:
     prompt = Prompt(id="a", messages=(), answer="01", token_ids=(1, 2), new_tokens=lengths)
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(ConfigError, match=says):
         HfEngine(policy, 8).generate([prompt], _sampling(samples=2))
 
 
@@ -218,7 +218,7 @@ def test_vllm_is_asked_for_exact_lengths_sample_by_sample(policy: Policy, monkey
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     engine: Any = object.__new__(VllmEngine)
     engine.policy, engine.llm, engine.max_model_len, engine.asleep = policy, FakeVllm(), 4096, False
-    engine.spec = SimpleNamespace(score_batch=8)
+    engine.spec = SimpleNamespace(score_batch_size=8)
     engine.mirror = SimpleNamespace(current=True, request=None)
     prompts = _task().train_prompts(1, 2, seed=0)
     exact = engine.generate(prompts, _sampling())
@@ -283,7 +283,7 @@ def test_the_seed_and_the_name_of_a_parameter_decide_its_values() -> None:
 
 def test_a_deep_model_in_bfloat16_stays_in_bounds() -> None:
     """As many blocks as a 72B model has: finite, near-uniform over the vocabulary, and with a gradient that is too."""
-    words = ("model.layers=80", "model.dtype=bfloat16", "model.tied=false", "optim.gradient_checkpointing=true")
+    words = ("model.layers=80", "model.dtype=bfloat16", "model.tied=false", "train.gradient_checkpointing=true")
     policy = Policy.build(_experiment("quant=nvfp4", *words), None, "cpu")
     ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros_like(ids, dtype=torch.bool)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from qerl_bench.errors import BadInput
-from qerl_bench.results.stats import (
+from qerl_bench.checks import ConfigError
+from qerl_bench.statistics import (
     area_under_curve,
     crossed,
     holm,
@@ -195,7 +195,7 @@ def test_an_effect_over_bases_by_hand() -> None:
     assert found.prediction == pytest.approx((3 - half, 3 + half))
     assert [mean.mean for mean in found.by_base] == [1.0, 3.0, 5.0]
     assert over_bases(values[:, :2]).prediction is None
-    with pytest.raises(BadInput, match="at least two"):
+    with pytest.raises(ConfigError, match="at least two"):
         over_bases(values[:, :1])
 
 
@@ -211,7 +211,7 @@ def test_intervals_over_bases_hold_the_true_mean_where_intervals_over_seeds_do_n
 
 
 def test_one_question_is_refused() -> None:
-    with pytest.raises(BadInput, match="at least two questions"):
+    with pytest.raises(ConfigError, match="at least two questions"):
         crossed(np.zeros((1, 5)))
 
 
@@ -245,7 +245,7 @@ def test_area_under_curve_by_hand() -> None:
     assert area_under_curve(steps, np.array([0.0, 1.0, 1.0])) == pytest.approx((0.5 + 2.0) / 3)
     assert area_under_curve(steps, np.array([1.0, math.nan, 3.0])) == 2.0
     assert area_under_curve(steps[:1], np.array([0.7])) == 0.7
-    with pytest.raises(BadInput):
+    with pytest.raises(ConfigError):
         area_under_curve(steps, np.full(3, math.nan))
 
 
@@ -260,6 +260,6 @@ def test_steps_to_threshold_by_hand() -> None:
 def test_an_incomplete_grid_is_refused_with_the_missing_runs() -> None:
     settings = {"nvfp4 exp": [0, 1, 2], "bf16 none": [0, 2], "nf4 none": [3]}
     assert missing_seeds(settings) == {"nvfp4 exp": [3], "bf16 none": [1, 3], "nf4 none": [0, 1, 2]}
-    with pytest.raises(BadInput, match="nvfp4 exp seed=3; bf16 none seed=1,3; nf4 none seed=0,1,2"):
+    with pytest.raises(ConfigError, match="nvfp4 exp seed=3; bf16 none seed=1,3; nf4 none seed=0,1,2"):
         require_complete(settings)
     require_complete({"a": [0, 1], "b": (1, 0)})

@@ -13,11 +13,11 @@ import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
 
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.metrics import definitions
-from qerl_bench.results.collect import STUDY_METRICS, STUDY_PREFIX, write_study
-from qerl_bench.results.load import Run, find_runs, load_run, load_runs, tidy
-from qerl_bench.results.study import SETTINGS, dotted, is_study, nested
+from qerl_bench.study.collect import STUDY_METRICS, STUDY_PREFIX, write_study
+from qerl_bench.study.committed import SETTINGS, dotted, is_study, nested
+from qerl_bench.study.load import Run, find_runs, load_run, load_runs, tidy
 
 REPOSITORY = Path(__file__).parents[2]
 ASSETS = REPOSITORY / "tests" / "assets" / "runs"
@@ -67,7 +67,7 @@ def test_runs_that_were_collected_are_read_again_as_they_were(runs: Path, study:
     for run, kept in zip(before[1:], after[1:], strict=True):
         for mode in ("greedy", "sampled"):
             assert_frame_equal(kept.answers(mode), run.answers(mode))
-    with pytest.raises(BadInput, match=f"answers of {before[0].name} were not kept"):
+    with pytest.raises(ConfigError, match=f"answers of {before[0].name} were not kept"):
         after[0].answers("greedy")
     assert_frame_equal(tidy(after), tidy(before))
 
@@ -78,9 +78,9 @@ def test_a_study_says_nothing_about_where_and_by_whom_its_runs_were_made(runs: P
     tables = {"/home/somebody/.cache/qerl/h200.json": "1f"}
     (path / "env.json").write_text(json.dumps(env | {"argv": ["/home/somebody/run.py"], "kernel_tables": tables}))
     config = (path / "config.yaml").read_text()
-    wandb = "_target_: qerl_bench.sink.wandb.Wandb\n  name: wandb\n  entity: somebody"
+    wandb = "_target_: qerl_bench.logger.wandb.WandB\n  name: wandb\n  entity: somebody"
     config = config.replace("root: .", "root: /home/somebody").replace(
-        "_target_: qerl_bench.sink.jsonl.LocalOnly\n  name: jsonl", wandb
+        "_target_: qerl_bench.logger.jsonl.LocalOnly\n  name: jsonl", wandb
     )
     assert config.count("somebody") == 2
     (path / "config.yaml").write_text(config)
@@ -103,7 +103,7 @@ def test_a_study_a_part_of_it_and_run_folders_are_read_alike(runs: Path, study: 
     write_study([*find_runs(runs), *(study / name for name in (names[0], *names[4:]))], again, mixed_code=False)
     for first, second in zip(load_runs([study]), load_runs([again]), strict=True):
         assert_same(first, second)
-    with pytest.raises(BadInput, match=f"{names[1]} is there twice"):
+    with pytest.raises(ConfigError, match=f"{names[1]} is there twice"):
         load_runs([runs, study])
 
 
@@ -148,7 +148,7 @@ def test_an_earlier_study_in_the_folder_is_replaced_whole(runs: Path, study: Pat
 
 def test_a_study_does_not_hide_the_runs_that_it_was_made_from(runs: Path, tmp_path: Path) -> None:
     for out in (runs, tmp_path):
-        with pytest.raises(BadInput, match=r"holds the runs themselves.*and 5 more.*--out DIR"):
+        with pytest.raises(ConfigError, match=r"holds the runs themselves.*and 5 more.*--out DIR"):
             write_study(find_runs(runs), out, mixed_code=False)
     assert len(find_runs(tmp_path)) == 8
 
@@ -179,7 +179,7 @@ def edited(study: Path, change: Callable[[dict], None]) -> None:
 )
 def test_files_that_do_not_belong_together_are_refused(study: Path, change: Callable, complaint: str) -> None:
     edited(study, change)
-    with pytest.raises(BadInput, match=complaint) as error:
+    with pytest.raises(ConfigError, match=complaint) as error:
         load_runs([study])
     assert str(study) in str(error.value) and "analysis/collect.py RUNS --out" in str(error.value)
 
@@ -188,10 +188,10 @@ def test_answers_of_unknown_runs_are_refused(study: Path) -> None:
     answers = pd.read_parquet(study / "answers.parquet").astype({"run": "str"})
     stranger = answers[answers["run"] == answers["run"].iloc[0]].assign(run="stranger")
     pd.concat([answers, stranger]).to_parquet(study / "answers.parquet", index=False)
-    with pytest.raises(BadInput, match=r"answers of 1 runs that settings\.json does not know: stranger"):
+    with pytest.raises(ConfigError, match=r"answers of 1 runs that settings\.json does not know: stranger"):
         load_runs([study])
     pd.read_parquet(study / "tidy.parquet").drop(columns="step").to_parquet(study / "tidy.parquet")
-    with pytest.raises(BadInput, match=r"tidy\.parquet has no column step"):
+    with pytest.raises(ConfigError, match=r"tidy\.parquet has no column step"):
         load_runs([study])
 
 
@@ -202,7 +202,7 @@ def test_runs_of_several_versions_of_the_code_are_refused_in_a_study_too(study: 
         content["runs"]["nvfp4-exp-grpo-r32-s1-a101d16e"]["environment"] = 1
 
     edited(study, change)
-    with pytest.raises(BadInput, match="2 versions of the code"):
+    with pytest.raises(ConfigError, match="2 versions of the code"):
         load_runs([study])
     assert len(load_runs([study], mixed_code=True)) == 8
 
@@ -211,7 +211,7 @@ def test_the_metrics_of_a_study_are_those_that_claims_and_figures_name() -> None
     known = definitions()
     named = {
         node.value
-        for folder in ("src/qerl_bench/results", "analysis")
+        for folder in ("src/qerl_bench/study", "analysis")
         for file in (REPOSITORY / folder).glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known

@@ -1,4 +1,4 @@
-"""analysis/table2.py: the average over four sets, from records as `python -m qerl_bench.evals` leaves them."""
+"""analysis/table2.py: the average over four sets, from records as `python -m qerl_bench.eval` leaves them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.errors import BadInput
-from qerl_bench.evals.again import asked_again
-from qerl_bench.evals.base import Score
-from qerl_bench.results.four_sets import SETS, rows
-from qerl_bench.results.load import load_run
+from qerl_bench.eval.base import Score
+from qerl_bench.eval.reevaluate import asked_again
+from qerl_bench.study.four_sets import SETS, rows
+from qerl_bench.study.load import load_run
 
 REPOSITORY = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("analysis_table2", REPOSITORY / "analysis" / "table2.py")
@@ -98,14 +98,14 @@ def test_sets_that_are_missing_are_named_with_the_command_that_makes_them(run: P
     (run / "evals" / "aime25" / "done.json").unlink()  # not finished
     (run / "evals" / "amc23" / "config.yaml").write_text((run / "config.yaml").read_text().replace("MATH-500", "other"))
     with pytest.raises(
-        BadInput, match=r"no finished evaluation of aime25, amc23: .*task=aime25 task.instruction=suffix"
+        ConfigError, match=r"no finished evaluation of aime25, amc23: .*task=aime25 task.instruction=suffix"
     ):
         rows(load_run(run))
 
 
 def test_two_evaluations_of_one_set_are_refused(run: Path, configs: dict[str, DictConfig]) -> None:
     record(run / "evals" / "again", configs["amc23"], "amc23")
-    with pytest.raises(BadInput, match=r"evals/amc23 and .*evals/again both evaluate amc23: move one"):
+    with pytest.raises(ConfigError, match=r"evals/amc23 and .*evals/again both evaluate amc23: move one"):
         rows(load_run(run))
 
 
@@ -119,18 +119,18 @@ def test_two_evaluations_of_one_set_are_refused(run: Path, configs: dict[str, Di
 )
 def test_sets_that_were_asked_in_other_ways_are_not_averaged(run: Path, key: str, value: Any, message: str) -> None:
     change(run / "evals" / "aime24" / "eval.json", key, value)
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         rows(load_run(run))
 
 
 def test_another_prompt_is_another_way(run: Path, configs: dict[str, DictConfig]) -> None:
     config = asked_again(configs["run"], ["task=aime24"])  # its own prompt, not the run's
     (run / "evals" / "aime24" / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
-    with pytest.raises(BadInput, match=r"aime24 and math500 differ in task\.instruction \(system, suffix\)"):
+    with pytest.raises(ConfigError, match=r"aime24 and math500 differ in task\.instruction \(system, suffix\)"):
         rows(load_run(run))
 
 
 def test_without_a_finished_run_of_these_sets_the_experiment_is_named(run: Path, tmp_path: Path) -> None:
     (run / "done.json").unlink()
-    with pytest.raises(BadInput, match="experiment=paper/table2"):
+    with pytest.raises(ConfigError, match="experiment=paper/table2"):
         table2.main([str(run), "--out", str(tmp_path)])

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from qerl_bench.algo.base import Terms
-from qerl_bench.algo.objective import objective
-from qerl_bench.batch import make_batch
+from qerl_bench.algo.loss import objective
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
-from qerl_bench.errors import BadInput, TrainingStopped
 from qerl_bench.experiment import not_finite
-from qerl_bench.forensics import NonFinite, dump
-from qerl_bench.policy import Policy
-from qerl_bench.update import make_optimizer, update
+from qerl_bench.model.policy import Policy
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.nonfinite import NonFinite, dump
+from qerl_bench.train.update import make_optimizer, update
 
 Maker = Callable[..., Any]
 
@@ -50,7 +50,13 @@ def _state(policy: Any) -> list[torch.Tensor]:
 def test_three_updates_are_three_steps_against_the_same_old_policy(
     make_policy: Maker, make_experiment: Maker, algo: str, coef: float
 ) -> None:
-    words = ("optim.updates=3", "optim.micro_batch=2", "optim.lr=3e-3", f"kl.coef={coef}", f"algo={algo}")
+    words = (
+        "train.updates_per_batch=3",
+        "train.micro_batch_size=2",
+        "optim.lr=3e-3",
+        f"kl.coef={coef}",
+        f"algo={algo}",
+    )
     experiment = make_experiment("quant=nvfp4", *words)
     policy, fresh = (make_policy(*words, sharp=True, adapted=True) for _ in range(2))
     batch = _batch(fresh)
@@ -201,7 +207,7 @@ def test_trained_norms_learn_are_saved_and_stay_out_of_the_base(
     assert all(0 < float((scale.detach() - 1).abs().max()) < 0.01 for scale in scales)  # steps that BF16 would lose
     with policy.without_adapter():
         assert torch.equal(logprobs(), base)
-    with policy.noise(0.05, seed=1):
+    with policy.perturbed(0.05, seed=1):
         assert not torch.equal(logprobs(), base)
     assert all(scale is norm.weight for scale, norm in zip(scales, policy.norms.values(), strict=True))
 
@@ -226,11 +232,11 @@ def test_norms_are_frozen_unless_asked_for(make_policy: Maker) -> None:
         (["lora=none", "model.dtype=bfloat16"], "model.dtype=float32"),
         (["lora=none", "kl.coef=0.1"], "kl.coef"),
         (["algo=sft", "kl.coef=0.1"], "on-policy"),
-        (["optim.updates=2", "lora.dropout=0.1"], "lora.dropout=0"),
-        (["optim.updates=0"], "optim.updates"),
+        (["train.updates_per_batch=2", "lora.dropout=0.1"], "lora.dropout=0"),
+        (["train.updates_per_batch=0"], "train.updates_per_batch"),
         (["optim.optimizer=lion"], "adamw"),
-        (["optim.on_nonfinite=ignore"], "stop or skip"),
-        (["optim.packing=1"], "optim.packing"),
+        (["train.on_nonfinite=ignore"], "stop or skip"),
+        (["train.packing=1"], "train.packing"),
         (["lora.train_norms=2"], "lora.train_norms"),
         (["kl.estimator=k5"], "k1, k2 or k3"),
         (["algo=dapo", "algo.overlong_share=1.5"], "algo.overlong_share"),
@@ -238,7 +244,7 @@ def test_norms_are_frozen_unless_asked_for(make_policy: Maker) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_combinations_that_cannot_work_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(ConfigError, match=message):
         build(compose(words))
 
 
@@ -259,7 +265,7 @@ def _broken(make_policy: Maker, what: str) -> tuple[Any, str]:
 @pytest.mark.parametrize("what", ["weight", "activation"])
 def test_the_first_tensor_that_is_not_finite_is_named(make_policy: Maker, make_experiment: Maker, what: str) -> None:
     policy, name = _broken(make_policy, what)
-    experiment = make_experiment("quant=bf16", "algo=grpo", "optim.micro_batch=2")
+    experiment = make_experiment("quant=bf16", "algo=grpo", "train.micro_batch_size=2")
     batch, cases = _batch(policy), []
     before = _state(policy)
     found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, cases.append)
@@ -297,7 +303,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(
 def test_what_was_not_finite_is_written_down(
     make_experiment: Maker, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experiment = make_experiment(f"optim.on_nonfinite={mode}")
+    experiment = make_experiment(f"train.on_nonfinite={mode}")
     run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [{"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.2}])
     case = NonFinite(what="loss", tensor="output of lm_head", tensors={"input_ids": torch.arange(6).view(2, 3).t()})
     if mode == "stop":
@@ -305,7 +311,7 @@ def test_what_was_not_finite_is_written_down(
             TrainingStopped, match=r"step 8: the loss is not finite\. First: output of lm_head"
         ) as stopped:
             not_finite(experiment, run, 8, case)
-        assert "optim.on_nonfinite=skip" in str(stopped.value)
+        assert "train.on_nonfinite=skip" in str(stopped.value)
     else:
         not_finite(experiment, run, 8, case)
         assert "left out" in caplog.text

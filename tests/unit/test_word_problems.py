@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from qerl_bench import warm_start
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose, spec
-from qerl_bench.errors import BadInput
+from qerl_bench.model.base import warm_start
 from qerl_bench.records import Prompt
 from qerl_bench.task.word_problems import WordProblems
 
@@ -192,13 +192,13 @@ def test_other_formats_get_demonstrations_of_their_own() -> None:
 def test_too_few_problems_are_an_error_and_not_an_endless_search() -> None:
     """Of the 6 calculations with the number 2 none is held out."""
     started = time.perf_counter()
-    with pytest.raises(BadInput, match=r"task=word_problems cannot make 1 different .* max_number=2; widen one"):
+    with pytest.raises(ConfigError, match=r"task=word_problems cannot make 1 different .* max_number=2; widen one"):
         task("task.steps=[1]", "task.max_number=2").check()
     assert time.perf_counter() - started < 5
 
 
 def test_what_the_tiny_model_is_taught_fits_its_limit() -> None:
-    from qerl_bench.tokenizer import byte_tokenizer
+    from qerl_bench.model.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     lengths = [len(tokenizer(demo.completion)["input_ids"]) + 1 for demo in task().demonstrations(1, 500, seed=1)]

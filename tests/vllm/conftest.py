@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qerl_bench.engine.vllm_install import installed
+from qerl_bench.engine.vllm.install import installed
 from qerl_bench.records import Prompt
 
 if TYPE_CHECKING:
-    from qerl_bench.engine.vllm import VllmEngine
+    from qerl_bench.engine.vllm.spec import VllmEngine
 
 # The distribution for CPUs runs one half of them, that for GPUs the other.
 collect_ignore_glob = [
@@ -21,7 +21,7 @@ collect_ignore_glob = [
     if distribution not in installed()
 ]
 
-SMALL = ("engine=vllm", "engine.kv_cache_gib=0.03125", "engine.max_model_len=512", "engine.max_sequences=32")
+SMALL = ("engine=vllm", "engine.kv_cache_gib=0.03125", "engine.max_model_len=512", "engine.max_num_seqs=32")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,8 +57,8 @@ def serving(make_experiment: Callable[..., Any]) -> Callable[..., AbstractContex
 
     @contextmanager
     def serve(policy: Any, *words: str, packed: bool = False) -> Iterator[VllmEngine]:
-        from qerl_bench.engine.vllm import VllmEngine
-        from qerl_bench.engine.vllm_base import Base
+        from qerl_bench.engine.vllm.base import Base
+        from qerl_bench.engine.vllm.spec import VllmEngine
 
         spec = make_experiment(*SMALL, "engine.isolation=same", *words).engine
         if packed:

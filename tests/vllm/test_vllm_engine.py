@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qerl_bench.batch import make_batch
+from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.errors import BadInput
 from qerl_bench.records import Rollout
+from qerl_bench.train.batch import make_batch
 
 ROUNDING = 1e-4  # nats, FP32
 LAYERS = 2  # of the model
@@ -119,7 +119,7 @@ def test_completions_end_at_any_stop_token_or_at_the_limit(policy: Any, engine: 
 
 
 def test_a_prompt_that_is_too_long_is_refused(engine: Any, make_prompts: Any) -> None:
-    with pytest.raises(BadInput, match=r"engine\.max_model_len"):
+    with pytest.raises(ConfigError, match=r"engine\.max_model_len"):
         engine.generate(make_prompts(1), _sampling(max_tokens=500))
 
 
@@ -172,7 +172,7 @@ def test_noise_reaches_every_norm_and_leaves_no_trace(policy: Any, engine: Any, 
     prompts = make_prompts()
     clean = engine.generate(prompts, _sampling())
     for seed in (1, 2):
-        with policy.noise(0.1, seed) as report:
+        with policy.perturbed(0.1, seed) as report:
             found = engine.sync(prompts)
             noisy = engine.generate(prompts, _sampling())
             assert _gap(policy, noisy) < ROUNDING
@@ -187,7 +187,7 @@ def test_noise_that_does_not_arrive_is_found_out(policy: Any, engine: Any, make_
     engine.sync(make_prompts())
     pushed = engine.mirror.folder / "norms.safetensors"
     scales = load_file(pushed)
-    with policy.noise(0.1, 1):
+    with policy.perturbed(0.1, 1):
         engine.mirror.scales = {name: scale.clone() for name, scale in engine.mirror._scales().items()}  # as if written
         with pytest.raises(AssertionError, match="does not compute what is trained"):
             engine.sync(make_prompts())
@@ -212,5 +212,5 @@ def test_training_goes_on_while_vllm_runs_here(policy: Any, engine: Any, make_pr
 
 
 def test_a_second_engine_beside_it_is_refused(policy: Any, engine: Any, serving: Callable[..., Any]) -> None:
-    with pytest.raises(BadInput, match=r"engine\.isolation=child"), serving(policy):
+    with pytest.raises(ConfigError, match=r"engine\.isolation=child"), serving(policy):
         pass

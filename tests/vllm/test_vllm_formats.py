@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.errors import BadInput
 
 GREEDY = Sampling(samples=1, temperature=0.0, max_tokens=12, seed=0)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -82,7 +82,7 @@ def test_packed_weights_are_handed_over_as_they_are(
         assert record["weights"] == f"{quant}, packed" and record["copies_of_weights"] == 2
         inner = {layer: found for layer, found in record["kernels"].items() if "layers." in layer}
         assert len(inner) == 8 and all(found.endswith(f" / {kernel}") for found in inner.values())
-        with policy.noise(0.1, 1):
+        with policy.perturbed(0.1, 1):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
             ours, theirs = (e.generate(make_prompts(), GREEDY) for e in (HfEngine(policy, 8), engine))
     assert [r.token_ids for r in theirs] == [r.token_ids for r in ours]
@@ -107,7 +107,7 @@ def test_nf4_is_handed_over_as_values_and_says_so(
 def test_packed_weights_without_a_kernel_are_refused(
     make_policy: Callable[..., Any], serving: Callable[..., Any]
 ) -> None:
-    with pytest.raises(BadInput, match=r"engine\.dequantize=true"), serving(make_policy(quant="nvfp4", width=64)):
+    with pytest.raises(ConfigError, match=r"engine\.dequantize=true"), serving(make_policy(quant="nvfp4", width=64)):
         pass
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.batch import make_batch
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.engine.vllm_process import device_memory_gib, is_running
-from qerl_bench.policy import Policy
+from qerl_bench.engine.vllm.process import device_memory_gib, is_running
+from qerl_bench.model.policy import Policy
+from qerl_bench.train.batch import make_batch
 
 pytestmark = pytest.mark.gpu
 TIE = 0.13  # nats between two tokens that BF16 logits of size 16 to 32 cannot tell apart: one unit in the last place
@@ -51,8 +51,8 @@ def engine(case: tuple[str, str, str], policy: Any, make_experiment: Callable[..
     """It holds little but its KV cache, which must be gone at the end. Kernels and work space of this process stay."""
     torch.cuda.empty_cache()
     before = device_memory_gib()
-    size = (f"engine.kv_cache_gib={KV_GIB}", "engine.max_sequences=16", "model.dtype=bfloat16")
-    words = ("engine=vllm", "device=cuda", f"engine.isolation={case[1]}", f"engine.eager={case[2]}", *size)
+    size = (f"engine.kv_cache_gib={KV_GIB}", "engine.max_num_seqs=16", "model.dtype=bfloat16")
+    words = ("engine=vllm", "device=cuda", f"engine.isolation={case[1]}", f"engine.enforce_eager={case[2]}", *size)
     engine = make_experiment(*words).engine.build(policy)
     yield engine
     pids = {worker["pid"] for worker in engine.workers} - {os.getpid()}
@@ -76,7 +76,7 @@ def test_packed_layers_run_in_marlin(engine: Any) -> None:
 @pytest.mark.parametrize("sigma", [0.0, 0.05])
 def test_greedy_completions_part_only_at_ties(policy: Any, engine: Any, make_prompts: Any, sigma: float) -> None:
     prompts, greedy = make_prompts(8), Sampling(samples=1, temperature=0.0, max_tokens=24, seed=0)
-    with policy.noise(sigma, 1) as report:
+    with policy.perturbed(sigma, 1) as report:
         assert engine.sync(prompts)["sync/norms_changed"] == report.norms_perturbed == (2 * BLOCKS if sigma else 0)
         ours, theirs = (e.generate(prompts, greedy) for e in (HfEngine(policy, 8), engine))
         agreed = 0

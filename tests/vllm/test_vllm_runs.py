@@ -16,7 +16,7 @@ import pytest
 
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
-from qerl_bench.engine.vllm_process import PREFIX, SHARED_MEMORY, is_running
+from qerl_bench.engine.vllm.process import PREFIX, SHARED_MEMORY, is_running
 
 ROOT = Path(__file__).parents[2]
 RUN = (sys.executable, str(ROOT / "src/run.py"), "experiment=smoke", "device=cpu", "rollout.temperature=0.9")
@@ -62,7 +62,7 @@ def _gone(pids: set[int], within: float = 30.0) -> bool:
 
 
 def test_a_run_of_4_bit_weights_with_noise_records_what_sampled(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    words = ("engine.isolation=same", "quant=nvfp4", "engine.dequantize=true", "aqn=constant", "optim.entropy_coef=0.1")
+    words = ("engine.isolation=same", "quant=nvfp4", "engine.dequantize=true", "aqn=constant", "train.entropy_coef=0.1")
     assert _started(tmp_path, *overrides, *words).wait(240) == 0, (tmp_path / "output.txt").read_text()
     [run] = (tmp_path / "runs").iterdir()
     record = json.loads((run / "engine.json").read_text())
@@ -92,7 +92,7 @@ def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
 ) -> None:
     if workers > 1 and len(request.getfixturevalue("cores")) < workers:
         pytest.skip("needs a core for each worker")
-    run, below = _sampling_run(tmp_path, (*overrides, f"engine.tensor_parallel={workers}"))
+    run, below = _sampling_run(tmp_path, (*overrides, f"engine.tensor_parallel_size={workers}"))
     try:
         assert len(below) >= 1 + (workers if workers > 1 else 0)
         if end == "killed":  # nothing in the run gets a word in
@@ -117,11 +117,11 @@ def test_tensor_parallel_workers_serve_with_the_same_noise_and_end_with_the_engi
     if len(cores) < 2:
         pytest.skip("needs a core for each worker")
     policy = make_policy("model.kv_heads=2", quant="bf16", width=64, sharp=True, adapted=True)
-    engine = make_experiment(*overrides, "engine.tensor_parallel=2").engine.build(policy)
+    engine = make_experiment(*overrides, "engine.tensor_parallel_size=2").engine.build(policy)
     pids = {worker["pid"] for worker in engine.workers}
     try:
         assert len(pids) == 2 and os.getpid() not in pids and all(is_running(pid) for pid in pids)
-        with policy.noise(0.1, 1):
+        with policy.perturbed(0.1, 1):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
             sampling = Sampling(samples=1, temperature=0.0, max_tokens=8, seed=1)
             ours, theirs = (e.generate(make_prompts(), sampling) for e in (HfEngine(policy, 8), engine))

@@ -21,7 +21,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.preflight import Point, SweepFailed, check_points
+from qerl_bench.cli import Point, SweepFailed, check_points
 
 log = logging.getLogger(__name__)
 RUN_PY = Path(__file__).resolve().parents[2] / "run.py"

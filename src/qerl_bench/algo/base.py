@@ -1,7 +1,7 @@
 """What an algorithm is: advantages from rewards, weights from lengths, a loss for every token; pure functions.
 
 The loss of an optimiser step is  sum_i w_i sum_t l_it  over its completions i and their tokens t
-(`algo/objective.py`). The weights w_i are made once from the lengths of all completions of the step, so neither the
+(`algo/loss.py`). The weights w_i are made once from the lengths of all completions of the step, so neither the
 split into micro-batches nor leaving out completions whose l_it is zero can change the loss or its gradient. KL
 penalty and reference belong to `algo/kl.py`, for all algorithms alike.
 """
@@ -48,12 +48,12 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def max_refills(self) -> int:
+    def max_resampling_rounds(self) -> int:
         """How often a step may sample again to replace groups without signal (`algo/dynamic.py`); 0 keeps all."""
         ...
 
     @property
-    def when_degenerate(self) -> str:
+    def on_no_signal(self) -> str:
         """What to do if no group of a step has signal after all refills: "stop" | "continue"."""
         ...
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import Terms, TokenLoss
 from qerl_bench.algo.clip import require_advantage_eps, require_clip
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bnpo:
+class BNPO:
     """Clipped surrogate, averaged over the tokens of each `chunk` consecutive completions, then over chunks."""
 
     name: str
@@ -29,8 +29,8 @@ class Bnpo:
     chunk: int
 
     on_policy = True
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high, self.delta)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import Terms, TokenLoss
 from qerl_bench.algo.clip import require_advantage_eps
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cispo:
+class CISPO:
     """-clip(r, 1 - epsilon_low, 1 + epsilon_high) A log p with a constant weight, averaged over the step's tokens."""
 
     name: str
@@ -27,8 +27,8 @@ class Cispo:
     advantage_eps: float
 
     on_policy = True
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def __post_init__(self) -> None:
         require(0 < self.epsilon_low <= 1, f"algo.epsilon_low must be in (0, 1], got {self.epsilon_low!r}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 
 def require_clip(epsilon_low: float, epsilon_high: float, delta: float | None) -> None:
-    """Raise BadInput unless the clip widths make sense, and the cap on the ratio lies outside of them."""
+    """Raise ConfigError unless the clip widths make sense, and the cap on the ratio lies outside of them."""
     require(0 < epsilon_low < 1, f"algo.epsilon_low must be between 0 and 1, got {epsilon_low!r}")
     require(0 < epsilon_high < float("inf"), f"algo.epsilon_high must be positive, got {epsilon_high!r}")
     require(
@@ -17,7 +17,7 @@ def require_clip(epsilon_low: float, epsilon_high: float, delta: float | None) -
 
 
 def require_advantage_eps(advantage_eps: float) -> None:
-    """Raise BadInput unless the number added to a standard deviation keeps the division defined."""
+    """Raise ConfigError unless the number added to a standard deviation keeps the division defined."""
     require(
         0 < advantage_eps < float("inf"),
         f"algo.advantage_eps must be positive (it guards groups of nearly equal rewards), got {advantage_eps!r}",

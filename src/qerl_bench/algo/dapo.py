@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import Terms, TokenLoss
 from qerl_bench.algo.clip import require_advantage_eps, require_clip
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dapo:
+class DAPO:
     """Clipped surrogate, averaged over all completion tokens of the optimiser step: long answers weigh more."""
 
     name: str
@@ -22,8 +22,8 @@ class Dapo:
     epsilon_high: float
     delta: float | None
     advantage_eps: float
-    max_refills: int
-    when_degenerate: str
+    max_resampling_rounds: int
+    on_no_signal: str
     length_limit: int
     overlong_share: float
     overlong_factor: float
@@ -34,12 +34,12 @@ class Dapo:
         require_clip(self.epsilon_low, self.epsilon_high, self.delta)
         require_advantage_eps(self.advantage_eps)
         require(
-            isinstance(self.max_refills, int) and self.max_refills >= 0,
-            f"algo.max_refills must be a whole number >= 0 (0 = no dynamic sampling), got {self.max_refills!r}",
+            isinstance(self.max_resampling_rounds, int) and self.max_resampling_rounds >= 0,
+            f"algo.max_resampling_rounds must be a whole number >= 0 (0 = no dynamic sampling), got {self.max_resampling_rounds!r}",
         )
         require(
-            self.when_degenerate in ("stop", "continue"),
-            f"algo.when_degenerate must be stop or continue, got {self.when_degenerate!r}",
+            self.on_no_signal in ("stop", "continue"),
+            f"algo.on_no_signal must be stop or continue, got {self.on_no_signal!r}",
         )
         require(
             isinstance(self.length_limit, int) and self.length_limit >= 1,

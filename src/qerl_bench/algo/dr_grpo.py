@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import Terms, TokenLoss
 from qerl_bench.algo.clip import require_clip
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrGrpo:
+class DrGRPO:
     """No division by the group's standard deviation, and one constant instead of each completion's length."""
 
     name: str
@@ -24,8 +24,8 @@ class DrGrpo:
     length_limit: int
 
     on_policy = True
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high, self.delta)

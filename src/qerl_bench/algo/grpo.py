@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grpo:
+class GRPO:
     """Clipped surrogate, averaged over the tokens of each completion, then over completions."""
 
     name: str
@@ -23,8 +23,8 @@ class Grpo:
     advantage_eps: float
 
     on_policy = True
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high, self.delta)

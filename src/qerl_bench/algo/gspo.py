@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gspo:
+class GSPO:
     """Clipped surrogate of the geometric mean of a completion's token ratios, averaged over completions."""
 
     name: str
@@ -23,8 +23,8 @@ class Gspo:
     advantage_eps: float
 
     on_policy = True
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high, self.delta)

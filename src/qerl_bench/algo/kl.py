@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class KlPenalty:
+class KLPenalty:
     """`coef` times the estimated KL divergence per token, added to each token's loss; 0 = no reference needed."""
 
     coef: float

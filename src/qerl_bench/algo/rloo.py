@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rloo:
+class RLOO:
     """A completion is one action: ratio of its probability, reward minus its siblings' mean; mean over completions."""
 
     name: str
@@ -21,8 +21,8 @@ class Rloo:
     epsilon_high: float
 
     on_policy = True
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def __post_init__(self) -> None:
         require_clip(self.epsilon_low, self.epsilon_high, None)

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sft:
+class SFT:
     """Mean negative log-likelihood per completion token of the demonstrations."""
 
     name: str
 
     on_policy = False
-    max_refills = 0
-    when_degenerate = "continue"
+    max_resampling_rounds = 0
+    on_no_signal = "continue"
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         raise AssertionError("algo=sft reads demonstrations, which have no rewards")

@@ -1,7 +1,7 @@
 """What a noise schedule is: a standard deviation for every step of a run. How the noise goes in is `injection.py`.
 
-A schedule is a frozen spec; `steering` makes what runs it. Most schedules are functions of the step alone (open loop);
-one that reacts to what it sees brings its own steering, whose state travels in checkpoints.
+A schedule is a frozen spec; `controller` makes what runs it. Most schedules are functions of the step alone (open loop);
+one that reacts to what it sees brings its own controller, whose state travels in checkpoints.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from qerl_bench.aqn.injection import Injection
-    from qerl_bench.policy import Policy
+    from qerl_bench.aqn.spec import NoiseSpec
+    from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
 
 
-class Steering(Protocol):
+class SigmaController(Protocol):
     """A schedule at work in one run."""
 
     @property
@@ -47,16 +47,16 @@ class Schedule:
         """Noise standard deviation for step `step`, counted 1..total_steps; 0.0 means no noise."""
         raise NotImplementedError
 
-    def check_with(self, quant: WeightFormat, injection: Injection) -> None:
-        """Raise BadInput if this schedule makes no sense with that format or that way of injecting."""
+    def check_with(self, quant: WeightFormat, injection: NoiseSpec) -> None:
+        """Raise ConfigError if this schedule makes no sense with that format or that way of injecting."""
 
-    def steering(self, policy: Policy, total_steps: int) -> Steering:
+    def controller(self, policy: Policy, total_steps: int) -> SigmaController:
         """What runs this schedule over the norms of `policy`."""
         return OpenLoop(self, total_steps)
 
 
 class OpenLoop:
-    """Steering that looks at nothing: sigma(step) of a schedule, the same or in fixed proportion for every norm."""
+    """SigmaController that looks at nothing: sigma(step) of a schedule, the same or in fixed proportion for every norm."""
 
     def __init__(self, schedule: Schedule, total_steps: int, factors: Mapping[str, float] | None = None) -> None:
         self.schedule = schedule

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

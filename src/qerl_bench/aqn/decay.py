@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule, stage_of
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.aqn.base import Schedule, Steering
-from qerl_bench.errors import require
+from qerl_bench.aqn.base import Schedule, SigmaController
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
-    from qerl_bench.aqn.injection import Injection
-    from qerl_bench.policy import Policy
+    from qerl_bench.aqn.spec import NoiseSpec
+    from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
 
 log = logging.getLogger(__name__)
@@ -69,10 +69,10 @@ class EntropyTarget(Schedule):
             f"aqn.smoothing is the weight of the newest measurement, in (0, 1] (1 = none), got {self.smoothing!r}",
         )
 
-    def check_with(self, quant: WeightFormat, injection: Injection) -> None:
+    def check_with(self, quant: WeightFormat, injection: NoiseSpec) -> None:
         require(
             injection.norms != "missed",
-            "aqn=entropy steers by what its noise does, but inject.norms=missed lets none in; use inject.norms=blocks",
+            "aqn=entropy steers by what its noise does, but noise.norms=missed lets none in; use noise.norms=blocks",
         )
 
     def target(self, step: int, total_steps: int) -> float:
@@ -80,7 +80,7 @@ class EntropyTarget(Schedule):
         progress = (step - 1) / max(1, total_steps - 1)
         return self.target_start + (self.target_end - self.target_start) * progress
 
-    def steering(self, policy: Policy, total_steps: int) -> Steering:
+    def controller(self, policy: Policy, total_steps: int) -> SigmaController:
         return EntropyLoop(self, total_steps)
 
 
@@ -112,7 +112,7 @@ class EntropyLoop:
         self.integral = min(max(integral, low), high)
         self.output = math.exp(min(max(self.integral + proportional, low), high))
         if outside != self.saturated:
-            bound = {1: "sigma_max: more noise is wanted", -1: "sigma_min: less noise is wanted", 0: "steering again"}
+            bound = {1: "sigma_max: more noise is wanted", -1: "sigma_min: less noise is wanted", 0: "controller again"}
             log.info("step %d: entropy %.4g, target %.4g, %s", step, self.smoothed, target, bound[outside])
         self.saturated = outside
         return {

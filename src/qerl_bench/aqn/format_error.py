@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.aqn.base import OpenLoop, Schedule, Steering
+from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
 from qerl_bench.aqn.constant import Constant
-from qerl_bench.aqn.feeds import error_of_norms, root_mean_square
-from qerl_bench.errors import require
+from qerl_bench.aqn.norm_consumers import error_of_norms, root_mean_square
+from qerl_bench.checks import require
 from qerl_bench.quant.base import WeightFormat
 
 if TYPE_CHECKING:
-    from qerl_bench.aqn.injection import Injection
-    from qerl_bench.policy import Policy
+    from qerl_bench.aqn.spec import NoiseSpec
+    from qerl_bench.model.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class FormatError(Schedule):
             f"aqn.format={self.format.name} makes no error; choose a 4-bit format, for example quant@aqn.format=nvfp4",
         )
 
-    def check_with(self, quant: WeightFormat, injection: Injection) -> None:
+    def check_with(self, quant: WeightFormat, injection: NoiseSpec) -> None:
         require(
             quant.bits_per_weight is None,
             f"aqn=format_error stands in for a format's error on unquantized weights, but quant={quant.name} makes its "
@@ -42,10 +42,10 @@ class FormatError(Schedule):
         )
         require(
             injection.relative,
-            "aqn=format_error measures an error relative to the weights: it needs inject.relative=true",
+            "aqn=format_error measures an error relative to the weights: it needs noise.relative=true",
         )
 
-    def steering(self, policy: Policy, total_steps: int) -> Steering:
+    def controller(self, policy: Policy, total_steps: int) -> SigmaController:
         import torch
 
         from qerl_bench.quant.linear import PackedLinear, pack_linear

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.aqn.base import OpenLoop, Schedule, Steering
-from qerl_bench.aqn.feeds import error_of_norms, root_mean_square
-from qerl_bench.errors import require
+from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
+from qerl_bench.aqn.norm_consumers import error_of_norms, root_mean_square
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
-    from qerl_bench.aqn.injection import Injection
-    from qerl_bench.policy import Policy
+    from qerl_bench.aqn.spec import NoiseSpec
+    from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
 
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Layerwise(Schedule):
     """sigma of norm n = sigma(step) * e_n / rms(e): the root mean square over the block norms is the schedule's own.
 
-    e_n is the measured relative error of the weights that the norm feeds (`aqn/feeds.py`).
+    e_n is the measured relative error of the weights that the norm feeds (`aqn/norm_consumers.py`).
     """
 
     name: str
@@ -31,11 +31,11 @@ class Layerwise(Schedule):
 
     def __post_init__(self) -> None:
         require(
-            isinstance(self.schedule, Schedule) and type(self.schedule).steering is Schedule.steering,
+            isinstance(self.schedule, Schedule) and type(self.schedule).controller is Schedule.controller,
             f"aqn.schedule must be a schedule of the step alone, such as exp or constant, got {self.schedule!r}",
         )
 
-    def check_with(self, quant: WeightFormat, injection: Injection) -> None:
+    def check_with(self, quant: WeightFormat, injection: NoiseSpec) -> None:
         require(
             quant.bits_per_weight is not None,
             f"aqn=layerwise follows each layer's quantization error, but quant={quant.name} quantizes nothing. Use a "
@@ -45,7 +45,7 @@ class Layerwise(Schedule):
     def sigma(self, step: int, total_steps: int) -> float:
         return self.schedule.sigma(step, total_steps)
 
-    def steering(self, policy: Policy, total_steps: int) -> Steering:
+    def controller(self, policy: Policy, total_steps: int) -> SigmaController:
         errors = error_of_norms(policy.norms, {name: report.relative_error for name, report in policy.layers.items()})
         mean = root_mean_square(errors.values())
         require(

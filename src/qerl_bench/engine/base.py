@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.records import Prompt, Rollout
 
 if TYPE_CHECKING:
     from qerl_bench.config import Experiment
-    from qerl_bench.policy import Policy
+    from qerl_bench.model.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class RolloutEngine(Protocol):
         ...
 
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
-        """Raise BadInput unless it can read every prompt and a completion of full length behind it."""
+        """Raise ConfigError unless it can read every prompt and a completion of full length behind it."""
         ...
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         """`sampling.samples` completions of each prompt, grouped by prompt in the order given.
 
         Where a prompt has `new_tokens`, its completions have exactly these lengths: no stop token ends them, and none
-        is made less likely. An engine that cannot do that raises BadInput.
+        is made less likely. An engine that cannot do that raises ConfigError.
         They come from the policy as it is now, whether or not `sync` was called. Raises TrainingStopped if its logits
         are not finite.
         """
@@ -69,18 +69,18 @@ class EngineSpec(Protocol):
     def name(self) -> str: ...
 
     def check_with(self, experiment: Experiment) -> None:
-        """Raise BadInput if this engine cannot sample for `experiment`. Called while it is built; imports no torch."""
+        """Raise ConfigError if this engine cannot sample for `experiment`. Called while it is built; imports no torch."""
         ...
 
     def check(self, experiment: Experiment) -> None:
-        """Raise BadInput if what is installed cannot sample for `experiment`. Called before anything is written."""
+        """Raise ConfigError if what is installed cannot sample for `experiment`. Called before anything is written."""
         ...
 
     def build(self, policy: Policy) -> RolloutEngine: ...
 
 
 def new_tokens(prompt: Prompt, samples: range, sampling: Sampling) -> list[int | None]:
-    """The exact lengths of these samples of `prompt`, None where a stop token ends them. Raises BadInput for lengths
+    """The exact lengths of these samples of `prompt`, None where a stop token ends them. Raises ConfigError for lengths
     that the samples do not have, or that the limit does not allow."""
     if prompt.new_tokens is None:
         return [None] * len(samples)

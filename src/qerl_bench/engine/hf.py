@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qerl_bench.config import require_count
+from qerl_bench.checks import require_count
 from qerl_bench.engine.base import RolloutEngine, Sampling, new_tokens, require_room, rollout_of
 from qerl_bench.progress import bar
 from qerl_bench.records import Prompt, Rollout
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
     from qerl_bench.config import Experiment
-    from qerl_bench.policy import Policy
+    from qerl_bench.model.policy import Policy
 
 log = logging.getLogger(__name__)
 Completion = tuple[list[int], list[float], list[float]]  # token ids, their log-probabilities, entropies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hf:
+class HF:
     """Sample with transformers inside the training process."""
 
     name: str
-    max_batch: int
+    max_num_seqs: int
 
     def __post_init__(self) -> None:
-        require_count("engine.max_batch", self.max_batch)
+        require_count("engine.max_num_seqs", self.max_num_seqs)
 
     def check_with(self, experiment: Experiment) -> None:
         """Samples for every experiment."""
@@ -46,17 +46,17 @@ class Hf:
         """Needs nothing."""
 
     def build(self, policy: Policy) -> RolloutEngine:
-        return HfEngine(policy, self.max_batch)
+        return HfEngine(policy, self.max_num_seqs)
 
 
 class HfEngine:
-    """Batched sampling from `policy`, at most `max_batch` sequences side by side."""
+    """Batched sampling from `policy`, at most `max_num_seqs` sequences side by side."""
 
-    def __init__(self, policy: Policy, max_batch: int) -> None:
+    def __init__(self, policy: Policy, max_num_seqs: int) -> None:
         from qerl_bench.engine import hf_graph
 
         self.policy = policy
-        self.max_batch = max_batch
+        self.max_num_seqs = max_num_seqs
         reason = hf_graph.eager_reason(policy)
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
         self.decode = hf_graph.decode if reason is None else decode
@@ -79,11 +79,11 @@ class HfEngine:
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
         rollouts: list[Rollout] = []
-        per_round = max(1, self.max_batch // sampling.samples)
+        per_round = max(1, self.max_num_seqs // sampling.samples)
         starts = range(0, len(prompts), per_round)
         for start in bar(starts, "sampling") if len(starts) > 1 else starts:
-            for first in range(0, sampling.samples, self.max_batch):  # more than one round where a group is larger
-                numbers = range(first, min(first + self.max_batch, sampling.samples))
+            for first in range(0, sampling.samples, self.max_num_seqs):  # more than one round where a group is larger
+                numbers = range(first, min(first + self.max_num_seqs, sampling.samples))
                 rollouts += self._round(prompts[start : start + per_round], numbers, sampling)
         return rollouts
 
@@ -93,7 +93,7 @@ class HfEngine:
     def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
-        from qerl_bench.forensics import require_finite_logits
+        from qerl_bench.train.nonfinite import require_finite_logits
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
         prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import Completion, Ends, completions, read_prompts
-from qerl_bench.errors import BadInput
-from qerl_bench.kernel_choice import rounded_adapters, side_by_side
-from qerl_bench.policy import Policy
+from qerl_bench.model.kernels import adapters_cast_to, fuse_linears
+from qerl_bench.model.policy import Policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels import step as fused_operations
 from qerl_kernels import step_reference
@@ -56,7 +56,7 @@ def decode(
     lengths: Sequence[int | None] | None = None,
 ) -> list[Completion]:
     """What `hf.decode` returns, up to rounding. On a CPU nothing is recorded: the same step, as it is."""
-    with rounded_adapters(policy.model, policy.model.dtype):
+    with adapters_cast_to(policy.model, policy.model.dtype):
         decoding = Decoding(policy, prompt_ids, sampling, keys, lengths)
         if policy.device.type != "cuda":
             return decoding.run()
@@ -103,13 +103,13 @@ class Decoding:
         try:
             self.caches = [_widened(layer, samples, slots) for layer in read.cache.layers]  # keys, values (N, KV, S, D)
         except torch.OutOfMemoryError as error:
-            raise BadInput(
+            raise ConfigError(
                 f"the GPU has no room for keys and values of {count} sequences of up to {slots} tokens, which "
-                "engine=hf samples side by side; make engine.max_batch smaller, or the limit on completions"
+                "engine=hf samples side by side; make engine.max_num_seqs smaller, or the limit on completions"
             ) from error
         blocks = policy.model.model.layers
-        self.qkv = [side_by_side([b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj]) for b in blocks]
-        self.gate_up = [side_by_side([b.mlp.gate_proj, b.mlp.up_proj]) for b in blocks]
+        self.qkv = [fuse_linears([b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj]) for b in blocks]
+        self.gate_up = [fuse_linears([b.mlp.gate_proj, b.mlp.up_proj]) for b in blocks]
         places = torch.arange(slots, device=device)[None]
         cos, sin = policy.model.model.rotary_emb(self.caches[0][0], places)
         self.cos, self.sin = cos[0], sin[0]  # (S, D)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.checks import ConfigError, require
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class WeightFormat(Protocol):
         ...
 
     def check_width(self, name: str, in_features: int) -> None:
-        """Raise BadInput if the layer `name` has an input width that this format's blocks do not divide."""
+        """Raise ConfigError if the layer `name` has an input width that this format's blocks do not divide."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class WeightFormat(Protocol):
         """The scale tensors of W (N, K) by the format's rule: from the maximum of each block, times `stretch`.
 
         `tensor_amax` is the largest |w| over the matrices that share one tensor-wide scale with W, None if W has one of
-        its own; formats without such a scale ignore it. Raises BadInput if W holds NaN or infinity.
+        its own; formats without such a scale ignore it. Raises ConfigError if W holds NaN or infinity.
         """
         ...
 
@@ -80,7 +80,7 @@ class WeightFormat(Protocol):
 
 
 def require_blocks(name: str, in_features: int, block: int, format_name: str) -> None:
-    """Raise BadInput unless blocks of `block` inputs divide the width of the layer `name`."""
+    """Raise ConfigError unless blocks of `block` inputs divide the width of the layer `name`."""
     require(
         in_features % block == 0,
         f"{name}: {format_name} quantizes blocks of {block} inputs, which do not divide this layer's input width "
@@ -89,12 +89,12 @@ def require_blocks(name: str, in_features: int, block: int, format_name: str) ->
 
 
 def require_finite(weight: torch.Tensor, format_name: str) -> None:
-    """Raise BadInput if a weight is NaN or infinite, which no 4-bit code can express."""
+    """Raise ConfigError if a weight is NaN or infinite, which no 4-bit code can express."""
     low, high = weight.aminmax()  # several times faster than isfinite, and NaN if there is one
     if math.isfinite(float(low)) and math.isfinite(float(high)):
         return
     count = weight.numel() - int(weight.isfinite().sum())
-    raise BadInput(
+    raise ConfigError(
         f"{count} of {weight.numel()} weights are NaN or infinite as {weight.dtype}, and {format_name} has no code for "
         "them; repair the checkpoint, or choose a dtype of wider range if they overflowed"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
@@ -49,19 +49,19 @@ class Weights:
         try:
             return list(json.loads(path.read_text())["weight_map"])
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise BadInput(f"{path} is no index of tensors; {_REMEDY}") from None
+            raise ConfigError(f"{path} is no index of tensors; {_REMEDY}") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
     def read(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """A copy of the tensor on the device. Raises BadInput if it is missing, unreadable or not of `shape`."""
+        """A copy of the tensor on the device. Raises ConfigError if it is missing, unreadable or not of `shape`."""
         require(name in self.files, f"{self.folder} has no tensor {name}; it is not a checkpoint of this model")
         try:
             with safe_open(self.files[name], framework="pt") as file:
                 tensor = file.get_tensor(name)
         except SafetensorError as error:
-            raise BadInput(f"{self.files[name]}: tensor {name} cannot be read ({error}); {_REMEDY}") from None
+            raise ConfigError(f"{self.files[name]}: tensor {name} cannot be read ({error}); {_REMEDY}") from None
         require(
             shape is None or tuple(tensor.shape) == tuple(shape),
             f"{self.files[name]}: tensor {name} has the shape {tuple(tensor.shape)}, and the model needs "
@@ -91,11 +91,11 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise BadInput(f"{path} is cut short inside its header, before its first tensor; {_REMEDY}")
+            raise ConfigError(f"{path} is cut short inside its header, before its first tensor; {_REMEDY}")
         try:
             header = json.loads(file.read(length))
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise BadInput(f"{path} has no readable safetensors header; {_REMEDY}") from None
+            raise ConfigError(f"{path} has no readable safetensors header; {_REMEDY}") from None
     header.pop("__metadata__", None)
     for name, entry in header.items():
         end = 8 + length + entry["data_offsets"][1]
@@ -124,11 +124,11 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads((folder / "config.json").read_text()).get("quantization_config")
     except (OSError, json.JSONDecodeError):
-        raise BadInput(f"{folder} has no readable config.json; {_REMEDY}") from None
+        raise ConfigError(f"{folder} has no readable config.json; {_REMEDY}") from None
 
 
 def check_format(folder: Path, wanted: WeightFormat) -> None:
-    """Raise BadInput unless the packed checkpoint in `folder` holds weights of the format `wanted`."""
+    """Raise ConfigError unless the packed checkpoint in `folder` holds weights of the format `wanted`."""
     config = quantization_config(folder) or {}
     method = config.get("quant_method")
     group = next(iter(config.get("config_groups", {}).values()), {})
@@ -163,7 +163,7 @@ def check_format(folder: Path, wanted: WeightFormat) -> None:
 def read_packed(folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str) -> Any:
     """The model of a packed checkpoint: its packed layers byte for byte, everything else in `dtype`.
 
-    Raises BadInput, naming the tensor, if the folder is damaged or does not fit the format; nothing is returned then.
+    Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format; nothing is returned then.
     """
     check_format(folder, weight_format)
     weights = Weights(folder, device)
@@ -217,7 +217,7 @@ def _read_nf4(
     try:
         state = json.loads(bytes(weights.read(key + _STATE).cpu().tolist()))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise BadInput(f"{weights.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
+        raise ConfigError(f"{weights.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
     double = "nested_offset" in state
     require(
         state.get("blocksize") == NF4_BLOCK

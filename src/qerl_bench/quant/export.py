@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.errors import BadInput, require
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
@@ -30,7 +30,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
-    """Write a packed `model` and its tokenizer to the new folder `out`. Raises BadInput if `out` holds something."""
+    """Write a packed `model` and its tokenizer to the new folder `out`. Raises ConfigError if `out` holds something."""
     check_place(out)
     beside = out.with_name(f".{out.name}.writing")
     shutil.rmtree(beside, ignore_errors=True)
@@ -60,7 +60,7 @@ def write_model(
 
 
 def check_place(out: Path) -> None:
-    """Raise BadInput unless `out` is a new or empty folder."""
+    """Raise ConfigError unless `out` is a new or empty folder."""
     require(
         not out.exists() or (out.is_dir() and not any(out.iterdir())),
         f"out={out} exists and is not an empty folder; choose a new one, nothing there is overwritten",
@@ -171,9 +171,9 @@ def overrides_of(words: list[str]) -> tuple[list[str], Path]:
 
 def main(words: list[str]) -> None:
     from qerl_bench.device import resolve_device
-    from qerl_bench.quant.anatomy import write_layers
-    from qerl_bench.quantizer.load import load_packed
-    from qerl_bench.warm_start import base_checkpoint
+    from qerl_bench.model.load import load_packed
+    from qerl_bench.model.warm_start import base_checkpoint
+    from qerl_bench.quant.error_decomposition import write_layers
 
     overrides, out = overrides_of(words)
     experiment = build(compose(overrides))
@@ -192,6 +192,6 @@ def main(words: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except BadInput as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qerl_bench.errors import BadInput
+from qerl_bench.checks import ConfigError
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.nf4 import NF4
 from qerl_kernels import decode, layout
@@ -43,7 +43,7 @@ class PackedWeight:
 
     @property
     def data(self) -> torch.Tensor:
-        raise BadInput(
+        raise ConfigError(
             f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding back to "
             "4 bits loses most of an adapter's update; keep the adapter apart, or merge it into an unquantized model"
         )
@@ -307,15 +307,15 @@ def pack_linear(
     """The layer `name` with its weight packed; the layer itself for a format that packs nothing.
 
     `tensor_amax` is that of `WeightFormat.pack`, and `pack` takes the place of that method where it is given. Raises
-    BadInput, naming the layer, if its width does not fit the format or a weight is not finite.
+    ConfigError, naming the layer, if its width does not fit the format or a weight is not finite.
     """
     if weight_format.bits_per_weight is None:
         return linear
     weight_format.check_width(name, linear.in_features)
     try:
         packed = (pack or weight_format.pack)(linear.weight.detach(), tensor_amax)
-    except BadInput as error:
-        raise BadInput(f"{name}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
     shape = (linear.out_features, linear.in_features)
     return PackedLinear(weight_format, packed, shape, linear.bias).train(linear.training)
 

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.errors import require, require_package
+from qerl_bench.checks import require, require_package
 from qerl_bench.quant.base import require_blocks, require_finite
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.quant.base import require_blocks, require_finite
 
 if TYPE_CHECKING:

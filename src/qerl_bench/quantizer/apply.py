@@ -14,14 +14,19 @@ from typing import Protocol
 
 import torch
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.progress import bar
-from qerl_bench.quant.anatomy import LayerReport, layer_report, output_error, unpacked_report, with_output_error
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.error_decomposition import (
+    LayerReport,
+    layer_report,
+    output_error,
+    unpacked_report,
+    with_output_error,
+)
 from qerl_bench.quant.linear import PackedLinear, pack_linear, resident_bytes
 from qerl_bench.quantizer.base import Quantizer
-from qerl_bench.quantizer.calibration import batches
-from qerl_bench.quantizer.observe import (
+from qerl_bench.quantizer.calibrate import (
     Group,
     decoder_blocks,
     first_states,
@@ -30,6 +35,7 @@ from qerl_bench.quantizer.observe import (
     run_block,
     shared_amax,
 )
+from qerl_bench.quantizer.calibration import batches
 from qerl_bench.quantizer.rtn import RoundToNearest
 
 RTN = RoundToNearest(name="rtn")
@@ -56,7 +62,7 @@ def quantize_model(
 
     A layer is left alone if one of `skip` is its name, a part of its dotted path, or a dotted stretch of it. Layers
     that engines fuse (`FUSED_SIBLINGS`) share one tensor scale. `sequences` are the token ids of the calibration text.
-    Raises BadInput if the format cannot run here, a width does not fit it, a weight is not finite, or the model holds
+    Raises ConfigError if the format cannot run here, a width does not fit it, a weight is not finite, or the model holds
     packed layers or adapters: before anything is packed, except for weights that `source` has yet to read.
     """
     layers = _layers_to_pack(model, skip)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.quantizer.calibration import Calibration
 
 if TYPE_CHECKING:
     import torch
 
     from qerl_bench.quant.base import WeightFormat
-    from qerl_bench.quantizer.observe import Group
+    from qerl_bench.quantizer.calibrate import Group
 
 
 @dataclass(frozen=True, kw_only=True)

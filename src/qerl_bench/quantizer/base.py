@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from qerl_bench.quant.base import WeightFormat
+    from qerl_bench.quantizer.calibrate import Group
     from qerl_bench.quantizer.calibration import Calibration
-    from qerl_bench.quantizer.observe import Group
 
 
 class Quantizer(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.task.prompts import rendered
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Calibration:
             require(ok, f"quantizer.calibration.{key} must be a whole number of at least {least}, got {value!r}")
 
     def sequences(self, tokenizer: PreTrainedTokenizerBase, task: Task) -> list[list[int]]:
-        """The token ids of each sample. Raises BadInput if the file cannot be read or holds too little."""
+        """The token ids of each sample. Raises ConfigError if the file cannot be read or holds too little."""
         if self.file is None:
             shown = task.demonstrations(0, self.samples, self.seed)
             return [demonstration_ids(tokenizer, d)[: self.length] for d in shown]

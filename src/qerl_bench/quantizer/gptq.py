@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.quantizer.calibration import Calibration
 
 if TYPE_CHECKING:
     import torch
 
     from qerl_bench.quant.base import WeightFormat
-    from qerl_bench.quantizer.observe import Group
+    from qerl_bench.quantizer.calibrate import Group
 
 CHUNK = 128  # inputs after which the rest of the matrix is corrected; a speed setting, and a multiple of every block
 
@@ -79,7 +79,7 @@ class GPTQ:
 def inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
     """U (K, K), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1; dead inputs count as average ones.
 
-    Raises BadInput if the second moment H cannot be inverted with this damping.
+    Raises ConfigError if the second moment H cannot be inverted with this damping.
     """
     import torch
 
@@ -91,7 +91,7 @@ def inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
     if int(failed) == 0:
         upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if int(failed) != 0:
-        raise BadInput(
+        raise ConfigError(
             "the calibration inputs of this layer are too alike for quantizer.damping="
             f"{damping}: their second moment cannot be inverted; raise the damping, or quantizer.calibration.samples"
         )

@@ -10,27 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 if TYPE_CHECKING:
     import torch
 
     from qerl_bench.quant.base import WeightFormat
-    from qerl_bench.quantizer.observe import Group
+    from qerl_bench.quantizer.calibrate import Group
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockScaleSearch:
-    """Tries each of `stretches`, factors on the scale that the format's rule gives; 1 is always tried first."""
+    """Tries each of `scale_multipliers`, factors on the scale that the format's rule gives; 1 is always tried first."""
 
     name: str
-    stretches: list[float]
+    scale_multipliers: list[float]
 
     def __post_init__(self) -> None:
         require(self.name != "", "quantizer.name is empty; give it a name, for example mse")
         require(
-            len(self.stretches) > 0 and all(isinstance(s, int | float) and 0.1 <= s <= 10 for s in self.stretches),
-            f"quantizer.stretches must be factors between 0.1 and 10, got {self.stretches}; 1 is the format's own",
+            len(self.scale_multipliers) > 0
+            and all(isinstance(s, int | float) and 0.1 <= s <= 10 for s in self.scale_multipliers),
+            f"quantizer.scale_multipliers must be factors between 0.1 and 10, got {self.scale_multipliers}; 1 is the format's own",
         )
 
     @property
@@ -60,7 +61,7 @@ class BlockScaleSearch:
 
         best = weight_format.scales(weight, tensor_amax)
         least = error_of(best)
-        for stretch in self.stretches:
+        for stretch in self.scale_multipliers:
             scales = weight_format.scales(weight, tensor_amax, stretch)
             error = error_of(scales)
             better = error < least

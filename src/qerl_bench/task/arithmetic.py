@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.seeding import derive
-from qerl_bench.task.prompted import PromptedTask
+from qerl_bench.task.prompt_task import PromptedTask
 from qerl_bench.task.prompts import worked
 from qerl_bench.task.split import distinct
 

@@ -24,11 +24,11 @@ class Task(Protocol):
     def max_completion_tokens(self) -> int: ...
 
     def check_with(self, experiment: Experiment) -> None:
-        """Raise BadInput if `experiment` needs what this task has not. Called while it is built; imports no torch."""
+        """Raise ConfigError if `experiment` needs what this task has not. Called while it is built; imports no torch."""
         ...
 
     def check(self) -> None:
-        """Read whatever the task needs and raise BadInput if it is missing or malformed; called before training."""
+        """Read whatever the task needs and raise ConfigError if it is missing or malformed; called before training."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         """The `count` prompts of optimiser step `step`, counted from 1: a pure function of its arguments."""

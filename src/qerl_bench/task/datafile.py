@@ -10,20 +10,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.seeding import derive
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a JSON Lines file; row i stands on line i + 1.
 
-    Raises BadInput, naming the line, for a file that is missing, unreadable, empty or not UTF-8, and for a line that
+    Raises ConfigError, naming the line, for a file that is missing, unreadable, empty or not UTF-8, and for a line that
     is blank or not a JSON object.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise BadInput(f"cannot read the data file {path}: {error.strerror}; give the path of a JSONL file") from error
+        raise ConfigError(
+            f"cannot read the data file {path}: {error.strerror}; give the path of a JSONL file"
+        ) from error
     lines = data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n")
     require(lines != [b""], f"the data file {path} is empty; it needs one JSON object per line")
     return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -33,7 +35,7 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond all reason
-        raise BadInput(f"{where}: not a line of JSON ({error}); each line must be one object") from error
+        raise ConfigError(f"{where}: not a line of JSON ({error}); each line must be one object") from error
     require(isinstance(row, dict), f"{where}: a JSON object is needed, got {type(row).__name__}")
     return row
 

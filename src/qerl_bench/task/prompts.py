@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.records import RENDERED, Message, Prompt
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def worked(answer_format: str, reasoning: str, answer: str) -> str:
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...]) -> str:
-    """The prompt as text, the opening of the model's turn included. Raises BadInput if the model has no chat template.
+    """The prompt as text, the opening of the model's turn included. Raises ConfigError if the model has no chat template.
 
     Its token ids are those of this text with no special tokens added: a chat template writes its own.
     """

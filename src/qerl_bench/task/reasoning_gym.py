@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.errors import BadInput, require, require_package
+from qerl_bench.checks import ConfigError, require, require_package
 from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.seeding import derive
-from qerl_bench.task.extract import extract, well_formed
-from qerl_bench.task.prompted import PromptedTask, nothing_to_imitate
+from qerl_bench.task.grader.extract import extract, well_formed
+from qerl_bench.task.prompt_task import PromptedTask, nothing_to_imitate
 from qerl_bench.task.split import distinct
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ReasoningGym(PromptedTask):
         require(not taken, f"task.options sets {', '.join(taken)}, which the run decides; leave it out")
 
     def check(self) -> None:
-        """Raises BadInput if the package is missing, or knows no such generator or options."""
+        """Raises ConfigError if the package is missing, or knows no such generator or options."""
         self._prompts("train", 0, 1)
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
@@ -120,7 +120,7 @@ class ReasoningGym(PromptedTask):
 
 @lru_cache(maxsize=8)
 def _generator(name: str, options: str, seed: int) -> ProceduralDataset:
-    """The generator with its options (as JSON). Raises BadInput if there is none of this name, or no such option."""
+    """The generator with its options (as JSON). Raises ConfigError if there is none of this name, or no such option."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     known = sorted(DATASETS.keys() - REFUSED.keys())
@@ -128,7 +128,7 @@ def _generator(name: str, options: str, seed: int) -> ProceduralDataset:
     try:
         return create_dataset(name, seed=seed, size=PROBLEMS, **json.loads(options))
     except (AssertionError, TypeError, ValueError) as error:  # its configs check their values with assert
-        raise BadInput(f"task.options={options} does not suit task.name={name}: {error}") from error
+        raise ConfigError(f"task.options={options} does not suit task.name={name}: {error}") from error
 
 
 @lru_cache(maxsize=4096)

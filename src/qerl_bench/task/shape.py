@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from qerl_bench.errors import BadInput, require
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
 
@@ -79,10 +79,10 @@ class Shape:
         return []
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
-        raise BadInput("task=shape has no held-out questions: nothing can be learned from it. Use eval=none")
+        raise ConfigError("task=shape has no held-out questions: nothing can be learned from it. Use eval=none")
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        raise BadInput(
+        raise ConfigError(
             "task=shape has no worked solutions to imitate; use an algorithm other than sft, and for a quantizer "
             "quantizer.calibration.file=TEXT"
         )
@@ -97,7 +97,7 @@ class Shape:
         return [Reward(total=float(one), correct=one) for one in drawn]
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        raise BadInput("task=shape cannot judge a completion: its rewards are drawn. Judge with another task")
+        raise ConfigError("task=shape cannot judge a completion: its rewards are drawn. Judge with another task")
 
     def _prompt(self, seed: int, step: int, number: int) -> Prompt:
         """Prompt `number` of a step: its ids, the length of each completion, and what each earns, half of them 1."""

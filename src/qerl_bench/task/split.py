@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 
 HELD_OUT_SHARE = 8  # one problem in this many is held out
 
@@ -28,7 +28,7 @@ def distinct(
 ) -> list[Problem]:
     """`count` problems of one split with different questions, from `draw`(0), `draw`(1), ...; None draws nothing.
 
-    `key` is what decides on the split: problems that should not be told apart share it. Raises BadInput, naming the
+    `key` is what decides on the split: problems that should not be told apart share it. Raises ConfigError, naming the
     `task` and its `options`, if there are too few of them.
     """
     found: dict[str, Problem] = {}

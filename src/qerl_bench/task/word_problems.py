@@ -11,11 +11,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qerl_bench.errors import require
+from qerl_bench.checks import require
 from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.seeding import derive
 from qerl_bench.task.arithmetic import Chain, apply, check_procedures, demonstrate
-from qerl_bench.task.prompted import PromptedTask
+from qerl_bench.task.prompt_task import PromptedTask
 from qerl_bench.task.split import distinct
 
 NAMES = (
@@ -72,7 +72,7 @@ class WordProblems(PromptedTask):
         check_procedures(self.procedures)
 
     def check(self) -> None:
-        """Raises BadInput if the options leave nothing to hold out or to train on."""
+        """Raises ConfigError if the options leave nothing to hold out or to train on."""
         self.eval_prompts(1)
         self.train_prompts(1, 1, 0)
 

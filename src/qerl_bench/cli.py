@@ -1,0 +1,177 @@
+"""Everything that can be found wrong before any training is refused here, in words, with nothing written yet."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.conf import HydraConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.config import CONF_DIR, Experiment, build, compose
+from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    overrides: list[str]
+    name: str
+    run_dir: Path
+    finished: bool
+
+
+class SweepFailed(Exception):
+    """Some runs of a sweep failed; the others are done."""
+
+    def __init__(self, total: int, failed: Sequence[Point]) -> None:
+        listed = "\n".join(f"  {point.run_dir}/run.log" for point in failed)
+        super().__init__(
+            f"{len(failed)} of {total} runs failed:\n{listed}\n"
+            "The same command runs these again and skips the finished ones."
+        )
+
+
+def flags_first(argv: list[str]) -> list[str]:
+    """Move flags in front of overrides: `a=1 -m b=2` becomes `-m a=1 b=2`.
+
+    argparse in Hydra 1.3 refuses overrides on both sides of a flag (hydra issue 3053).
+    """
+    flags: list[str] = []
+    words: list[str] = []
+    long = ("--config-name", "--config-path", "--config-dir", "--cfg", "--info", "--package", "--experimental-rerun")
+    takes_value = (*long, "-cn", "-cp", "-cd", "-c", "-i", "-p")
+    rest = iter(argv)
+    for word in rest:
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        flags.append(word)
+        if word in takes_value:
+            flags += [value for value in [next(rest, None)] if value is not None]
+    return flags + words
+
+
+def preflight(argv: list[str]) -> None:
+    """Check a single run before Hydra makes its folder. Sweeps are checked point by point in the launcher."""
+    if not any(word.startswith("-") for word in argv):
+        check(compose(argv))
+
+
+def mention_sweep(hydra: HydraConf) -> None:
+    """Say so where one run was started of a design that sweeps over more than its command line decides."""
+    given = {word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
+    left = [str(key) for key in hydra.sweeper.params or {} if key not in given]
+    if left:
+        log.warning(
+            "one run of an experiment that sweeps over %s: with the values of its base; -m runs all", ", ".join(left)
+        )
+
+
+def check(cfg: DictConfig) -> Experiment:
+    """Build the specs of a composed config and look at everything that they need. Raises ConfigError."""
+    experiment = build(cfg)
+    experiment.engine.check(experiment)
+    experiment.task.check()
+    experiment.eval.check(experiment.task)
+    experiment.logger.check()
+    check_run_dir(experiment.run_dir, cfg)
+    return experiment
+
+
+def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
+    """Compose and check every point of a sweep. Raises ConfigError naming the first point that cannot run."""
+    points: dict[str, Point] = {}
+    for overrides in job_overrides:
+        try:
+            experiment = check(compose(list(overrides)))
+        except ConfigError as error:
+            raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+        if experiment.name in points:
+            raise ConfigError(
+                f"{' '.join(overrides)} and {' '.join(points[experiment.name].overrides)} are the same run"
+            )
+        points[experiment.name] = Point(
+            list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir)
+        )
+    return list(points.values())
+
+
+def options(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:
+    """The words of a command line that are for Hydra, and the values of `names`, each of which must be there once."""
+    chosen: dict[str, str] = {}
+    words = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        require(bool(equals and value), f"{word!r} is not key=value; {usage}")
+        if key in names:
+            require(key not in chosen, f"{key}= is there twice; {usage}")
+            chosen[key] = value
+        else:
+            words.append(word)
+    missing = [f"{name}=" for name in names if name not in chosen]
+    require(not missing, f"{' and '.join(missing)} must be given; {usage}")
+    return words, chosen
+
+
+def exit_code(action: Callable[[], None], stopped: str) -> int:
+    """Do it, and say in words what was wrong: 2 for bad input, 1 for failed runs, 130 for Ctrl-C, with `stopped`."""
+    try:
+        action()
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        print(explain(error), file=sys.stderr)
+        return 2
+    except (SweepFailed, TrainingStopped) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr)
+        return 130
+    return 0
+
+
+def explain(error: Exception) -> str:
+    """One message for the terminal: Hydra's errors without its advice to append keys and without its search path."""
+    text = str(error).split("\nConfig search path:")[0].strip()
+    unknown = re.search(r"Could not override '([^']+)'", text)
+    if unknown is None:
+        return "error: " + " ".join(text.split())
+    key = unknown.group(1)
+    group = key.split(".")[0]
+    elsewhere = keys_of_group(group)
+    if key in elsewhere:
+        return (
+            f"error: the {group} that is chosen has no option {key}; it belongs to {group}={'|'.join(elsewhere[key])}"
+        )
+    close = difflib.get_close_matches(key, [*known_keys(), *elsewhere], n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return f"error: there is no option {key}.{hint} All options: python src/run.py --cfg job"
+
+
+def keys_of_group(group: str) -> dict[str, list[str]]:
+    """Every dotted key of the files in a folder of conf/, with the options that have it; none if there is no folder."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((CONF_DIR / group).rglob("*.yaml")):
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(tree, dict)
+        for key in flat({str(name): value for name, value in tree.items() if name not in ("_target_", "defaults")}):
+            found[f"{group}.{key}"].append(str(path.relative_to(CONF_DIR / group).with_suffix("")))
+    return found
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the default config, the names of its groups included."""
+    tree = as_dict(compose())
+    return [key for key in (*tree, *flat(tree)) if "_target_" not in key]

@@ -1,0 +1,130 @@
+"""What runs in vLLM's own worker processes: vLLM's worker for the platform, with norm scales that can be written.
+
+Only vLLM imports this module, by the name that its public option `worker_cls` carries; nothing of vLLM is replaced. The
+scales are made FP32 once, before anything is compiled or captured: vLLM's RMSNorm multiplies in the dtype of its scale,
+and noise added in BF16 would be rounded away. They are then only ever written in place.
+"""
+
+# vLLM has an environment of its own, without a type checker.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+
+from qerl_bench.aqn.injector import BLOCK_NORMS, FINAL_NORM, scale_of
+from qerl_bench.engine.vllm.process import is_running
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+RUN_PID = "QERL_BENCH_RUN_PID"  # set by the process that trains
+WATCH_S = 0.5  # between two looks at whether it still runs
+
+
+class Worker(PlatformWorker):
+    """vLLM's worker; `qerl_*` are for `LLM.collective_rpc` and return plain data."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.run_pid = int(os.environ[RUN_PID])
+        if self.run_pid != os.getpid():
+            exit_after(self.run_pid)
+        super().__init__(*args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for norm in norms(self.get_model()).values():
+            norm.weight = torch.nn.Parameter(scale_of(norm).detach().float(), requires_grad=False)
+        self.clean = {name: scale_of(norm).cpu().clone() for name, norm in norms(self.get_model()).items()}
+
+    def qerl_set_norms(self, path: str) -> dict[str, int]:
+        """Write the scales of the file `path` into the norms of the same names, all of them.
+
+        Returns how many norms there are, how many now hold exactly what the file holds, and how many of them differ
+        from the checkpoint.
+        """
+        given = load_file(path)
+        ours = norms(self.get_model())
+        assert given.keys() == ours.keys(), f"norms of the engine {sorted(ours)}, of the policy {sorted(given)}"
+        with torch.no_grad():
+            for name, scale in given.items():
+                scale_of(ours[name]).copy_(scale)
+        stored = {name: scale_of(norm).cpu() for name, norm in ours.items()}
+        return {
+            "norms": len(stored),
+            "exact": sum(torch.equal(stored[name], given[name]) for name in stored),
+            "changed": sum(not torch.equal(stored[name], self.clean[name]) for name in stored),
+        }
+
+    def qerl_started(self) -> dict[str, Any]:
+        """This process, the kernel of each linear layer, and what the weights occupy.
+
+        From now on Ctrl-C is for the run alone, which then ends this process in order.
+        """
+        if self.run_pid != os.getpid():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        model = self.get_model()
+        tensors = [*model.parameters(), *model.buffers()]
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "kernels": kernels(model),
+            "lora": sorted({type(m.punica_wrapper).__name__ for m in model.modules() if hasattr(m, "punica_wrapper")}),
+            "norm_dtype": str(next(iter(self.clean.values())).dtype).removeprefix("torch."),
+            "weight_bytes": sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in tensors}.values()),
+        }
+
+
+def norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The norms that noise or training may change, by the names that the policy has for them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name == FINAL_NORM or name.rsplit(".", 1)[-1] in BLOCK_NORMS
+    }
+
+
+def kernels(model: torch.nn.Module) -> dict[str, str]:
+    """What multiplies in each linear layer: vLLM's scheme or method, and the kernel that it chose here."""
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase | ParallelLMHead):
+            continue
+        method = module.quant_method
+        scheme = getattr(module, "scheme", None)
+        words = [type(method if scheme is None else scheme).__name__]
+        if isinstance(method, UnquantizedLinearMethod):
+            words.append((getattr(method, "_gemm_impl", None) or dispatch_unquantized_gemm()).__name__)
+        kernel = getattr(scheme, "kernel", None)
+        if kernel is not None:
+            words.append(type(kernel).__name__)
+        found[name.removesuffix(".base_layer")] = " / ".join(words)
+    return found
+
+
+def exit_after(run: int) -> None:
+    """End this process, and the engine's between it and the run, when process `run` is gone, however it went."""
+    between = os.getppid()
+
+    def wait() -> None:
+        while is_running(run):
+            time.sleep(WATCH_S)
+        if between != run:
+            with suppress(ProcessLookupError):  # it has gone already
+                os.kill(between, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="exit with the run").start()

@@ -1,0 +1,79 @@
+"""What an evaluation is: held-out questions answered by the clean policy, with a standard error on every number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qerl_bench.eval.statistics import Estimate
+from qerl_bench.task.base import Task
+
+if TYPE_CHECKING:
+    from qerl_bench.engine.base import RolloutEngine
+    from qerl_bench.model.policy import Policy
+    from qerl_bench.rundir import RunDir
+
+BESIDE = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One number of an evaluation; None where something was not measured. `stderr` is over questions: samples of one
+    question are not independent. An accuracy comes with the completions that were cut at the token limit, and with
+    those in which the answer format finds no answer."""
+
+    metric: str  # as in metrics.jsonl
+    value: float
+    stderr: float
+    n: int  # questions
+    stderr_questions: float | None = None
+    stderr_sampling: float | None = None
+    truncated: float | None = None  # share of completions
+    format_failed: float | None = None  # share of completions
+
+    @classmethod
+    def of(cls, metric: str, estimate: Estimate, **shares: float) -> Score:
+        return cls(
+            metric=metric,
+            value=estimate.value,
+            stderr=estimate.stderr,
+            n=estimate.n,
+            stderr_questions=estimate.stderr_questions,
+            stderr_sampling=estimate.stderr_sampling,
+            **shares,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.metric.removeprefix('eval/')} {self.value:.3f} +- {self.stderr:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The scores of one policy, one row per question and sample, and what was set."""
+
+    scores: list[Score] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Evaluator(Protocol):
+    """An evaluation option."""
+
+    @property
+    def name(self) -> str: ...
+
+    def check(self, task: Task) -> None:
+        """Raise ConfigError if this evaluation cannot run here, or not on this task; called before training."""
+
+    def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
+        """Evaluate the policy as it is now, without noise. None means: nothing to evaluate."""
+        ...
+
+
+def metrics_of(scores: list[Score]) -> dict[str, float]:
+    """Each score under its name, and what was measured beside it under name_stderr and so on."""
+    found = {score.metric: score.value for score in scores}
+    for score in scores:
+        beside = {f"{score.metric}_{name}": getattr(score, name) for name in BESIDE}
+        found |= {name: value for name, value in beside.items() if value is not None}
+    return found

@@ -1,0 +1,27 @@
+"""eval=none: train only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl_bench.eval.base import Evaluation
+from qerl_bench.task.base import Task
+
+if TYPE_CHECKING:
+    from qerl_bench.engine.base import RolloutEngine
+    from qerl_bench.model.policy import Policy
+    from qerl_bench.rundir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoEvaluation:
+    """Evaluates nothing."""
+
+    name: str
+
+    def check(self, task: Task) -> None:
+        """Needs nothing."""
+
+    def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
+        return None

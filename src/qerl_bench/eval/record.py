@@ -1,0 +1,43 @@
+"""Writing an evaluation into the run directory: eval.json and samples.parquet, one entry per evaluated step."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import pandas as pd
+
+from qerl_bench.eval.base import Evaluation, Score
+from qerl_bench.eval.paired import gains
+from qerl_bench.rundir import RunDir, versions, write_atomically
+
+
+def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:
+    """Add (or, after a resume, replace) what was measured at `step`; other steps stay as they are.
+
+    Returns the scores with, after step 0, the gain over step 0 behind them: the same questions, asked of the quantized
+    base before any training.
+    """
+    path = run.path / "samples.parquet"
+    rows = pd.DataFrame([{"step": step, **row} for row in evaluation.samples])
+    scores = list(evaluation.scores)
+    if path.exists() and step > 0:
+        before = pd.read_parquet(path)
+        base = before.loc[before["step"] == 0]
+        scores += gains(base, rows) if len(base) else []
+        rows = pd.concat([before[before["step"] != step], rows], ignore_index=True)
+    beside = path.with_name(".samples.parquet.writing")
+    rows.to_parquet(beside, index=False)
+    os.replace(beside, path)
+
+    path = run.path / "eval.json"
+    others = (
+        [entry for entry in json.loads(path.read_text()) if entry["step"] != step] if path.exists() and step > 0 else []
+    )
+    entries = [
+        {"task": task, "step": step, **asdict(score), "settings": evaluation.settings, "versions": versions()}
+        for score in scores
+    ]
+    write_atomically(path, json.dumps(others + entries, indent=1))
+    return scores

@@ -1,0 +1,45 @@
+"""What a base model is: weights, tokenizer, and what is known of its shape before it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Model(Protocol):
+    """A base model: its weights in BF16 (or as stored), computing in `dtype`, and its tokenizer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def warm_start_overrides(self) -> list[str] | None:
+        """The command-line words of the supervised run that makes this model's base weights; None = needs none."""
+        ...
+
+    def config(self) -> dict[str, Any] | None:
+        """What its config.json says of its shape; None where that is known only once it is downloaded."""
+        ...
+
+    def folder(self) -> Path | None:
+        """The checkpoint folder that `load` would read, for packing its layers one by one; None to load it whole."""
+        ...
+
+    def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Weights and tokenizer on `device`; `base` is the checkpoint folder of the warm start, if there was one."""
+        ...
+
+
+def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """`model` on `device` with its weights in `dtype`. Buffers stay as they are: rotary frequencies need their FP32."""
+    import torch
+
+    torch.nn.Module.to(model, device=torch.device(device))  # transformers' wrapper hides the arguments
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

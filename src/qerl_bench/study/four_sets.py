@@ -1,0 +1,92 @@
+"""Accuracy of a run on the four sets of QeRL's Table 2, each from a record of its own, and their average."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_bench.checks import require
+from qerl_bench.study.load import Run
+
+SETS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # questions
+NAMES = {
+    "HuggingFaceH4/MATH-500": "math500",
+    "HuggingFaceH4/aime_2024": "aime24",
+    "math-ai/aime25": "aime25",
+    "math-ai/amc23": "amc23",
+}
+PROMPT = ("answer_format", "instruction", "template")
+SAMPLING = ("temperature", "top_p", "max_tokens")
+ERRORS = ("stderr", "stderr_sampling")
+
+
+def set_of(config: dict[str, Any]) -> str | None:
+    """Which of the four sets the run or evaluation of this config holds out; None if it is another one."""
+    source = config["task"].get("eval")
+    return NAMES.get(source["dataset_id"]) if isinstance(source, dict) else None
+
+
+def evaluations(run: Run) -> dict[str, Path]:
+    """The folder of the record of each set: later evaluations in RUN/evals, or else the run itself.
+
+    Raises ConfigError for two later evaluations of one set, and, naming them, for sets without any.
+    """
+    found: dict[str, Path] = {}
+    for folder in sorted(path.parent for path in (run.path / "evals").glob("*/done.json")):
+        name = set_of(yaml.safe_load((folder / "config.yaml").read_text()))
+        if name is not None:
+            require(name not in found, f"{folder} and {found.get(name)} both evaluate {name}: move one elsewhere")
+            found[name] = folder
+    own = set_of(run.config)
+    if own is not None and (run.path / "eval.json").is_file():
+        found.setdefault(own, run.path)
+    missing = [name for name in SETS if name not in found]
+    asked = f"task.instruction={run.option('task.instruction')}"
+    require(
+        not missing,
+        f"{run.name} has no finished evaluation of {', '.join(missing)}: for each of them, python -m qerl_bench.eval "
+        f"{run.path} task={missing[0] if missing else ''} {asked}",
+    )
+    return found
+
+
+def scores(run: Run, name: str, folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """How a set was asked, and its sampled accuracy by step. Raises ConfigError unless all its questions were asked."""
+    task = yaml.safe_load((folder / "config.yaml").read_text())["task"]
+    entries = [e for e in json.loads((folder / "eval.json").read_text()) if e["metric"] == "eval/accuracy_sampled"]
+    by_step = {entry["step"]: entry for entry in entries}
+    lacking = [step for step in (0, run.option("steps")) if step not in by_step]
+    require(not lacking, f"{folder} has no sampled accuracy of step {', '.join(map(str, lacking))}: evaluate it again")
+    for entry in entries:
+        require(
+            entry["n"] == SETS[name],
+            f"{folder} asked {entry['n']} of the {SETS[name]} questions of {name}: evaluate with eval.questions=null",
+        )
+    settings = entries[0]["settings"]
+    return {f"task.{key}": task[key] for key in PROMPT} | {f"eval.{key}": settings[key] for key in SAMPLING}, by_step
+
+
+def rows(run: Run) -> list[dict[str, Any]]:
+    """The untrained policy and the trained one. Raises ConfigError if the sets were not all asked in the same way."""
+    found = {name: scores(run, name, folder) for name, folder in evaluations(run).items()}
+    protocol = found["math500"][0]
+    for name, (other, _) in found.items():
+        different = [f"{key} ({other[key]}, {protocol[key]})" for key in protocol if other[key] != protocol[key]]
+        require(not different, f"{run.name}: {name} and math500 differ in {', '.join(different)}: evaluate one again")
+    table = []
+    for step in (0, run.option("steps")):
+        entries = {name: found[name][1][step] for name in SETS}
+        identity = run.identity()
+        row = {key: identity[key] for key in ("model", "quant", "aqn", "lora_rank", "lr", "seed")} | {"step": step}
+        row |= {name: 100 * entry["value"] for name, entry in entries.items()}
+        row["average"] = sum(row[name] for name in SETS) / len(SETS)
+        for error in ERRORS:
+            parts = [entry[error] for entry in entries.values()]
+            whole = math.nan if None in parts else math.hypot(*parts)
+            row[error] = 100 * whole / len(SETS)
+        table.append(row | {"run": run.name})
+    return table

@@ -1,0 +1,279 @@
+"""Finished (or still running) runs as tables: the one way that figures, tables and notebooks read runs.
+
+A run is read from its own folder, or from a committed study (study.py), which keeps the tables of many. Nothing is
+recovered from a directory's name or from log text, and no service is asked. Left out on purpose: rollouts.jsonl, which
+few readers need.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from qerl_bench.checks import require
+from qerl_bench.config import fingerprint, scientific
+from qerl_bench.rundir import flat
+from qerl_bench.study import parse
+from qerl_bench.study.committed import SETTINGS, TEXT, is_study, read_study, study_of
+from qerl_bench.study.versions import refuse_mixed
+
+OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
+IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
+BASE_KEYS = frozenset({"model.seed"})  # config keys that choose a base of the same kind
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run of a study may compute with
+MEASURED = ("kind", "step", "metric", "value")
+NUMERIC = {
+    "lora_rank": "int64",
+    "seed": "int64",
+    "lr": "float64",
+    "finished": "bool",
+    "step": "int64",
+    "value": "float64",
+}
+SCHEMA = pa.schema([(name, NUMERIC.get(name, TEXT)) for name in (*IDENTITY, *MEASURED)])  # the others are categories
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. `metrics` is long: kind (category), step, metric (category), value; one row per number written.
+
+    A null in metrics.jsonl, which stands for a non-finite number, is a row with value NaN; a number that was never
+    written has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while unfinished, and
+    `environment`, the content of env.json, if there is no such file.
+
+    A run of a committed study has the path STUDY/NAME, which need not exist, the metrics that were kept, and its
+    answers in `kept_answers`: mode, question, step, correct, samples.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    finished: bool
+    done: dict[str, Any]
+    metrics: pd.DataFrame
+    kept_answers: pd.DataFrame | None = None
+
+    @property
+    def name(self) -> str:
+        return self.option("name")
+
+    @property
+    def code(self) -> str:
+        """What tells the version of the code that made this run: see `rundir.environment`."""
+        env = self.environment
+        return str(env.get("code") or f"of commit {env.get('commit')}{' with changes' if env.get('dirty') else ''}")
+
+    @property
+    def device(self) -> str:
+        """Where it ran: the name of the GPU, cpu, or unknown."""
+        return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
+
+    @property
+    def base(self) -> str:
+        """What identifies the base model: the digest of its weights, if env.json has one (`base_digest.digest_of`).
+
+        Else the config: id and revision of a model of the hub; for one that is made from `model.seed`, that, its shape
+        and the task of its warm start. The same seed can give other weights on another machine.
+        """
+        if recorded := self.environment.get("base"):
+            return str(recorded)
+        model = self.config.get("model", {})
+        if "id" in model:
+            return f"{model['id']}{'' if model.get('revision') is None else '@' + model['revision']}"
+        made = {key: value for key, value in model.items() if key not in ("_target_", "name", "dtype", "lr")}
+        made["task"] = self.option("task.name")
+        return f"{self.option('model.name')}: {', '.join(f'{key}={value}' for key, value in made.items())}"
+
+    @property
+    def block(self) -> str:
+        """Machine and library versions, which can change numbers, as text; what was not recorded is left out."""
+        packages: dict[str, Any] = self.environment.get("packages", {})
+        cpu = self.environment.get("cpu")
+        versions = [f"{name} {packages[name]}" for name in LIBRARIES if packages.get(name)]
+        if self.environment.get("gpu") and packages.get("triton"):
+            versions.append(f"triton {packages['triton']}")
+        return ", ".join([self.device, *([cpu] if cpu else []), *versions])
+
+    @property
+    def last_step(self) -> int:
+        """The largest step of any line; 0 if there is none."""
+        return max(self.metrics["step"].tolist(), default=0)
+
+    def option(self, key: str) -> Any:
+        """The value of a dotted config key; ConfigError if config.yaml has no such key."""
+        value: Any = self.config
+        for part in key.split("."):
+            require(
+                isinstance(value, dict) and part in value,
+                f"{self.path / 'config.yaml'} has no key {key}: it must be the resolved config of a run, complete",
+            )
+            value = value[part]
+        return value
+
+    def identity(self) -> dict[str, Any]:
+        """The columns IDENTITY of this run; full-parameter training counts as rank 0.
+
+        The fingerprint covers every option but the seed, also those that have no column.
+        """
+        return {
+            "run": self.name,
+            "quant": self.option("quant.name"),
+            "aqn": self.option("aqn.name"),
+            "quantizer": self.option("quantizer.name"),
+            "algo": self.option("algo.name"),
+            "lora_rank": 0 if self.option("lora.name") == "none" else self.option("lora.rank"),
+            "model": self.option("model.name"),
+            "task": self.option("task.name"),
+            "base": self.base,
+            "seed": self.option("seed"),
+            "lr": float(self.option("optim.lr")),
+            "fingerprint": fingerprint(self.config),
+            "finished": self.finished,
+        }
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The config as far as it decides numbers, flat, and the device; without base and seed."""
+        facts = flat(scientific(self.config))
+        return {key: value for key, value in facts.items() if key not in BASE_KEYS} | {"device": self.device}
+
+    def series(self, kind: str, metric: str) -> pd.Series:
+        """One metric indexed by step, in order of steps; empty if it was never written."""
+        rows = self._rows.get((kind, metric), [])
+        values, steps = (self.metrics[column].to_numpy()[rows] for column in ("value", "step"))
+        order = np.argsort(steps, kind="stable")
+        return pd.Series(values[order], index=steps[order], name=metric)
+
+    @cached_property
+    def _rows(self) -> dict[Any, np.ndarray]:
+        """Where each metric stands in the table."""
+        return self.metrics.groupby(["kind", "metric"], observed=True, sort=False).indices
+
+    def answers(self, mode: str) -> pd.DataFrame:
+        """Share of right answers to each held-out question, sorted: index question, a column for each evaluated step.
+
+        `mode` is greedy or sampled. Raises ConfigError if answers were not kept, lack a column, or are none of this mode.
+        """
+        rows = self.answer_counts()
+        where = self.path / "samples.parquet"
+        require(
+            rows is not None,
+            f"the held-out answers of {self.name} were not kept: {where} is missing (in a committed study, its rows of "
+            "answers.parquet). Run it with eval=task",
+        )
+        assert rows is not None
+        chosen = rows[rows["mode"] == mode]
+        require(not chosen.empty, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
+        share = chosen["correct"] / chosen["samples"]
+        return chosen.assign(share=share).pivot(index="question", columns="step", values="share")
+
+    def answer_counts(self) -> pd.DataFrame | None:
+        """Columns mode, question, step, correct and samples, both counts; None if no answers were kept.
+
+        Raises ConfigError if samples.parquet lacks a column.
+        """
+        path = self.path / "samples.parquet"
+        if self.kept_answers is not None or not path.is_file():
+            return self.kept_answers
+        needed = ["mode", "question", "step", "correct"]
+        lacking = sorted({*needed} - {*parquet.read_schema(path).names})
+        require(not lacking, f"{path} has no column {', '.join(lacking)}: leave the run out, or run it again")
+        rows = pd.read_parquet(path, columns=needed).astype({"correct": "int64"})
+        return rows.groupby(["mode", "question", "step"])["correct"].agg(correct="sum", samples="count").reset_index()
+
+
+def find_runs(root: str | os.PathLike[str]) -> list[Path]:
+    """The runs at or below `root`, sorted: each folder that holds config.yaml and metrics.jsonl, and STUDY/NAME for
+    each run of a committed study.
+
+    Folders inside a run or a study are not searched. Raises ConfigError if there is no such folder, or no run.
+    """
+    root = Path(root)
+    if study_of(root) is not None:
+        return [root]
+    require(root.is_dir(), f"{root} is not a folder: pass a run directory, or a folder that holds runs")
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        if "config.yaml" in files and "metrics.jsonl" in files:
+            found.append(Path(folder))
+            subfolders.clear()
+        elif SETTINGS in files and is_study(Path(folder)):
+            found += [Path(folder) / name for name in read_study(Path(folder)).runs]
+            subfolders.clear()
+    require(
+        bool(found),
+        f"no run in {root}: a run is a folder with config.yaml and metrics.jsonl. "
+        "Pass the folder that holds them (runs/ by default), or start one with python src/run.py",
+    )
+    return sorted(found)
+
+
+def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False) -> list[Run]:
+    """Every run at or below `folders`, for a comparison: the one way for figures and tables to read several runs.
+
+    Raises ConfigError as `load_run` and `refuse_mixed` do.
+    """
+    runs = [load_run(path) for folder in folders for path in find_runs(folder)]
+    refuse_mixed(runs, mixed_code)
+    return runs
+
+
+def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
+    """Read one run, from its folder or as STUDY/NAME. Raises ConfigError for a damaged file, naming it and the line.
+
+    A run without done.json may still be written to: its half-written last line is dropped with a warning. Without
+    `metrics` that table stays empty, and the rest is read in a millisecond.
+    """
+    path = Path(path)
+    kept = study_of(path)
+    if kept is not None:
+        study, name = kept
+        return Run(
+            path=path,
+            config=study.config(name),
+            environment=study.environment(name),
+            finished=study.runs[name]["finished"],
+            done=study.done(name),
+            metrics=study.metrics[name] if metrics and name in study.metrics else parse.long({}, {}),
+            kept_answers=study.answers.get(name),
+        )
+    for name in ("config.yaml", "metrics.jsonl"):
+        require((path / name).is_file(), f"{path} is not a run directory: it has no {name}")
+    finished = (path / "done.json").is_file()
+    return Run(
+        path=path,
+        config=parse.read_config(path / "config.yaml"),
+        environment=parse.read_object(path / "env.json") if (path / "env.json").is_file() else {},
+        finished=finished,
+        done=parse.read_object(path / "done.json") if finished else {},
+        metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long({}, {}),
+    )
+
+
+def tidy(runs: Iterable[Run]) -> pd.DataFrame:
+    """The long table of several runs: the columns IDENTITY, then MEASURED; text columns are categories.
+
+    Raises ConfigError if two folders hold a run of the same name, or if a metric has several definitions.
+    """
+    runs = list(runs)
+    require(bool(runs), "no runs to put in a table: pass at least one")
+    refuse_mixed(runs, mixed_code=True)
+    return pa.concat_tables([tidy_rows(run) for run in runs]).unify_dictionaries().to_pandas()
+
+
+def tidy_rows(run: Run) -> pa.Table:
+    """The rows of one run in the long table; text columns are dictionaries."""
+    same = np.zeros(len(run.metrics), np.int32)
+    columns: dict[str, Any] = {
+        name: pa.DictionaryArray.from_arrays(same, pa.array([value])) for name, value in run.identity().items()
+    }
+    return pa.table(columns | {name: pa.array(run.metrics[name]) for name in MEASURED}).cast(SCHEMA)

@@ -1,0 +1,122 @@
+"""The table of runs that the terminal shows: what each run was, how well it did, and what it cost.
+
+Left out on purpose: means over seeds and tests between settings, which need more care than one line per run can give.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from qerl_bench.study.load import Run, load_run
+
+NOTES = (
+    "accuracy: held-out questions, % ±1 s.e. over questions, greedy decoding before and after training, then sampled;",
+    "gain: greedy accuracy over step 0, the quantized base, ±1 s.e. of the difference question by question;",
+    "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory;",
+    "taught: share of the completion tokens whose completion was in a backward pass, mean over steps",
+)
+LAST = 5  # steps that say whether a run still trains
+
+
+def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
+    """One row per run, in the given order; accuracies are shares, NaN where a run has not measured something.
+
+    A run's final accuracy is its last evaluation after step 0; a running one has its latest. Raises ConfigError as
+    `load_run` does.
+    """
+    return pd.DataFrame([_row(load_run(path)) for path in run_dirs])
+
+
+def render(table: pd.DataFrame) -> str:
+    """The table of `summary` as aligned text, with a legend under it; `-` where there is no number."""
+    if table.empty:
+        return "no runs"
+    columns = {
+        ("", "run"): [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")],
+        ("", "format"): list(table["format"]),
+        ("", "noise"): list(table["noise"]),
+        ("", "rank"): [str(rank) for rank in table["rank"]],
+        ("", "seed"): [str(seed) for seed in table["seed"]],
+        ("accuracy", "step 0"): _shares(table, "greedy_start"),
+        ("accuracy", "final"): _shares(table, "greedy_final"),
+        ("gain", "paired"): _shares(table, "gain_final", signed=True),
+        ("sampled", "final"): _shares(table, "sampled_final"),
+        ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
+        ("entropy", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
+        ("rollout", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
+        ("taught", "share"): [_number(value, ".2f") for value in table["taught"]],
+        ("peak", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
+    }
+    texts = {"run", "format", "noise"}
+    aligned = [_align([*heading, *cells], left=heading[1] in texts) for heading, cells in columns.items()]
+    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    unfinished = [] if all(table["finished"]) else ["* not finished"]
+    return "\n".join([*lines, "", *NOTES, *unfinished])
+
+
+def untaught(table: pd.DataFrame) -> str | None:
+    """A warning where a run of `summary`'s table no longer trained in its last steps; None where all did."""
+    names = [row["run"] for row in table.to_dict("records") if row["taught_last"] == 0]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}: no completion of the last {LAST} steps was in a backward pass (train/taught_frac = 0): "
+        "all of a group earned the same. Nothing was learned, and time, tokens/s and memory are those of sampling and "
+        "one forward pass, not of training. To measure these use task=shape, whose rewards always differ"
+    )
+
+
+def _row(run: Run) -> dict[str, Any]:
+    identity = run.identity()
+    entropy = run.series("train", "entropy")
+    taught = run.series("train", "train/taught_frac")
+    return {
+        "run": identity["run"],
+        "finished": identity["finished"],
+        "format": identity["quant"],
+        "noise": identity["aqn"],
+        "rank": identity["lora_rank"],
+        "seed": identity["seed"],
+        **_evaluated(run, "accuracy_greedy", "greedy", "start"),
+        **_evaluated(run, "accuracy_greedy", "greedy", "final"),
+        **_evaluated(run, "gain_greedy", "gain", "final"),
+        **_evaluated(run, "accuracy_sampled", "sampled", "final"),
+        "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
+        "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
+        "rollout_tok_s": run.series("train", "speed/rollout_tok_s").iloc[1:].median(),
+        "taught": taught.mean(),
+        "taught_last": taught.iloc[-LAST:].max(),
+        "peak_gib": run.done.get("peak_memory_gib") or run.series("train", "memory/peak_gib").max(),
+    }
+
+
+def _evaluated(run: Run, metric: str, column: str, when: str) -> dict[str, float]:
+    """A metric and its standard error at step 0 (`when` = start) or at the last evaluated step after it (final)."""
+    found = {}
+    for suffix in ("", "_stderr"):
+        series = run.series("eval", f"eval/{metric}{suffix}")
+        values = [value for step, value in series.items() if (step == 0) == (when == "start")]
+        found[f"{column}_{when}{suffix}"] = values[-1] if values else math.nan
+    return found
+
+
+def _shares(table: pd.DataFrame, name: str, signed: bool = False) -> list[str]:
+    """Percentages with one decimal; without the standard error where that is unknown."""
+    return [
+        _number(100 * value, "+.1f" if signed else ".1f") + ("" if math.isnan(error) else f" ±{100 * error:.1f}")
+        for value, error in zip(table[name], table[f"{name}_stderr"], strict=True)
+    ]
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _align(cells: Sequence[str], left: bool) -> list[str]:
+    width = max(len(cell) for cell in cells)
+    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
