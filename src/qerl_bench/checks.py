@@ -1,17 +1,24 @@
 """The errors that a user can cause, and the checks of config values that raise them.
 
-The upper limits are few and generous: a value beyond them is a typing error.
+A spec checks its fields in `__post_init__`, one line a field:
+
+    check_fields(self, "optim", lr=learning_rate, schedule=one_of("constant", "linear"), warmup_steps=count(0))
+
+The upper limits are few and generous: a value beyond them is a typing error, not an experiment.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
-MOST_STEPS = 10_000_000
-MOST_COMPLETIONS = 1_000_000  # of one step, and of one evaluation
-MOST_LR = 1.0  # AdamW moves each weight by about its rate in every step; weights of language models are below 1
+MAX_STEPS = 10_000_000
+MAX_COMPLETIONS = 1_000_000  # of one step, and of one evaluation
+MAX_LR = 1.0  # AdamW moves each weight by about its rate in every step; weights of language models are below 1
 TEMPERATURES = (0.01, 100.0)  # below them sampling is greedy decoding, above them all tokens are equally likely
+
+Check = Callable[[str, object], None]  # (key, value): raises ConfigError, with the key, unless the value is allowed
 
 
 class ConfigError(ValueError):
@@ -41,6 +48,55 @@ class TrainingStopped(RuntimeError):
     """Raised by a run that cannot go on; `src/run.py` prints its message, no traceback, and exits with code 1."""
 
 
+def check_fields(spec: object, group: str, **checks: Check) -> None:
+    """Apply each check to the field of `spec` that it is named after. Raises ConfigError with the key `group`.field."""
+    for name, check in checks.items():
+        check(f"{group}.{name}", getattr(spec, name))
+
+
+def count(least: int = 1, most: int | None = None) -> Check:
+    """A whole number of at least `least`, and at most `most`."""
+    return lambda key, value: require_count(key, value, least, most)
+
+
+def one_of(*choices: str) -> Check:
+    def check(key: str, value: object) -> None:
+        require(value in choices, f"{key} must be one of {', '.join(choices)}, got {value!r}")
+
+    return check
+
+
+def number(
+    least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf, below: float = math.inf
+) -> Check:
+    """A finite number from `least` to `most`, larger than `above` and smaller than `below`."""
+    limits = (
+        f"of at least {least:g}" if least > -math.inf else "",
+        f"above {above:g}" if above > -math.inf else "",
+        f"at most {most:g}" if most < math.inf else "",
+        f"below {below:g}" if below < math.inf else "",
+    )
+
+    def check(key: str, value: object) -> None:
+        ok = is_number(value) and least <= value <= most and above < value < below  # type: ignore[operator]
+        require(ok, f"{key} must be a number {' and '.join(filter(None, limits))}".rstrip() + f", got {value!r}")
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """null, or what `check` allows."""
+    return lambda key, value: None if value is None else check(key, value)
+
+
+def flag(key: str, value: object) -> None:
+    require(isinstance(value, bool), f"{key} must be true or false, got {value!r}")
+
+
+positive = number(above=0)
+share = number(0, 1)
+
+
 def is_number(value: object) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool)  # of any size, where isfinite would overflow
     return whole or (isinstance(value, float) and math.isfinite(value))
@@ -59,24 +115,19 @@ def require_count(key: str, value: object, least: int = 1, most: int | None = No
         require(value <= most, f"{key} must be at most {most:,}, got {value}")  # type: ignore[operator]
 
 
-def require_positive(key: str, value: object) -> None:
-    """Raise ConfigError unless `value` is a positive, finite number."""
-    require(is_number(value) and value > 0, f"{key} must be a positive number, got {value!r}")  # type: ignore[operator]
-
-
-def require_lr(key: str, value: object) -> None:
+def learning_rate(key: str, value: object) -> None:
     """Raise ConfigError unless `value` can be a learning rate of AdamW."""
-    require_positive(key, value)
+    positive(key, value)
     require(
-        value <= MOST_LR,  # type: ignore[operator]  # a number by now
-        f"{key} must be at most {MOST_LR:g}, got {value!r}: AdamW moves each weight by about that much in every step, "
+        value <= MAX_LR,  # type: ignore[operator]  # a number by now
+        f"{key} must be at most {MAX_LR:g}, got {value!r}: AdamW moves each weight by about that much in every step, "
         "and the weights of language models are below 1. RL of an adapter uses 1e-6 to 1e-3",
     )
 
 
-def require_temperature(key: str, value: object) -> None:
+def temperature(key: str, value: object) -> None:
     """Raise ConfigError unless `value` is a temperature to sample at."""
-    require_positive(key, value)
+    positive(key, value)
     low, high = TEMPERATURES
     require(
         low <= value <= high,  # type: ignore[operator]  # a number by now
@@ -88,8 +139,8 @@ def require_temperature(key: str, value: object) -> None:
 def require_completions(key: str, prompts: int, each: int) -> None:
     """Raise ConfigError if `each` completions of `prompts` prompts are more than one step or evaluation may sample."""
     require(
-        prompts * each <= MOST_COMPLETIONS,
-        f"{key} must be at most {MOST_COMPLETIONS:,} completions, got {prompts:,} x {each:,} = {prompts * each:,}; "
+        prompts * each <= MAX_COMPLETIONS,
+        f"{key} must be at most {MAX_COMPLETIONS:,} completions, got {prompts:,} x {each:,} = {prompts * each:,}; "
         "make one of the two smaller",
     )
 

@@ -26,7 +26,7 @@ from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import (
-    MOST_STEPS,
+    MAX_STEPS,
     ConfigError,
     is_folder_name,
     require,
@@ -72,7 +72,7 @@ class Experiment:
     logger: Any
 
     def __post_init__(self) -> None:
-        require_count("steps", self.steps, most=MOST_STEPS)
+        require_count("steps", self.steps, most=MAX_STEPS)
         require_count("save_every", self.save_every)
         require_count("seed", self.seed, least=0)
         require(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import require, require_completions, require_count, require_positive, require_temperature
+from qerl_bench.checks import positive, require, require_completions, require_count, temperature
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.adapter_check import adapter_probe
 from qerl_bench.eval.base import Evaluation, Score
@@ -50,8 +50,8 @@ class TaskEvaluation:
             f"eval.k={self.k} asks for pass@k of eval.samples={self.samples} completions; k can be at most that many",
         )
         require_completions("eval.questions x eval.samples", self.questions or 1, self.samples)
-        require_temperature("eval.temperature", self.temperature)
-        require_positive("eval.top_p", self.top_p)
+        temperature("eval.temperature", self.temperature)
+        positive("eval.top_p", self.top_p)
         require(self.top_p <= 1, f"eval.top_p must be above 0 and at most 1 (1 = all tokens), got {self.top_p}")
 
     def check(self, task: Task) -> None:

@@ -23,7 +23,7 @@ NAMES = (
     *("Pia", "Quin", "Rob", "Sue", "Tom", "Una", "Vic", "Wes", "Zoe"),
 )
 THINGS = ("pens", "cups", "eggs", "keys", "nuts", "hats", "maps", "figs", "toys", "caps", "pins", "jars")
-MOST_STEPS, MOST_DISTRACTORS = 12, 6
+MAX_STEPS, MOST_DISTRACTORS = 12, 6
 LARGEST_FACTOR = 5
 GROWTH = 10  # no number in a solution exceeds this times max_number
 SENTENCES = {
@@ -58,7 +58,7 @@ class WordProblems(PromptedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, least, most in (("steps", 1, MOST_STEPS), ("distractors", 0, MOST_DISTRACTORS)):
+        for key, least, most in (("steps", 1, MAX_STEPS), ("distractors", 0, MOST_DISTRACTORS)):
             counts = getattr(self, key)
             valid = isinstance(counts, list) and all(type(n) is int and least <= n <= most for n in counts)
             require(

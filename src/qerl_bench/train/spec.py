@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from qerl_bench.checks import (
     is_number,
+    learning_rate,
+    positive,
     require,
     require_completions,
     require_count,
-    require_lr,
     require_package,
-    require_positive,
-    require_temperature,
+    temperature,
 )
 
 
@@ -29,7 +29,7 @@ class RolloutSpec:
         require_count("rollout.prompts_per_step", self.prompts_per_step)
         require_count("rollout.group_size", self.group_size)
         require_completions("rollout.prompts_per_step x rollout.group_size", self.prompts_per_step, self.group_size)
-        require_temperature("rollout.temperature", self.temperature)
+        temperature("rollout.temperature", self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class OptimSpec:
         )
         if self.optimizer == "adamw_8bit":
             require_package("bitsandbytes", "optim.optimizer=adamw_8bit", "bitsandbytes")
-        require_lr("optim.lr", self.lr)
+        learning_rate("optim.lr", self.lr)
         require(
             self.schedule in ("constant", "linear", "cosine"),
             f"optim.schedule must be constant, linear or cosine, got {self.schedule!r}",
@@ -60,7 +60,7 @@ class OptimSpec:
             is_number(self.weight_decay) and self.weight_decay >= 0,
             f"optim.weight_decay must be >= 0, got {self.weight_decay!r}",
         )
-        require_positive("optim.max_grad_norm", self.max_grad_norm)
+        positive("optim.max_grad_norm", self.max_grad_norm)
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """Learning rate of optimiser step `step`, counted 1..total_steps."""
