@@ -7,7 +7,7 @@ quantizers. error_anatomy.py draws the table.
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pandas as pd
 from qerl_bench.config import build, compose
 from qerl_bench.device import resolve_device
 from qerl_bench.model.load import load_packed
-from qerl_bench.model.warm_start import base_checkpoint
+from qerl_bench.model_setup import base_checkpoint
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.study.script import guarded
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     for quant, quantizer in product(FORMATS, QUANTIZERS):
         experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-        measured = replace(experiment, quantizer=WithText(experiment.quantizer, text))
-        layers = load_packed(measured, base, resolve_device(experiment.device))[2]
+        with_text, device = WithText(experiment.quantizer, text), resolve_device(experiment.device)
+        layers = load_packed(experiment.model, experiment.quant, with_text, experiment.task, base, device)[2]
         write_layers(given.out / "layers.parquet", layers, quant, quantizer)
         tables.append(pd.read_parquet(given.out / "layers.parquet"))
     pd.concat(tables).to_parquet(given.out / "layers.parquet", index=False, compression="zstd")

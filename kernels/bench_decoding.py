@@ -23,9 +23,9 @@ from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
-from qerl_bench.model.kernels import choose_kernels, why_not_fused
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import build_noise
 from qerl_bench.task.shape import IDS
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
@@ -36,7 +36,9 @@ START = 3  # tokens by which a round is under way: one drawn from the prompts, o
 
 def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     """A policy with the random weights of `experiment`, in its format; rank 0 is no adapter."""
-    model, tokenizer, reports = load_packed(experiment, None, device)
+    model, tokenizer, reports = load_packed(
+        experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, device
+    )
     model.requires_grad_(False)
     adapter: Any = None
     if rank > 0:
@@ -45,10 +47,8 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
             if "lora_B" in name:
                 parameter.data.normal_(0, 0.01)
     model.eval()
-    policy = Policy(model, tokenizer, adapter, reports, packing=False)
-    policy.kernels = choose_kernels(model, reports, experiment.kernel)
-    policy.fused = why_not_fused(experiment.kernel, policy.device) is None
-    return policy
+    noise = build_noise(experiment, model, reports)
+    return Policy(model, tokenizer, reports, noise, adapter, kernel=experiment.kernel, packing=False, train_norms=False)
 
 
 def seconds(way: str, policy: Policy, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from qerl_bench.config import Experiment, build, compose
 
 if TYPE_CHECKING:
+    from qerl_bench.aqn.injector import NoiseInjector
     from qerl_bench.model.policy import Policy
 
 SMALL = (
@@ -76,10 +78,10 @@ def make_policy() -> Callable[..., Policy]:
     ) -> Policy:
         import torch
 
-        from qerl_bench.model.policy import Policy
+        from qerl_bench.model_setup import build_policy
 
         experiment = experiment_of(f"quant={quant}", f"model.hidden_size={width}", *overrides)
-        policy = Policy.build(experiment, None, device)
+        policy = build_policy(experiment, None, device)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             if sharp:
@@ -89,5 +91,26 @@ def make_policy() -> Callable[..., Policy]:
                 if "lora_B" in name:
                     parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
         return policy
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_noise() -> Callable[..., NoiseInjector]:
+    """make_noise(policy.norms, 0.05, seed=3, relative=True).for_rollout(1, 0): constant noise on the given norms."""
+
+    def make(
+        norms: Mapping[str, Any],
+        sigma: float = 1e-2,
+        seed: int = 0,
+        per_norm_scale: Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> NoiseInjector:
+        from qerl_bench.aqn.base import OpenLoop
+        from qerl_bench.aqn.constant import Constant
+        from qerl_bench.aqn.injector import NoiseInjector
+
+        controller = OpenLoop(Constant(name="constant", level=sigma), 100, per_norm_scale)
+        return NoiseInjector(replace(experiment_of().noise, **options), controller, norms, seed)
 
     return make

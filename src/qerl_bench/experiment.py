@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from qerl_bench import metrics
 from qerl_bench.algo.dynamic import fill
-from qerl_bench.aqn.injector import NoiseReport, combined
+from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.config import Experiment
 from qerl_bench.device import PhaseTimer, resolve_device
@@ -30,7 +30,7 @@ from qerl_bench.figures.run import run_figures
 from qerl_bench.logger.base import Sink
 from qerl_bench.model.digest import digest_of
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.warm_start import base_checkpoint
+from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.progress import Steps
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
@@ -61,7 +61,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
         run.write_environment(device, digest_of(experiment.model, base))
         torch.manual_seed(derive(experiment.seed, "torch"))  # adapter dropout, the only draw without a seed of its own
-        policy = Policy.build(experiment, base, device)
+        policy = build_policy(experiment, base, device)
         write_layers(
             run.path / "layers.parquet", policy.layers, experiment.quant.name, experiment.quantizer.name, policy.kernels
         )
@@ -161,7 +161,7 @@ def sampled_batch(
         for number, sharing in experiment.noise.draws(prompts, len(draws)):
             with ExitStack() as noise_in:
                 with phases.phase("sync"):
-                    draws.append(noise_in.enter_context(policy.noise.sampler(step, number)))
+                    draws.append(noise_in.enter_context(policy.noise.for_rollout(step, number)))
                     syncs.append(engine.sync(sharing))
                 with phases.phase("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(sharing, sampling)
@@ -200,7 +200,7 @@ def sampled_batch(
     found = metrics.of_rollouts([r for r, _ in judged], [w for _, w in judged], rollout.group_size)
     found |= {"dynamic/refills": refills, "dynamic/groups_kept": len(groups)}
     found |= metrics.of_syncs(syncs) | parked
-    found |= combined(draws) | policy.noise.controller.observe(step, found["entropy"])
+    found |= noise_metrics(draws) | policy.noise.controller.update(step, found["entropy"])
     return batch, found
 
 

@@ -44,7 +44,7 @@ def test_entropies_against_brute_force(
     noise = policy.noise = policy.noise_of(experiment)
     prompts = experiment.task.train_prompts(1, 2, 0)
     sampling = Sampling(samples=3, temperature=temperature, max_tokens=6, seed=1)
-    with noise.sampler(1, 0):
+    with noise.for_rollout(1, 0):
         rollouts = experiment.engine.build(policy).generate(prompts, sampling)
         noisy = _brute(policy, rollouts, temperature)
     clean, clean_t1 = _brute(policy, rollouts, temperature), _brute(policy, rollouts, 1.0)

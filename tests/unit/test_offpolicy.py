@@ -124,7 +124,7 @@ def _world(make_policy: Maker, make_experiment: Maker, *words: str, sigma: float
     prompts = [torch.randint(0, 256, (2 + i,), generator=generator).tolist() for i in range(6)]
     completions = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in LENGTHS]
     bare = make_batch(prompts, completions, policy.pad_id, policy.device)
-    with torch.no_grad(), policy.noise.sampler(1, 0):
+    with torch.no_grad(), policy.noise.for_rollout(1, 0):
         noisy = policy.token_stats(bare.input_ids, bare.mask, 0.8).logprobs
     engine = torch.where(bare.mask, noisy + 0.1 * torch.randn(noisy.shape, generator=generator), 0.0)
     advantages = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.0])
@@ -153,7 +153,7 @@ def test_the_mismatch_splits_into_kernel_and_noise(make_policy: Maker, make_expe
     experiment, policy, batch = _world(make_policy, make_experiment, f"noise.site={site}")
     with torch.no_grad():
         clean = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
-        with policy.noise.sampler(1, 0):
+        with policy.noise.for_rollout(1, 0):
             noisy = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     engine, mask = batch.sampler_logprobs, batch.mask
     trains = noisy if site == "trainer" else clean
@@ -282,7 +282,7 @@ def test_the_weights_of_a_step_from_scratch(
     with torch.no_grad():
         old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
         if site == "old":
-            with policy.noise.sampler(1, 0):
+            with policy.noise.for_rollout(1, 0):
                 old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     raw, used = [], []
     for row in range(6):

@@ -1,7 +1,7 @@
-"""What a noise schedule is: a standard deviation for every step of a run. How the noise goes in is `injection.py`.
+"""What a noise schedule is: a standard deviation for every step. `aqn/injector.py` puts the noise into the model.
 
-A schedule is a frozen spec; `controller` makes what runs it. Most schedules are functions of the step alone (open loop);
-one that reacts to what it sees brings its own controller, whose state travels in checkpoints.
+A schedule is a frozen spec; `controller` makes the object that runs it. Most schedules depend on the step alone (open
+loop). A schedule that reacts to the policy brings its own controller, whose state is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qerl_bench.aqn.norm_consumers import NormSites
+
 if TYPE_CHECKING:
     from qerl_bench.aqn.spec import NoiseSpec
-    from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
 
 
 class SigmaController(Protocol):
-    """A schedule at work in one run."""
+    """Decides sigma in every step of one run."""
 
     @property
-    def factors(self) -> Mapping[str, float]:
-        """For each norm, by its name in the model, what sigma is multiplied by there; norms left out have 1."""
+    def per_norm_scale(self) -> Mapping[str, float]:
+        """Factor on sigma for each norm, by its name in the model; 1 for norms that are not named."""
         ...
 
     def sigma(self, step: int) -> float:
         """Noise standard deviation of step `step`; 0.0 means no noise."""
         ...
 
-    def observe(self, step: int, entropy: float) -> dict[str, float]:
-        """Hear the entropy (nats/token) of the policy that sampled `step`; return metrics of the decision, if any."""
+    def update(self, step: int, entropy: float) -> dict[str, float]:
+        """Take in the entropy (nats/token) of the policy that sampled `step`; return metrics of the decision, if any."""
         ...
 
     def state(self) -> dict[str, float]:
@@ -39,43 +40,48 @@ class SigmaController(Protocol):
 
 
 class Schedule:
-    """A schedule that depends on the step alone: implement `sigma`. The rest is for those that need more."""
+    """A noise schedule. A subclass that depends on the step alone implements `sigma` and nothing else."""
 
     name: str
 
+    @property
+    def error_format(self) -> WeightFormat | None:
+        """The format whose error on the base weights the schedule needs to know; None for the run's own format."""
+        return None
+
     def sigma(self, step: int, total_steps: int) -> float:
-        """Noise standard deviation for step `step`, counted 1..total_steps; 0.0 means no noise."""
+        """Noise standard deviation of step `step`, counted 1..total_steps; 0.0 means no noise."""
         raise NotImplementedError
 
-    def check_with(self, quant: WeightFormat, injection: NoiseSpec) -> None:
-        """Raise ConfigError if this schedule makes no sense with that format or that way of injecting."""
+    def check_with(self, quant: WeightFormat, noise: NoiseSpec) -> None:
+        """Raise ConfigError if this schedule cannot work with that weight format or those noise options."""
 
-    def controller(self, policy: Policy, total_steps: int) -> SigmaController:
-        """What runs this schedule over the norms of `policy`."""
+    def controller(self, sites: NormSites, total_steps: int) -> SigmaController:
+        """The object that runs this schedule over the norms `sites`."""
         return OpenLoop(self, total_steps)
 
 
 class OpenLoop:
-    """SigmaController that looks at nothing: sigma(step) of a schedule, the same or in fixed proportion for every norm."""
+    """Follows a schedule and ignores the policy; every norm gets the same sigma or a fixed multiple of it."""
 
-    def __init__(self, schedule: Schedule, total_steps: int, factors: Mapping[str, float] | None = None) -> None:
+    def __init__(self, schedule: Schedule, total_steps: int, per_norm_scale: Mapping[str, float] | None = None) -> None:
         self.schedule = schedule
         self.total_steps = total_steps
-        self.factors: Mapping[str, float] = factors or {}
+        self.per_norm_scale: Mapping[str, float] = per_norm_scale or {}
 
     def sigma(self, step: int) -> float:
         return self.schedule.sigma(step, self.total_steps)
 
-    def observe(self, step: int, entropy: float) -> dict[str, float]:
+    def update(self, step: int, entropy: float) -> dict[str, float]:
         return {}
 
     def state(self) -> dict[str, float]:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+        """There is no state."""
 
 
 def stage_of(step: int, total_steps: int, stages: int) -> int:
-    """Index 0..stages-1 of the equal part of the run that `step` (1..total_steps) falls into."""
+    """Index 0..stages-1 of the stage of step `step` (1..total_steps); all stages are equally long."""
     return (step - 1) * stages // total_steps

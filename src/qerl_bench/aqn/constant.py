@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """No stages, and no silent beginning."""
+    """Sigma is `level` in every step, with no silent first stage."""
 
     name: str
     level: float
 
     def __post_init__(self) -> None:
-        ok = isinstance(self.level, int | float) and not isinstance(self.level, bool)
-        require(
-            ok and math.isfinite(self.level) and self.level >= 0, f"aqn.level must be a number >= 0, got {self.level!r}"
-        )
+        check_fields(self, "aqn", level=number(0))
 
     def sigma(self, step: int, total_steps: int) -> float:
         return float(self.level)

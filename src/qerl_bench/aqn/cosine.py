@@ -1,6 +1,6 @@
-"""aqn=cosine: slow, fast, slow.
+"""aqn=cosine: sigma falls slowly, then fast, then slowly again.
 
-QeRL's figures 9 and 15 show such a schedule and describe only its shape; the formula is our reconstruction.
+QeRL's figures 9 and 15 show this shape without a formula; the formula here is our reconstruction.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What the staged schedules share: K equal stages, the first one silent, then K - 1 falling values.
+"""What the staged schedules share: K equal stages, a silent first stage, then K - 1 stages of falling sigma.
 
-QeRL (arXiv 2510.11696) prints one formula, its released code computes another, and of three of the four shapes in its
-figures neither has one. The differences are switches here:
+QeRL (arXiv 2510.11696) prints one formula, and its released code computes another. Of the four shapes in its figures,
+three come without a formula. Two options choose between paper and code:
 
-- `exponent`: how far stage k = 1..K-1 has come. "K-2" is t = (k - 1) / (K - 2), as in the code: the last stage has
-  sigma_end. "K-1" is t = (k - 1) / (K - 1), as in eq. 8 and Algorithm 1: the last stage stops short of sigma_end.
-- `boundaries`: which stage a step belongs to. "even" gives every stage the same share of the run. "code" is
-  floor(step * K / total), capped at K - 1, with steps counted from 1 as the code counts them: every stage begins one
-  step early, and the last one is longer by the step that the first one lost.
+- `exponent` sets the progress t of stage k = 1..K-1. "K-2" (the code): t = (k - 1) / (K - 2), so the last stage has
+  sigma_end. "K-1" (eq. 8 and Algorithm 1): t = (k - 1) / (K - 1), so the last stage stops short of sigma_end.
+- `boundaries` sets the stage of a step. "even": all stages are equally long. "code": floor(step * K / total), at most
+  K - 1, with steps counted from 1 as the code counts them. Every stage then begins one step early: the first stage is
+  one step shorter and the last one step longer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule, stage_of
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, count, one_of, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedDecay(Schedule):
-    """Stage 0 is silent; a subclass says by `at(t)` how sigma falls from sigma_start (t = 0) to sigma_end (t = 1)."""
+    """Stage 0 is silent; a subclass implements `at(t)`, which falls from sigma_start (t = 0) to sigma_end (t = 1)."""
 
     name: str
     sigma_start: float
@@ -30,22 +30,23 @@ class StagedDecay(Schedule):
     boundaries: str
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.sigma_end <= self.sigma_start < float("inf"),
-            f"aqn needs 0 < sigma_end <= sigma_start, both finite, got sigma_start={self.sigma_start}, "
-            f"sigma_end={self.sigma_end}; for no noise use aqn=none",
+        check_fields(
+            self,
+            "aqn",
+            sigma_start=positive,
+            sigma_end=positive,
+            stages=count(2),
+            exponent=one_of("K-2", "K-1"),
+            boundaries=one_of("even", "code"),
         )
         require(
-            isinstance(self.stages, int) and self.stages >= 2,
-            f"aqn.stages must be a whole number of at least 2 (a silent stage and one with noise), got {self.stages!r};"
-            " for no noise use aqn=none, for the same noise in every step aqn=constant",
+            self.sigma_end <= self.sigma_start,
+            f"aqn needs sigma_end <= sigma_start, got sigma_start={self.sigma_start}, sigma_end={self.sigma_end}",
         )
-        require(self.exponent in ("K-2", "K-1"), f"aqn.exponent must be K-2 or K-1, got {self.exponent!r}")
-        require(self.boundaries in ("even", "code"), f"aqn.boundaries must be even or code, got {self.boundaries!r}")
 
     @property
-    def last(self) -> int:
-        """The count that stage numbers are divided by: K - 2 or K - 1, and 1 where that would be 0."""
+    def divisor(self) -> int:
+        """What stage numbers are divided by: K - 2 or K - 1, but at least 1."""
         return max(1, self.stages - (2 if self.exponent == "K-2" else 1))
 
     def stage(self, step: int, total_steps: int) -> int:
@@ -60,4 +61,4 @@ class StagedDecay(Schedule):
 
     def sigma(self, step: int, total_steps: int) -> float:
         stage = self.stage(step, total_steps)
-        return 0.0 if stage == 0 else self.at((stage - 1) / self.last)
+        return 0.0 if stage == 0 else self.at((stage - 1) / self.divisor)

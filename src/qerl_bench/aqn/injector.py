@@ -1,12 +1,12 @@
-"""Adding noise to the norm scales of a model, and taking it out again bit for bit.
+"""Adds noise to the norm scales of a model, and restores them bit for bit.
 
-QeRL perturbs the two RMSNorm scales of each block, w + Z with Z ~ N(0, sigma^2). Since RMSNorm multiplies by w just
-before a linear layer, this equals row-wise multiplicative noise on that layer's weights, 1 + Z / w, and needs no tensor
-of its own. In BF16 the sum rounds small Z away, so the noisy scale is kept in FP32 while it is in use, unless
-`noise.add_dtype` asks for the rounding.
+QeRL perturbs the two RMSNorm scales of each block, w + Z with Z ~ N(0, sigma^2). RMSNorm multiplies by w just before a
+linear layer, so this equals multiplicative noise 1 + Z / w on the columns of that layer's weights, and needs no tensor
+of the size of the weights. In BF16, rounding removes a small Z. The noisy scale is therefore kept in FP32 while it is in
+use, unless `noise.add_dtype` asks for the rounding.
 
-Left out: a new draw for every forward pass, that is for every token while sampling (one sentence of the paper; its
-Algorithm 1 and its code draw once per step).
+Left out: a new draw for every forward pass, that is for every sampled token. One sentence of the paper says so; its
+Algorithm 1 and its code draw once per step.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from qerl_bench.aqn.base import SigmaController
+from qerl_bench.aqn.norm_consumers import BLOCK_NORMS, FINAL_NORM
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.seeding import derive
 
 log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 Norms = Mapping[str, torch.nn.Module]  # by their names in the model
-Tensors = dict[str, torch.Tensor]  # the same names; each in the shape of the norm's scale
-BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
-FINAL_NORM = "model.norm"
+Scales = dict[str, torch.Tensor]  # by the norms' names; scales, or noise of the same shapes
 
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What was asked for and what really happened to the scales in one draw."""
+    """What one draw asked for, and how it really changed the scales."""
 
     sigma: float  # asked for
     sigma_realised: float  # root mean square of (noisy - clean) over all scales, as stored; over |clean| if relative
@@ -44,8 +44,7 @@ class NoiseReport:
 def block_norms(model: torch.nn.Module, layers: int) -> dict[str, torch.nn.Module]:
     """The two norms of each transformer block, by name: the one before attention and the one before the MLP.
 
-    Raises AssertionError unless exactly 2 * `layers` are found: noise that silently misses layers is the defect that
-    this harness exists to avoid.
+    Raises AssertionError unless there are exactly 2 * `layers` of them, so that noise never misses a layer in silence.
     """
     norms = {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in BLOCK_NORMS}
     assert len(norms) == 2 * layers, (
@@ -55,7 +54,7 @@ def block_norms(model: torch.nn.Module, layers: int) -> dict[str, torch.nn.Modul
     return norms
 
 
-def noise_sites(model: torch.nn.Module, layers: int, choice: str) -> dict[str, torch.nn.Module]:
+def norms_to_perturb(model: torch.nn.Module, layers: int, choice: str) -> dict[str, torch.nn.Module]:
     """The norms that `noise.norms` = `choice` perturbs, block norms first."""
     if choice == "missed":
         return {}
@@ -64,127 +63,119 @@ def noise_sites(model: torch.nn.Module, layers: int, choice: str) -> dict[str, t
 
 
 class NoiseInjector:
-    """The noise of one run: when, how much, where, and the random numbers behind it.
+    """Draws the noise of one run and puts it into the norms.
 
-    A draw is decided by (run seed, step, number of the draw within the step) alone and made on the CPU in the order of
-    the norms, so every device and process sees the same noise.
+    Run seed, step and number of the draw within the step decide a draw. It is made on the CPU, in the order of the
+    norms, so every device and process gets the same noise.
     """
 
-    def __init__(self, injection: NoiseSpec, controller: SigmaController, norms: Norms, seed: int) -> None:
-        self.injection = injection
+    def __init__(self, spec: NoiseSpec, controller: SigmaController, norms: Norms, seed: int) -> None:
+        self.spec = spec
         self.controller = controller
         self.norms = norms
         self.seed = seed
-        self.latest = (0, 0)  # step and number of the latest draw
-        self.added: Tensors = {}  # what it added
-        self.held: Tensors = {}  # noisy copies that are never refreshed from the clean scale (noise.accumulate)
-        if injection.norms == "missed":
+        self.latest_draw = (0, 0)  # step and number within the step
+        self.noise: Scales = {}  # of the latest draw
+        self.accumulated: Scales = {}  # noisy scales that keep the noise of earlier draws (noise.accumulate)
+        if spec.norms == "missed":
             log.warning(
-                "noise.norms=missed: noise reaches no norm, as in QeRL's released code; aqn/sigma is only asked for"
+                "noise.norms=missed: no norm gets noise, as in QeRL's released code; aqn/sigma is never put into effect"
             )
 
-    def sampler(self, step: int, draw: int) -> AbstractContextManager[NoiseReport]:
-        """Context in which the policy samples with draw number `draw` of step `step`; again for the same draw."""
+    def for_rollout(self, step: int, draw: int) -> AbstractContextManager[NoiseReport]:
+        """Context in which the norms have draw `draw` of step `step`; the same draw can be used several times.
+
+        The draw is made and checked by the call. Raises TrainingStopped if it leaves a norm unchanged in FP32.
+        """
         sigma = self.controller.sigma(step)
-        if (step, draw) != self.latest:
-            self.latest = (step, draw)
-            self._draw(sigma, derive(self.seed, "noise", "run" if self.injection.cadence == "run" else step, draw))
-        noisy = self._noisy()
-        report = compared(self.norms, noisy, sigma, self.injection.relative)
-        if self.injection.add_dtype == "float32":
-            require_reached(report, len(self.added))
-        return _reporting(self.norms, noisy, report)
+        if (step, draw) != self.latest_draw:
+            self.latest_draw = (step, draw)
+            self._draw(sigma, derive(self.seed, "noise", "run" if self.spec.cadence == "run" else step, draw))
+        noisy = self._noisy_scales()
+        report = noise_report(self.norms, noisy, sigma, self.spec.relative)
+        if self.spec.add_dtype == "float32" and report.norms_perturbed < len(self.noise):
+            raise TrainingStopped(
+                f"noise of sigma {sigma:g} changed {report.norms_perturbed} of {len(self.noise)} norms: rounding of "
+                "their FP32 scales removed it. Use a larger sigma, or aqn=none"
+            )
+        return _scales_replaced(self.norms, noisy, report)
 
     @property
     def present(self) -> bool:
-        """Whether the sampler's latest scales differ from the clean ones."""
-        return bool(self.added or self.held)
+        """Whether the scales of the latest rollout differ from the clean ones."""
+        return bool(self.noise or self.accumulated)
 
-    def trainer(self) -> AbstractContextManager[None]:
-        """Context in which the trainer computes with the sampler's latest noise; trained scales get gradients."""
-        return installed(self.norms, self._noisy())
+    def for_training(self) -> AbstractContextManager[None]:
+        """Context in which the norms have the noise of the latest rollout; norm scales in training get gradients."""
+        return _scales_replaced(self.norms, self._noisy_scales(), None)
 
     def state(self) -> dict[str, Any]:
-        """What the next step's noise depends on besides its seed; plain numbers and tensors."""
-        return {"held": dict(self.held), "controller": self.controller.state()}
+        """What the next step's noise depends on besides its seed, as plain numbers and tensors."""
+        return {"held": dict(self.accumulated), "controller": self.controller.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.held = dict(state["held"])
+        self.accumulated = dict(state["held"])
         self.controller.restore(state["controller"])
 
     def _draw(self, sigma: float, seed: int) -> None:
-        self.added = {}
+        self.noise = {}
         if sigma > 0:
-            self.added = drawn(self.norms, sigma, seed, self.injection.relative, self.controller.factors)
-        for name in self.added.keys() & self._accumulating():
-            before = self.held.get(name, scale_of(self.norms[name]).detach())
-            self.held[name] = summed(before, self.added[name], self.injection.add_dtype)
+            self.noise = draw_noise(self.norms, sigma, seed, self.spec.relative, self.controller.per_norm_scale)
+        for name in self.noise.keys() & self._accumulating():
+            before = self.accumulated.get(name, scale_of(self.norms[name]).detach())
+            self.accumulated[name] = add_noise(before, self.noise[name], self.spec.add_dtype)
 
     def _accumulating(self) -> set[str]:
-        """The norms whose noisy copy is never refreshed."""
-        return {"none": set(), "final": {FINAL_NORM}, "all": set(self.norms)}[self.injection.accumulate]
+        """Norms whose noise adds up from draw to draw."""
+        return {"none": set(), "final": {FINAL_NORM}, "all": set(self.norms)}[self.spec.accumulate]
 
-    def _noisy(self) -> Tensors:
-        """The scales to compute with, for the norms that carry noise now."""
+    def _noisy_scales(self) -> Scales:
+        """The scales of the norms that have noise now."""
         fresh = {
-            name: summed(scale_of(self.norms[name]), added, self.injection.add_dtype)
-            for name, added in self.added.items()
-            if name not in self.held
+            name: add_noise(scale_of(self.norms[name]), noise, self.spec.add_dtype)
+            for name, noise in self.noise.items()
+            if name not in self.accumulated
         }
-        return fresh | self.held
+        return fresh | self.accumulated
 
 
 def scale_of(norm: torch.nn.Module) -> torch.Tensor:
-    """What the norm multiplies by."""
+    """The vector that the norm multiplies by."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
-def perturbed(norms: Norms, sigma: float, seed: int) -> AbstractContextManager[NoiseReport]:
-    """Inside the context every norm's scale w is w + sigma * z in FP32; afterwards it is the very tensor it was.
+def draw_noise(norms: Norms, sigma: float, seed: int, relative: bool, per_norm_scale: Mapping[str, float]) -> Scales:
+    """Normal FP32 noise for each norm, of standard deviation `sigma` times the norm's factor (1 if not named).
 
-    One draw without a run around it. Raises TrainingStopped if a norm stays as it was.
+    `relative` multiplies it by |scale|. Norms with factor 0 get none. One transfer to the device for all of them.
     """
-    noisy = {}
-    if sigma > 0:
-        noisy = {name: summed(scale_of(norms[name]), z, "float32") for name, z in drawn(norms, sigma, seed).items()}
-    report = compared(norms, noisy, sigma)
-    require_reached(report, len(noisy))
-    return _reporting(norms, noisy, report)
-
-
-def drawn(
-    norms: Norms, sigma: float, seed: int, relative: bool = False, factors: Mapping[str, float] | None = None
-) -> Tensors:
-    """FP32 noise for each norm's scale: normal, of standard deviation `sigma` times the norm's factor (1 if not named).
-
-    `relative` multiplies it by |scale|. Norms of factor 0 are left out. One transfer to the device for all of them.
-    """
-    factors = factors or {}
-    weights = {name: scale_of(norm).detach() for name, norm in norms.items()}
-    if not weights:
+    scales = {name: scale_of(norm).detach() for name, norm in norms.items()}
+    if not scales:
         return {}
-    sizes = [weight.numel() for weight in weights.values()]
+    sizes = [scale.numel() for scale in scales.values()]
     generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(sum(sizes), generator=generator, dtype=torch.float32).to(next(iter(weights.values())).device)
+    normal = torch.randn(sum(sizes), generator=generator, dtype=torch.float32).to(next(iter(scales.values())).device)
     noise = {}
-    for (name, weight), z in zip(weights.items(), normal.split(sizes), strict=True):
-        scaled = sigma * factors.get(name, 1.0) * z.view(weight.shape)
-        noise[name] = scaled * weight.float().abs() if relative else scaled
-    return {name: z for name, z in noise.items() if factors.get(name, 1.0) > 0}
+    for (name, scale), z in zip(scales.items(), normal.split(sizes), strict=True):
+        factor = per_norm_scale.get(name, 1.0)
+        if factor > 0:
+            scaled = sigma * factor * z.view(scale.shape)
+            noise[name] = scaled * scale.float().abs() if relative else scaled
+    return noise
 
 
-def summed(scale: torch.Tensor, noise: torch.Tensor, add_dtype: str) -> torch.Tensor:
-    """Scale plus noise: in FP32 and left in FP32, or, like the released code, both rounded to BF16 and added there."""
+def add_noise(scale: torch.Tensor, noise: torch.Tensor, add_dtype: str) -> torch.Tensor:
+    """Scale plus noise: added and kept in FP32, or both rounded to BF16 and added there, as in the released code."""
     if add_dtype == "bfloat16":
         return (scale.bfloat16() + noise.bfloat16()).to(scale.dtype)
     return scale.float() + noise
 
 
 @torch.no_grad()
-def compared(norms: Norms, noisy: Tensors, sigma: float, relative: bool = False) -> NoiseReport:
-    """What became of the scales: `noisy` against each norm's own. One transfer from the device for all of them."""
+def noise_report(norms: Norms, noisy: Scales, sigma: float, relative: bool) -> NoiseReport:
+    """Compare the scales `noisy` with each norm's own. One transfer from the device for all of them."""
     if not noisy:
         return NoiseReport(sigma, 0.0, 0, 0.0)
     counts, squares = [], []
@@ -199,21 +190,11 @@ def compared(norms: Norms, noisy: Tensors, sigma: float, relative: bool = False)
     return NoiseReport(sigma, (square / scales) ** 0.5, sum(count > 0 for count in changed), sum(changed) / scales)
 
 
-def require_reached(report: NoiseReport, norms: int) -> None:
-    """Raise TrainingStopped for noise that silently does nothing, the defect that this harness exists to avoid."""
-    reached = report.norms_perturbed
-    if reached < norms:
-        raise TrainingStopped(
-            f"noise of sigma {report.sigma:g} changed {reached} of {norms} norms: it is lost in the rounding of their "
-            "FP32 scales. Use a larger sigma, or aqn=none"
-        )
-
-
 @contextmanager
-def installed(norms: Norms, scales: Tensors) -> Iterator[None]:
-    """Inside the context each norm named in `scales` multiplies by that tensor; afterwards by its own parameter again.
+def _scales_replaced(norms: Norms, scales: Scales, value: Value) -> Iterator[Value]:
+    """Inside the context, which gives `value`, the norms named in `scales` multiply by those tensors.
 
-    The forward pass holds no tensor more than before: the noisy scale stands where the parameter stood. Others who read
+    The noisy scale takes the parameter's place, so the forward pass needs no extra tensor. Other readers of
     `norm.weight`, such as an engine that copies weights, see the noisy scale too.
     """
     clean = {name: norms[name]._parameters["weight"] for name in scales}
@@ -223,7 +204,7 @@ def installed(norms: Norms, scales: Tensors) -> Iterator[None]:
             norms[name]._parameters["weight"] = scale  # type: ignore[assignment]  # a tensor: gradients flow on
             if scale.dtype != clean[name].dtype:  # type: ignore[union-attr]
                 hooks.append(norms[name].register_forward_hook(keep_input_dtype))
-        yield
+        yield value
     finally:
         for hook in hooks:
             hook.remove()
@@ -231,14 +212,8 @@ def installed(norms: Norms, scales: Tensors) -> Iterator[None]:
             norms[name]._parameters["weight"] = parameter
 
 
-@contextmanager
-def _reporting(norms: Norms, noisy: Tensors, report: NoiseReport) -> Iterator[NoiseReport]:
-    with installed(norms, noisy):
-        yield report
-
-
-def combined(reports: list[NoiseReport]) -> dict[str, float]:
-    """The metrics of a step from the reports of its draws: sizes as root mean square, counts as the least of them."""
+def noise_metrics(reports: list[NoiseReport]) -> dict[str, float]:
+    """The metrics of a step from the reports of its draws: root mean square of the sizes, minimum of the counts."""
     return {
         "aqn/sigma": reports[0].sigma,
         "aqn/sigma_realised": (sum(report.sigma_realised**2 for report in reports) / len(reports)) ** 0.5,
@@ -248,5 +223,5 @@ def combined(reports: list[NoiseReport]) -> dict[str, float]:
 
 
 def keep_input_dtype(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Forward hook of a norm whose scale is more precise than the activations."""
+    """Forward hook for a norm whose scale is more precise than the activations: cast the output back."""
     return output.to(inputs[0].dtype)

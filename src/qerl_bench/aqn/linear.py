@@ -1,6 +1,6 @@
-"""aqn=linear: the same step down from stage to stage.
+"""aqn=linear: sigma falls by the same amount from stage to stage.
 
-QeRL's figures 9 and 15 show such a schedule and describe only its shape; the formula is our reconstruction.
+QeRL's figures 9 and 15 show this shape without a formula; the formula here is our reconstruction.
 """
 
 from __future__ import annotations

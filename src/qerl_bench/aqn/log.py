@@ -1,6 +1,6 @@
-"""aqn=log: steep at first, then nearly flat.
+"""aqn=log: sigma falls steeply at first, then hardly at all.
 
-QeRL's figures 9 and 15 show such a schedule and describe only its shape; the formula is our reconstruction.
+QeRL's figures 9 and 15 show this shape without a formula; the formula here is our reconstruction.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from qerl_bench.aqn.decay import StagedDecay
 
 @dataclass(frozen=True, kw_only=True)
 class LogarithmicDecay(StagedDecay):
-    """sigma_start - (sigma_start - sigma_end) * ln(1 + t n) / ln(1 + n), n = K - 2 or K - 1, t n the stages passed."""
+    """sigma_start - (sigma_start - sigma_end) * ln(1 + t n) / ln(1 + n) with n = `divisor`, K - 2 or K - 1."""
 
     def at(self, t: float) -> float:
-        passed = math.log1p(t * self.last) / math.log1p(self.last)
-        return self.sigma_start - (self.sigma_start - self.sigma_end) * passed
+        progress = math.log1p(t * self.divisor) / math.log1p(self.divisor)
+        return self.sigma_start - (self.sigma_start - self.sigma_end) * progress

@@ -1,4 +1,4 @@
-"""aqn=none: the sampler uses the clean policy."""
+"""aqn=none: no noise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qerl_bench.aqn.base import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class NoNoise(Schedule):
-    """A schedule that is zero everywhere."""
+    """Sigma is zero in every step."""
 
     name: str
 

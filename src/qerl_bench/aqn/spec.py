@@ -1,7 +1,7 @@
-"""How noise goes into a model: the choices on which QeRL's paper, its released code and its readers differ.
+"""How noise enters a model, the options `noise.*`: QeRL's paper, its released code and later readings differ on them.
 
-One spec, the root key `noise`, for every schedule. `recipe=paper|repo|as_released` sets it together with a schedule.
-Whether the norm scales are also *trained* (the released scripts do) is no matter of injection: see conf/lora.
+The same options serve every schedule. `recipe=paper|repo|as_released` sets them together with a schedule. Whether the
+norm scales are also *trained*, as in the released scripts, is an option of the adapter (conf/lora).
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, count, flag, one_of, require
 
 Item = TypeVar("Item")
-CHOICES = {
-    "norms": ("blocks", "blocks_final", "missed"),
-    "cadence": ("run", "step", "batch", "group"),
-    "site": ("rollout", "rollout_and_old_logprobs", "rollout_and_training"),
-    "accumulate": ("none", "final", "all"),
-    "add_dtype": ("float32", "bfloat16"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSpec:
-    """What each choice means is said once, in conf/run.yaml; docs/aqn.md says who chose what."""
+    """conf/run.yaml explains each choice; docs/aqn.md says which source makes it."""
 
     norms: str
     relative: bool
@@ -35,22 +28,23 @@ class NoiseSpec:
     add_dtype: str
 
     def __post_init__(self) -> None:
-        for key, choices in CHOICES.items():
-            value = getattr(self, key)
-            require(value in choices, f"noise.{key} must be one of {', '.join(choices)}, got {value!r}")
-        require(isinstance(self.relative, bool), f"noise.relative must be true or false, got {self.relative!r}")
-        whole = isinstance(self.prompts_per_draw, int) and not isinstance(self.prompts_per_draw, bool)
-        require(
-            whole and self.prompts_per_draw >= 1,
-            f"noise.prompts_per_draw must be a whole number of at least 1, got {self.prompts_per_draw!r}",
+        check_fields(
+            self,
+            "noise",
+            norms=one_of("blocks", "blocks_final", "missed"),
+            relative=flag,
+            cadence=one_of("run", "step", "batch", "group"),
+            prompts_per_draw=count(),
+            site=one_of("rollout", "rollout_and_old_logprobs", "rollout_and_training"),
+            accumulate=one_of("none", "final", "all"),
+            add_dtype=one_of("float32", "bfloat16"),
         )
         require(
             self.site == "rollout" or self.one_draw,
-            f"noise.site={self.site} repeats the sampler's noise in training, whose micro-batches mix prompts: "
+            f"noise.site={self.site} repeats the rollout's noise in training, whose micro-batches mix prompts: "
             f"it needs one draw for the whole step, but noise.cadence={self.cadence}. Use noise.cadence=step, or "
             "noise.site=rollout",
         )
-
         require(
             self.accumulate == "none" or self.cadence != "run",
             f"noise.cadence=run keeps one draw for the whole run, so nothing can accumulate: got "
@@ -62,14 +56,14 @@ class NoiseSpec:
         """Whether all prompts of a step share one draw, so that training can repeat it."""
         return self.cadence in ("run", "step")
 
-    def draws(self, prompts: Sequence[Item], drawn: int) -> Iterator[tuple[int, list[Item]]]:
-        """The prompts of one step, in order, cut into those that share a draw of noise, each with the draw's number.
+    def draws(self, prompts: Sequence[Item], first: int) -> Iterator[tuple[int, list[Item]]]:
+        """Split one step's prompts, in order, by the draw of noise they share; yield each draw's number and prompts.
 
-        `drawn` draws have been made in this step before, for prompts that dynamic sampling replaces.
+        `first` is the number of draws this step has made before, for prompts that dynamic sampling replaced.
         """
         size = {"batch": self.prompts_per_draw, "group": 1}.get(self.cadence)
         if size is None:
             yield from [(0, list(prompts))] if prompts else []
             return
-        for number, start in enumerate(range(0, len(prompts), size), start=drawn):
-            yield number, list(prompts[start : start + size])
+        for draw, start in enumerate(range(0, len(prompts), size), start=first):
+            yield draw, list(prompts[start : start + size])

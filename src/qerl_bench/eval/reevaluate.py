@@ -109,8 +109,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     from qerl_bench.device import resolve_device
     from qerl_bench.eval.record import record_evaluation
     from qerl_bench.model.digest import digest_of
-    from qerl_bench.model.policy import Policy
-    from qerl_bench.model.warm_start import base_checkpoint
+    from qerl_bench.model_setup import base_checkpoint, build_policy
     from qerl_bench.train.nonfinite import during
 
     device = resolve_device(asked.device)
@@ -125,7 +124,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
             return
         base = base_checkpoint(trained.model, trained.task, trained.root)
         record.write_environment(device, digest_of(trained.model, base))
-        policy = Policy.build(trained, base, device)
+        policy = build_policy(trained, base, device)
         engine = asked.engine.build(policy)
         stack.callback(engine.close)
         for step in (0, step_of(checkpoint)):

@@ -1,4 +1,4 @@
-"""Which weights are trained: a LoRA adapter on the linear layers (PEFT), or everything."""
+"""lora=default: a LoRA adapter on the linear layers (PEFT)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, count, flag, number, positive, require
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    import torch
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """A low-rank adapter B A * alpha / rank beside each target layer; the base stays frozen and is never merged."""
+    """A low-rank adapter B A * alpha / rank on each target layer; the base stays frozen, and the two are never merged."""
 
     name: str
     rank: int
@@ -25,13 +27,10 @@ class LoRA:
 
     def __post_init__(self) -> None:
         require(
-            type(self.rank) is int and self.rank >= 1,
-            f"lora.rank must be a whole number of at least 1, got {self.rank!r}; to train every weight instead of an "
-            "adapter use lora=none",
+            self.rank != 0,
+            "lora.rank must be at least 1, got 0; to train every weight instead of an adapter use lora=none",
         )
-        require(0 < self.alpha < float("inf"), f"lora.alpha must be positive, got {self.alpha!r}")
-        require(0 <= self.dropout < 1, f"lora.dropout must be in [0, 1), got {self.dropout!r}")
-        require(isinstance(self.train_norms, bool), f"lora.train_norms must be true or false, got {self.train_norms!r}")
+        check_fields(self, "lora", rank=count(), alpha=positive, dropout=number(0, below=1), train_norms=flag)
         require(
             isinstance(self.targets, list) and len(self.targets) > 0 and all(isinstance(t, str) for t in self.targets),
             f"lora.targets must list the names of layers, such as [q_proj, v_proj], got {self.targets!r}; to train "
@@ -39,12 +38,28 @@ class LoRA:
         )
 
     def check_with(self, where: str, shape: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the rank is above the width of a target, as far as a config.json, `shape`, tells it."""
+        """Raise ConfigError if the rank is above a target's input width, where the sizes in `shape` tell it."""
         inputs = {target: "intermediate_size" if target == "down_proj" else "hidden_size" for target in self.targets}
-        self.check_widths(where, {name: shape[key] for name, key in inputs.items() if key in shape})
+        self._check_widths(where, {name: shape[key] for name, key in inputs.items() if key in shape})
 
-    def check_widths(self, where: str, widths: Mapping[str, int]) -> None:
-        """Raise ConfigError if the rank is above the input width of a target layer, by name."""
+    def check_targets(self, model: torch.nn.Module, where: str) -> None:
+        """Raise ConfigError if a target is no linear layer of `model`, or narrower than the rank."""
+        import torch
+
+        widths: dict[str, int] = {}  # of the narrowest layer of each name
+        for path, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                name = path.rsplit(".", 1)[-1]
+                widths[name] = min(widths.get(name, module.in_features), module.in_features)
+        unknown = [target for target in self.targets if target not in widths]
+        require(
+            not unknown,
+            f"lora.targets names {', '.join(unknown)}, but the linear layers of {where} are "
+            f"{', '.join(sorted(widths))}",
+        )
+        self._check_widths(where, {name: widths[name] for name in self.targets})
+
+    def _check_widths(self, where: str, widths: Mapping[str, int]) -> None:
         narrowest = min(widths, key=lambda name: widths[name], default=None)
         require(
             narrowest is None or self.rank <= widths[narrowest],
@@ -52,6 +67,20 @@ class LoRA:
             f"{widths.get(narrowest or '')}, got {self.rank}; a larger rank adds parameters and no freedom. Use a "
             "smaller one, or lora=none to train the weights themselves",
         )
+
+    def attach(self, model: PreTrainedModel, where: str, seed: int) -> PeftModel:
+        """Freeze `model` and attach a fresh adapter to its target layers; `seed` decides its initial weights."""
+        import torch
+        from peft import PeftModel, get_peft_model
+
+        self.check_targets(model, where)
+        model.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            adapter = get_peft_model(model, self.peft_config())
+        adapter.eval()
+        assert isinstance(adapter, PeftModel)
+        return adapter
 
     def peft_config(self) -> LoraConfig:
         import torch

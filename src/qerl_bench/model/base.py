@@ -13,22 +13,27 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Model(Protocol):
-    """A base model: its weights in BF16 (or as stored), computing in `dtype`, and its tokenizer."""
+    """A base model: its weights in BF16 (or as stored), the dtype it computes in, and its tokenizer."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
 
     def warm_start_overrides(self) -> list[str] | None:
         """The command-line words of the supervised run that makes this model's base weights; None = needs none."""
         ...
 
     def config(self) -> dict[str, Any] | None:
-        """What its config.json says of its shape; None where that is known only once it is downloaded."""
+        """The sizes in its config.json; None if they are known only after a download."""
         ...
 
     def folder(self) -> Path | None:
-        """The checkpoint folder that `load` would read, for packing its layers one by one; None to load it whole."""
+        """The checkpoint folder that `load` would read, so that layers can be packed one by one; None if there is none."""
         ...
+
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Weights and tokenizer on `device`; `base` is the checkpoint folder of the warm start, if there was one."""
@@ -36,7 +41,7 @@ class Model(Protocol):
 
 
 def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """`model` on `device` with its weights in `dtype`. Buffers stay as they are: rotary frequencies need their FP32."""
+    """`model` on `device` with its parameters in `dtype`. Buffers keep theirs: rotary frequencies need FP32."""
     import torch
 
     torch.nn.Module.to(model, device=torch.device(device))  # transformers' wrapper hides the arguments

@@ -1,4 +1,4 @@
-"""A causal language model of the transformers library, by hub id or local folder; every conf/model/qwen2.5-*.yaml."""
+"""A causal language model that transformers can load, from the hub or a local folder: conf/model/qwen2.5-*.yaml."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, check_fields, one_of
 from qerl_bench.model.base import DTYPES, placed
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HubModel:
-    """A causal language model of the transformers library, by hub id or local folder."""
+    """`id` is a hub id or a local folder."""
 
     name: str
     id: str
@@ -27,18 +27,18 @@ class HubModel:
     lr: float
 
     def __post_init__(self) -> None:
-        require(self.dtype in DTYPES, f"model.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        check_fields(self, "model", dtype=one_of(*DTYPES))
 
     def warm_start_overrides(self) -> list[str] | None:
         return None
 
     def config(self) -> dict[str, Any] | None:
         path = Path(self.id) / "config.json"
-        with self._explained():
+        with self._errors_explained():
             return json.loads(path.read_text()) if path.is_file() else None
 
     def folder(self) -> Path | None:
-        """The local folder, downloaded if need be. None if it holds no safetensors."""
+        """The local folder, after a download if `id` is none. None if it has no safetensors."""
         path = Path(self.id)
         if not path.is_dir():
             path = self._download()
@@ -47,7 +47,7 @@ class HubModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        with self._explained():
+        with self._errors_explained():
             return AutoTokenizer.from_pretrained(self.id, revision=self.revision)
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -55,7 +55,7 @@ class HubModel:
         from transformers import AutoModelForCausalLM
 
         tokenizer = self.tokenizer()
-        with self._explained():
+        with self._errors_explained():
             model = AutoModelForCausalLM.from_pretrained(
                 self.id, revision=self.revision, dtype=getattr(torch, self.dtype)
             )
@@ -64,16 +64,16 @@ class HubModel:
     def _download(self) -> Path:
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        with self._explained():
-            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=wanted))
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        with self._errors_explained():
+            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=patterns))
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn a failure to find or read the model into words."""
+    def _errors_explained(self) -> Iterator[None]:
+        """Turn a failure to find or read the model into a ConfigError."""
         try:
             yield
-        except (OSError, ValueError) as error:  # not there; no tokenizer in it, or an architecture that is not known
+        except (OSError, ValueError) as error:  # no such model; no tokenizer in it; unknown architecture
             raise ConfigError(
                 f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine "
                 "can reach or a local folder: model.id=/path/to/model"

@@ -1,7 +1,7 @@
-"""Which kernels a model runs: the fused ones where they can, the plain PyTorch reference everywhere else.
+"""Chooses the kernels of a model: fused kernels where they can run, the plain PyTorch reference everywhere else.
 
-`kernel=auto` takes the fused kernels on a GPU, for layers that compute in bfloat16; `kernel=torch` never does. On a CPU
-there is only the reference. Whatever was chosen is said, layer by layer: nothing falls back in silence.
+`kernel=auto` uses fused kernels on a GPU, for layers that compute in bfloat16; `kernel=torch` never uses them. A CPU has
+only the reference. The choice for each layer is logged, so a fallback is never silent.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ BITSANDBYTES = "bitsandbytes matmul_4bit"
 
 
 class LoRALinear(lora.Linear):
-    """PEFT's layer with an adapter. With `fused`, base and adapter are one operation in the dtype of the input.
+    """PEFT's layer with an adapter. If `fused`, base and adapter are one operation in the dtype of the input.
 
-    PEFT casts the input to the adapter's FP32 for two small matmuls without tensor cores, which cost about a quarter of
-    the layer's time. Here the FP32 weights of the adapter are rounded for the product and get FP32 gradients.
+    PEFT casts the input to the adapter's FP32 for two small matmuls, which then miss the tensor cores and take about a
+    quarter of the layer's time. Here the adapter's FP32 weights are cast to the input's dtype and get FP32 gradients.
     """
 
     fused = False
-    rounded: Adapter | None = None  # in the dtype of the input, while `adapters_cast_to` holds
+    cast_adapter: Adapter | None = None  # in the dtype of the input, inside `adapters_cast_to`
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapter = (self.rounded or self._adapter()) if self.fused and not args and not kwargs else None
+        adapter = (self.cast_adapter or self._adapter()) if self.fused and not args and not kwargs else None
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         base = self.get_base_layer()
@@ -47,7 +47,7 @@ class LoRALinear(lora.Linear):
         return linear_with_lora(base, x, adapter)
 
     def _adapter(self) -> Adapter | None:
-        """The one plain adapter that is switched on, None where PEFT's own way is needed: none, several, or dropout."""
+        """The active adapter; None if PEFT's own forward is needed: without adapter, with several, or with dropout."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         (name,) = self.active_adapters
@@ -60,7 +60,7 @@ class LoRALinear(lora.Linear):
 
 
 def linear_with_lora(base: torch.nn.Linear, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    """What a layer, packed or not, makes of x, and `adapter` beside it."""
+    """Output of a linear layer, packed or not, plus that of `adapter`."""
     if isinstance(base, PackedLinear):
         return base(x, adapter)
     return packed_linear(x, lambda _: base.weight, [(slice(None), 1.0)], base.bias, adapter)
@@ -68,47 +68,51 @@ def linear_with_lora(base: torch.nn.Linear, x: torch.Tensor, adapter: Adapter | 
 
 @contextmanager
 def adapters_cast_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which fused layers have their adapters in `dtype` at hand, not to round them for every token.
+    """Cast the adapters of fused layers to `dtype` once, for the duration of the context, not once per token.
 
-    What changes in an adapter meanwhile is not seen.
+    Changes to the adapters inside the context have no effect there.
     """
     layers = [module for module in model.modules() if isinstance(module, LoRALinear) and module.fused]
     try:
         for layer in layers:
             adapter = layer._adapter()
             if adapter is not None:
-                layer.rounded = Adapter(adapter.a.to(dtype), adapter.b.to(dtype), adapter.scaling)
+                layer.cast_adapter = Adapter(adapter.a.to(dtype), adapter.b.to(dtype), adapter.scaling)
         yield
     finally:
         for layer in layers:
-            layer.rounded = None
+            layer.cast_adapter = None
 
 
 def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """What `layers` make of the same input: one matmul where they are frozen and stored alike, or else one each.
+    """A function that applies all `layers` to one input: with one matmul if their formats allow it, else one by one.
 
-    To be made, and used, inside `adapters_cast_to`. Their adapters act as one: rows A above each other, and B's in
-    blocks along the diagonal.
+    Call this, and the function, inside `adapters_cast_to`. The adapters act as one: their matrices A are stacked, their
+    B's form the blocks of a diagonal.
     """
     adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
-    scalings = {layer.rounded.scaling for layer in adapted if layer.rounded is not None}
-    plain = all(layer.disable_adapters or layer.rounded is not None for layer in adapted) and len(scalings) <= 1
-    whole = _joined(bases) if plain else None
-    if whole is None:
+    scalings = {layer.cast_adapter.scaling for layer in adapted if layer.cast_adapter is not None}
+    plain = all(layer.disable_adapters or layer.cast_adapter is not None for layer in adapted) and len(scalings) <= 1
+    fused = _fuse(bases) if plain else None
+    if fused is None:
         return lambda x: tuple(layer(x) for layer in layers)
     sizes = [base.out_features for base in bases]
+    adapters = [layer.cast_adapter if isinstance(layer, LoRALinear) else None for layer in layers]
+    present = [adapter for adapter in adapters if adapter is not None]
     adapter = None
-    if scalings:
-        like = next(layer.rounded for layer in adapted if layer.rounded is not None)
-        found = [layer.rounded if isinstance(layer, LoRALinear) else None for layer in layers]
-        a = torch.cat([one.a for one in found if one is not None])
-        blocks = [like.b.new_empty(size, 0) if one is None else one.b for one, size in zip(found, sizes, strict=True)]
-        adapter = Adapter(a, torch.block_diag(*blocks), like.scaling)
-    return lambda x: linear_with_lora(whole, x, adapter).split(sizes, dim=-1)
+    if present:
+        a = torch.cat([part.a for part in present])
+        empty = present[0].b
+        blocks = [
+            empty.new_empty(size, 0) if part is None else part.b for part, size in zip(adapters, sizes, strict=True)
+        ]
+        adapter = Adapter(a, torch.block_diag(*blocks), present[0].scaling)
+    return lambda x: linear_with_lora(fused, x, adapter).split(sizes, dim=-1)
 
 
-def _joined(bases: Sequence[Any]) -> torch.nn.Linear | None:
+def _fuse(bases: Sequence[Any]) -> torch.nn.Linear | None:
+    """One layer that holds the rows of all `bases`; None if they are not stored in the same way."""
     packed = [base for base in bases if isinstance(base, PackedLinear)]
     if not packed:
         return join_plain_in_place(bases)
@@ -116,7 +120,7 @@ def _joined(bases: Sequence[Any]) -> torch.nn.Linear | None:
 
 
 def why_not_fused(kernel: str, device: torch.device) -> str | None:
-    """Why fused kernels cannot be used at all, or None if they can."""
+    """Why no fused kernel can run, or None if they can."""
     if kernel == REFERENCE:
         return "kernel=torch"
     if device.type != "cuda":
@@ -127,26 +131,26 @@ def why_not_fused(kernel: str, device: torch.device) -> str | None:
 
 
 def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -> dict[str, str]:
-    """Switch the linear layers `layers` of `model` to the kernels that they can use; the choice by layer name."""
-    chosen = {}
+    """Switch each of the linear layers `layers` to the best kernel it can run; return the choice by layer name."""
+    choices = {}
     for name in layers:
         module = model.get_submodule(name)
         base = module.get_base_layer() if isinstance(module, lora.Linear) else module
         assert isinstance(base, torch.nn.Linear), name
-        chosen[name] = _chosen(base, kernel, next(model.parameters()).dtype)
+        choices[name] = _kernel_of(base, kernel, next(model.parameters()).dtype)
         if isinstance(module, LoRALinear):
-            module.fused = chosen[name] not in (REFERENCE, BITSANDBYTES)
-    for choice in dict.fromkeys(chosen.values()):
-        names = [name for name, its in chosen.items() if its == choice]
+            module.fused = choices[name] not in (REFERENCE, BITSANDBYTES)
+    for choice in dict.fromkeys(choices.values()):
+        names = [name for name in choices if choices[name] == choice]
         log.info("kernel of %d layers (%s ... %s): %s", len(names), names[0], names[-1], choice)
-    return chosen
+    return choices
 
 
-def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
+def _kernel_of(base: torch.nn.Linear, kernel: str, compute_dtype: torch.dtype) -> str:
     if isinstance(base, PackedLinear) and base.by_bitsandbytes:
         return BITSANDBYTES
     device = next(base.buffers()).device if isinstance(base, PackedLinear) else base.weight.device
-    if why_not_fused(kernel, device) is not None or compute != torch.bfloat16:
+    if why_not_fused(kernel, device) is not None or compute_dtype != torch.bfloat16:
         return REFERENCE
     if not isinstance(base, PackedLinear):
         return CUBLAS if not base.weight.requires_grad else REFERENCE
@@ -154,8 +158,8 @@ def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
         return REFERENCE
     try:
         base.use_kernels()
-    except ValueError as error:  # scales that the layout leaves out, in a checkpoint made elsewhere
-        log.warning("a layer keeps the reference: %s", error)
+    except ValueError as error:  # scales that the kernel layout cannot hold, in a checkpoint made elsewhere
+        log.warning("a layer runs the reference: %s", error)
         return REFERENCE
     assert base.kernel_weight is not None
-    return DECODE if supported(base.kernel_weight, 1, compute) else DEQUANTIZE
+    return DECODE if supported(base.kernel_weight, 1, compute_dtype) else DEQUANTIZE

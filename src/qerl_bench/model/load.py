@@ -1,13 +1,13 @@
-"""From an experiment's specs to a packed model: read as packed, packed while reading or making, or after loading."""
+"""Loads a base model with its linear layers packed: already packed, packed while reading, or packed after loading."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import require
-from qerl_bench.model.shape import ShapeModel
+from qerl_bench.model.shape import RandomWeights, ShapeModel
 from qerl_bench.quant.checkpoint import Weights, quantization_config, read_packed, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
@@ -16,29 +16,27 @@ from qerl_bench.quantizer.apply import quantize_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qerl_bench.config import Experiment
+    from qerl_bench.model.base import Model
+    from qerl_bench.quant.base import WeightFormat
+    from qerl_bench.quantizer.base import Quantizer
+    from qerl_bench.task.base import Task
 
 log = logging.getLogger(__name__)
 
 
 def load_packed(
-    experiment: Experiment, base: Path | None, device: str
+    spec: Model, quant: WeightFormat, quantizer: Quantizer, task: Task, base: Path | None, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, LayerReport]]:
-    """The experiment's model with its linear layers in the experiment's format, its tokenizer, and a report by layer.
+    """The model with its linear layers in the format `quant`, its tokenizer, and a report by layer.
 
-    Random weights are packed block by block while they are made. A checkpoint folder whose tensors carry the model's
-    own names is packed block by block while it is read, and one that is packed already is taken as it is; its layers
-    have no report of errors, since nothing was rounded here.
+    Random weights and checkpoints are packed block by block while they are made or read, if the checkpoint's tensors
+    have the model's own names. A packed checkpoint is taken as it is; its layers have no error to report, since nothing
+    was rounded here. `task` is what a quantizer may calibrate on, `base` the checkpoint of the warm start.
     """
     import torch
 
-    quant, quantizer, spec = experiment.quant, experiment.quantizer, experiment.model
-    if isinstance(spec, ShapeModel):
-        model, random, tokenizer = spec.streamed(device)
-        sequences = _sequences(experiment, tokenizer)
-        reports = quantize_model(model, quant, quantizer=quantizer, sequences=sequences, source=random)
-        return model.to(device), tokenizer, reports
     folder = spec.folder()
+    packs = quant.bits_per_weight is not None
     if folder is not None and quantization_config(folder) is not None:
         require(
             quantizer.name == "rtn",
@@ -46,28 +44,28 @@ def load_packed(
             "or give the unquantized model",
         )
         model = read_packed(folder, quant, getattr(torch, spec.dtype), device)
-        packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
-        return model.to(device), spec.tokenizer(), {name: _kept(layer) for name, layer in packed.items()}
-    if folder is not None and quant.bits_per_weight is not None:
-        weights, model = Weights(folder, device), skeleton(folder, getattr(torch, spec.dtype))
-        if weights.covers(model):
-            tokenizer = spec.tokenizer()
-            reports = quantize_model(
-                model, quant, quantizer=quantizer, sequences=_sequences(experiment, tokenizer), source=weights
-            )
-            return model.to(device), tokenizer, reports
-        log.info("%s names its tensors otherwise than the model does: it is loaded whole before it is packed", folder)
-    model, tokenizer = spec.load(base, device)
-    reports = quantize_model(model, quant, quantizer=quantizer, sequences=_sequences(experiment, tokenizer))
-    return model, tokenizer, reports
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+        reports = {
+            name: unpacked_report(resident_bytes(layer), layer.out_features * layer.in_features)
+            for name, layer in layers.items()
+        }
+        return model.to(device), spec.tokenizer(), reports
 
-
-def _sequences(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    calibration = experiment.quantizer.calibration
-    if calibration is None or experiment.quant.bits_per_weight is None:
-        return []
-    return calibration.sequences(tokenizer, experiment.task)
-
-
-def _kept(layer: PackedLinear) -> LayerReport:
-    return unpacked_report(resident_bytes(layer), layer.out_features * layer.in_features)
+    model: Any
+    source = None
+    if isinstance(spec, ShapeModel):
+        model, source = spec.without_weights(), RandomWeights(spec.seed, device)
+    elif folder is not None and packs:
+        checkpoint, model = Weights(folder, device), skeleton(folder, getattr(torch, spec.dtype))
+        if checkpoint.covers(model):
+            source = checkpoint
+        else:
+            log.info("%s has tensors with other names than the model: it is loaded whole before packing", folder)
+    if source is not None:
+        tokenizer = spec.tokenizer()
+    else:
+        model, tokenizer = spec.load(base, device)
+    calibration = quantizer.calibration if packs else None
+    sequences = calibration.sequences(tokenizer, task) if calibration is not None else []
+    reports = quantize_model(model, quant, quantizer=quantizer, sequences=sequences, source=source)
+    return model if source is None else model.to(device), tokenizer, reports

@@ -1,9 +1,8 @@
-"""Training without padding: the sequences of a micro-batch end to end in one row.
+"""Training without padding: the sequences of a micro-batch are concatenated to one row.
 
-Attention alone needs to know where one sequence ends. It gets its own rectangle back, padded on the right and causal,
-which needs no mask and so can use the fast kernels; all other layers, where nearly all of the arithmetic is, never
-see padding. Left out: packing across micro-batches, and attention without any padding, for which PyTorch has no
-portable kernel.
+Only attention needs to know where a sequence ends. It gets the right-padded rectangle back: causal attention on it needs
+no mask, so it can use the fast kernels. All other layers, which do nearly all of the arithmetic, never see padding. Left
+out: packing across micro-batches, and attention without padding, for which PyTorch has no portable kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ NAME = "sdpa_packed"
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the N real tokens of right-padded (B, T) sequences stand."""
+    """The positions of the N real tokens of right-padded (B, T) sequences."""
 
     batch: int
     width: int
-    places: torch.Tensor  # (N,) index b * T + t of each real token, in order
+    indices: torch.Tensor  # (N,) index b * T + t of each real token, in order
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> Packing:
-        """From the completion mask (B, T): a sequence ends with its last completion token, or else its first token."""
+    def from_mask(cls, mask: torch.Tensor) -> Packing:
+        """From the completion mask (B, T). A sequence ends with its last completion token; without any, its length is 1."""
         batch, width = mask.shape
         columns = torch.arange(width, device=mask.device)
         lengths = ((columns + 1) * mask).amax(1).clamp(min=1)  # (B,)
@@ -38,32 +37,32 @@ class Packing:
     @property
     def positions(self) -> torch.Tensor:
         """Position of each token within its own sequence (N,)."""
-        return self.places % self.width
+        return self.indices % self.width
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """(B, T, ...) -> (N, ...)."""
-        return padded.flatten(0, 1).index_select(0, self.places)
+        return padded.flatten(0, 1).index_select(0, self.indices)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """(N, ...) -> (B, T, ...), 0 at padding."""
         shape = (self.batch * self.width, *packed.shape[1:])
-        return packed.new_zeros(shape).index_copy(0, self.places, packed).unflatten(0, (self.batch, self.width))
+        return packed.new_zeros(shape).index_copy(0, self.indices, packed).unflatten(0, (self.batch, self.width))
 
 
-def enable(model: PreTrainedModel) -> None:
-    """Let `model` attend as before, and sequence by sequence wherever its forward pass is given a `packing`."""
+def enable_packing(model: PreTrainedModel) -> None:
+    """Let `model` accept a `packing` in its forward pass; without one, its attention is unchanged."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
 
 
 def packed_hidden(model: PreTrainedModel, input_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Last hidden states (N, H) of right-padded `input_ids` (B, T), computed on the real tokens alone."""
-    ready = torch.empty(1, 1, 0, 0, device=input_ids.device)  # of four dimensions, so that no mask is built; never read
+    """Last hidden states (N, H) of right-padded `input_ids` (B, T), computed for the real tokens only."""
+    unused = torch.empty(1, 1, 0, 0, device=input_ids.device)  # a 4-D mask, so that transformers builds none; not read
     output = model.model(
         input_ids=packing.pack(input_ids)[None],
         position_ids=packing.positions[None],
-        attention_mask=ready,
+        attention_mask=unused,
         use_cache=False,
         packing=packing,
     )
@@ -79,11 +78,11 @@ def attention(
     packing: Packing | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA; with `packing`, query (1, heads, N, D), key and value (1, kv heads, N, D)."""
+    """transformers' SDPA, or its packed form for query (1, heads, N, D), key and value (1, kv heads, N, D)."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     window = options.get("sliding_window")
-    assert window is None or window >= packing.width, "packed attention sees whole sequences; set train.packing=false"
+    assert window is None or window >= packing.width, "packed attention has no sliding window; set train.packing=false"
     rectangles = (packing.unpack(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
     attended = torch.nn.functional.scaled_dot_product_attention(
         *rectangles,

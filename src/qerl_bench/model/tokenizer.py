@@ -1,4 +1,4 @@
-"""The tokenizer of model=tiny: one token per byte, plus one for each tag of the answer format. Nothing to download."""
+"""The byte-level tokenizer of model=tiny and model=shape: one token per byte, plus one per tag of the answer format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 PAD_ID, END_ID = 256, 257
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# Only the user's words: a model of this size has no use for an instruction that never changes.
+# User messages only: a model of this size does not profit from a system prompt that never changes.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}\n{% endif %}{% endfor %}"
 )

@@ -172,7 +172,7 @@ def overrides_of(words: list[str]) -> tuple[list[str], Path]:
 def main(words: list[str]) -> None:
     from qerl_bench.device import resolve_device
     from qerl_bench.model.load import load_packed
-    from qerl_bench.model.warm_start import base_checkpoint
+    from qerl_bench.model_setup import base_checkpoint
     from qerl_bench.quant.error_decomposition import write_layers
 
     overrides, out = overrides_of(words)
@@ -180,7 +180,14 @@ def main(words: list[str]) -> None:
     config_entry(experiment.quant, [], "bfloat16")  # refuses a format that packs nothing before any work
     check_place(out)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-    model, tokenizer, layers = load_packed(experiment, base, resolve_device(experiment.device))
+    model, tokenizer, layers = load_packed(
+        experiment.model,
+        experiment.quant,
+        experiment.quantizer,
+        experiment.task,
+        base,
+        resolve_device(experiment.device),
+    )
     export(model, tokenizer, experiment.quant, out)
     write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
     size = sum(report.bytes for report in layers.values())

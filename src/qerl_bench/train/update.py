@@ -17,7 +17,8 @@ from qerl_bench import metrics
 from qerl_bench.algo.base import Terms
 from qerl_bench.algo.loss import objective
 from qerl_bench.config import Experiment
-from qerl_bench.model.policy import Policy, TokenStats
+from qerl_bench.model.lm_head import TokenStats
+from qerl_bench.model.policy import Policy
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.nonfinite import NonFinite, first_in_backward, first_in_forward
 from qerl_bench.train.spec import OptimSpec
@@ -123,7 +124,7 @@ def train_on(
     """
     batch, temperature, first = micro.batch, experiment.rollout.temperature, micro.old is None
     site, bonus = experiment.noise.site, experiment.train.entropy_coef
-    seen = policy.noise.trainer if site == "rollout_and_training" else nullcontext
+    seen = policy.noise.for_training if site == "rollout_and_training" else nullcontext
     if not (micro.teaches or first):
         return  # its loss is 0 before and after, and its metrics are known
     with torch.set_grad_enabled(micro.teaches), seen():
@@ -175,7 +176,7 @@ def before_updates(
     if site == "rollout_and_training":
         clean = forward()
     elif site == "rollout_and_old_logprobs" or (split and policy.noise.present):
-        with policy.noise.trainer():
+        with policy.noise.for_training():
             noisy = forward().logprobs
     micro.old = noisy if site == "rollout_and_old_logprobs" else trained
     if experiment.kl.coef > 0:

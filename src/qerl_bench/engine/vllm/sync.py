@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.aqn.injector import FINAL_NORM, scale_of
+from qerl_bench.aqn.injector import scale_of
+from qerl_bench.aqn.norm_consumers import FINAL_NORM
 from qerl_bench.checks import require
 from qerl_bench.train.batch import make_batch
 

@@ -23,7 +23,8 @@ from vllm.model_executor.layers.utils import dispatch_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from qerl_bench.aqn.injector import BLOCK_NORMS, FINAL_NORM, scale_of
+from qerl_bench.aqn.injector import scale_of
+from qerl_bench.aqn.norm_consumers import BLOCK_NORMS, FINAL_NORM
 from qerl_bench.engine.vllm.process import is_running
 
 if current_platform.is_cpu():
