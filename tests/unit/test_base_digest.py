@@ -41,7 +41,7 @@ def test_any_content_and_any_name_changes_the_digest_of_several_files(tmp_path: 
 def test_of_a_large_file_blocks_from_the_first_to_the_last_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key, value in (("WHOLE", 20), ("BLOCK", 4), ("BLOCKS", 3)):
+    for key, value in (("MAX_WHOLE_BYTES", 20), ("BLOCK_BYTES", 4), ("BLOCKS", 3)):
         monkeypatch.setattr(f"qerl_bench.model.digest.{key}", value)
     content = bytes(range(30))  # blocks at 0, 13 and 26
     (tmp_path / "model.safetensors").write_bytes(content)

@@ -89,9 +89,9 @@ def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
     _same(_decoded(hf_graph.decode, policy, sampling), _decoded(hf.decode, policy, sampling), 2e-5)
 
 
-def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy) -> None:
+def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy, make_noise: Any) -> None:
     plain = _decoded(hf_graph.decode, policy, _sampling())
-    for context in (policy.perturbed(0.1, seed=3), policy.without_adapter()):
+    for context in (make_noise(policy.norms, 0.1).for_rollout(1, 0), policy.without_adapter()):
         with context:
             found = _decoded(hf_graph.decode, policy, _sampling())
             _same(found, _decoded(hf.decode, policy, _sampling()), 2e-5)
@@ -157,11 +157,11 @@ def test_rounded_adapters_last_as_long_as_the_context(make_policy: MakePolicy) -
     layers[0].fused = True
     a = layers[0].lora_A["default"].weight
     with adapters_cast_to(policy.model, torch.bfloat16):
-        assert layers[0].rounded is not None and torch.equal(layers[0].rounded.a, a.bfloat16())
-        assert all(layer.rounded is None for layer in layers[1:])
-    assert layers[0].rounded is None
+        assert layers[0].cast_adapter is not None and torch.equal(layers[0].cast_adapter.a, a.bfloat16())
+        assert all(layer.cast_adapter is None for layer in layers[1:])
+    assert layers[0].cast_adapter is None
     with policy.without_adapter(), adapters_cast_to(policy.model, torch.bfloat16):
-        assert layers[0].rounded is None
+        assert layers[0].cast_adapter is None
 
 
 # --- layers side by side ---------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_steps")
-def test_a_replay_is_what_was_recorded(on_gpu: Policy) -> None:
+def test_a_replay_is_what_was_recorded(on_gpu: Policy, make_noise: Any) -> None:
     """The same bits with and without a recording, now and after every change to adapter and noise."""
     policy = on_gpu
     assert hf_graph.eager_reason(policy) is None
@@ -359,7 +359,7 @@ def test_a_replay_is_what_was_recorded(on_gpu: Policy) -> None:
 
     first = both()
     assert len({len(ids) for ids, _, _ in first}) > 4
-    with policy.perturbed(0.1, seed=3):
+    with make_noise(policy.norms, 0.1).for_rollout(1, 0):
         noisy = both()
     with policy.without_adapter():
         bare = both()
@@ -416,4 +416,4 @@ def test_nothing_is_held_after_a_round(on_gpu: Policy) -> None:
     _decoded(hf_graph.decode, on_gpu, _sampling())
     gc.collect()
     assert torch.cuda.memory_allocated() == before
-    assert not any(layer.rounded for layer in on_gpu.model.modules() if isinstance(layer, LoRALinear))
+    assert not any(layer.cast_adapter for layer in on_gpu.model.modules() if isinstance(layer, LoRALinear))

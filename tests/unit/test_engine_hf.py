@@ -165,9 +165,11 @@ def test_prompts_that_leave_no_room_are_refused_before_anything_is_sampled(
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_logprobs_and_entropies_against_one_full_forward_pass(policy: Any, temperature: float, noisy: bool) -> None:
+def test_logprobs_and_entropies_against_one_full_forward_pass(
+    policy: Any, temperature: float, noisy: bool, make_noise: Any
+) -> None:
     """No cache, no left padding, no compaction: the trainer's own pass over the finished sequences."""
-    with policy.perturbed(0.05 if noisy else 0.0, seed=3):
+    with make_noise(policy.norms, 0.05 if noisy else 0.0).for_rollout(1, 0):
         rollouts = HfEngine(policy, max_num_seqs=256).generate(_prompts(), _sampling(temperature=temperature))
         batch = make_batch(
             [r.prompt_ids for r in rollouts],

@@ -11,6 +11,7 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.engine.base import Sampling
+from qerl_bench.model_setup import build_noise
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
@@ -41,7 +42,7 @@ def test_entropies_against_brute_force(
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
     words = ("aqn=constant", "aqn.level=0.3", "quant=bf16", f"noise.site={site}", f"rollout.temperature={temperature}")
     experiment = make_experiment(*words)
-    noise = policy.noise = policy.noise_of(experiment)
+    noise = policy.noise = build_noise(experiment, policy.model, policy.layers)
     prompts = experiment.task.train_prompts(1, 2, 0)
     sampling = Sampling(samples=3, temperature=temperature, max_tokens=6, seed=1)
     with noise.for_rollout(1, 0):

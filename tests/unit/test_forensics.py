@@ -20,6 +20,7 @@ from qerl_bench.engine import hf, hf_graph
 from qerl_bench.engine.base import Sampling
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import build_policy
 from qerl_bench.records import Prompt
 from qerl_bench.train.nonfinite import NonFinite, dump, during, require_finite_logits
 
@@ -75,8 +76,7 @@ def test_a_run_ends_with_one_message_that_says_when(
     evaluation: str,
     where: str,
 ) -> None:
-    whole = Policy.build
-    monkeypatch.setattr(Policy, "build", lambda *given: poisoned(whole(*given)))
+    monkeypatch.setattr("qerl_bench.experiment.build_policy", lambda *given: poisoned(build_policy(*given)))
     cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
     assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]

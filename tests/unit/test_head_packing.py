@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qerl_bench.model.base import lm_head as head
+from qerl_bench.model import lm_head
 from qerl_bench.model.lm_head import plain_scores, token_scores
 from qerl_bench.model.packing import Packing, packed_hidden
 from qerl_bench.train.batch import make_batch
@@ -46,7 +46,7 @@ def test_the_head_in_pieces_agrees_with_the_plain_one(rows: int, temperature: fl
         return torch.autograd.grad(loss + (scores[1] * pull.flip(0)).sum() if with_entropy else loss, inputs)
 
     plain = plain_scores(linear(hidden), targets, temperature, with_entropy)
-    pieces = token_scores(linear, hidden, targets, temperature, VOCABULARY, with_entropy, at_once=rows * VOCABULARY)
+    pieces = token_scores(linear, hidden, targets, temperature, VOCABULARY, with_entropy, max_logits=rows * VOCABULARY)
     for one, other in zip(plain, pieces, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-5)
     for one, other in zip(gradients(plain), gradients(pieces), strict=True):
@@ -68,7 +68,7 @@ def test_the_head_against_numbers_of_its_own() -> None:
 
 
 def test_no_logprob_above_zero_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "plain_scores", lambda *_: (torch.tensor([-1.0, 1e-6]),) * 4)
+    monkeypatch.setattr(lm_head, "plain_scores", lambda *_: (torch.tensor([-1.0, 1e-6]),) * 4)
     with pytest.raises(AssertionError, match="above 0"):
         token_scores(torch.nn.Identity(), torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), 1.0, 3)
 
@@ -86,7 +86,7 @@ class _Watched(torch.nn.Linear):
 
 def test_how_many_logits_exist_at_once_does_not_depend_on_the_number_of_tokens() -> None:
     """A vocabulary of 151,936 as in Qwen2: in the graph of 10 or 300 tokens, no tensor is larger than one piece."""
-    vocabulary, at_once = 151_936, 4 * 151_936
+    vocabulary, max_logits = 151_936, 4 * 151_936
     watched = _Watched(4, vocabulary, bias=False)
     largest = {}
     for tokens in (10, 300):
@@ -99,13 +99,13 @@ def test_how_many_logits_exist_at_once_does_not_depend_on_the_number_of_tokens()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logprobs, *_ = token_scores(watched, hidden, targets, 1.0, vocabulary, at_once=at_once)
+            logprobs, *_ = token_scores(watched, hidden, targets, 1.0, vocabulary, max_logits=max_logits)
         largest[tokens] = max([size for size in sizes if size != watched.weight.numel()], default=0)
         if tokens == 10:
             logprobs.sum().backward()
             assert hidden.grad is not None and hidden.grad.abs().max() > 0
-    assert watched.most == at_once
-    assert largest[300] < at_once  # nothing of the size of logits is kept for the backward pass
+    assert watched.most == max_logits
+    assert largest[300] < max_logits  # nothing of the size of logits is kept for the backward pass
     assert largest[300] <= 300 * 4
 
 
@@ -137,7 +137,7 @@ def test_peak_memory_of_forward_and_backward_does_not_depend_on_the_number_of_to
         hidden = torch.randn(tokens, 4, requires_grad=True)
         targets = torch.randint(0, vocabulary, (tokens,))
         with _Live() as live:
-            logprobs, *_ = token_scores(linear, hidden, targets, 0.9, vocabulary, at_once=4 * vocabulary)
+            logprobs, *_ = token_scores(linear, hidden, targets, 0.9, vocabulary, max_logits=4 * vocabulary)
             logprobs.sum().backward()
         peaks.append(live.peak)
     piece = 4 * vocabulary * 4  # bytes
@@ -146,7 +146,7 @@ def test_peak_memory_of_forward_and_backward_does_not_depend_on_the_number_of_to
 
 
 def test_the_default_piece_is_as_documented() -> None:
-    assert head.LOGITS_AT_ONCE * 4 == 512 * 2**20
+    assert lm_head.MAX_LOGITS_PER_CHUNK * 4 == 512 * 2**20
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _masks(draw: st.DrawFn) -> torch.Tensor:
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(mask=_masks())
 def test_packing_keeps_every_real_token_once_and_goes_back(mask: torch.Tensor) -> None:
-    packing = Packing.of(mask)
+    packing = Packing.from_mask(mask)
     padded = torch.arange(mask.numel()).view(mask.shape) + 1
     packed = packing.pack(padded)
     ends = [max([i + 1 for i in range(10) if row[i]], default=1) for row in mask.tolist()]
@@ -226,7 +226,7 @@ def test_packed_layers_see_real_tokens_only(make_policy: Callable[..., Any]) -> 
 def test_a_packed_sequence_does_not_see_its_neighbours(make_policy: Callable[..., Any]) -> None:
     policy = make_policy("train.packing=true", sharp=True)
     batch = _ragged(policy)
-    packing = Packing.of(batch.mask)
+    packing = Packing.from_mask(batch.mask)
     with torch.no_grad():
         before = packed_hidden(policy.model, batch.input_ids, packing)
         changed = batch.input_ids.clone()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.model.policy import check_targets
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_the_rank_is_at_most_the_input_width(
     model, _ = experiment.model.load(None, "cpu")
     for check in (
         lambda: lora.check_with("model=tiny", experiment.model.config()),
-        lambda: check_targets(model, lora, "model=tiny"),
+        lambda: lora.check_targets(model, "model=tiny"),
     ):
         if refused is None:
             check()

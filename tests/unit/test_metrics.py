@@ -21,6 +21,7 @@ from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.experiment import sampled_batch, train_step
 from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import build_policy
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
 from qerl_bench.train.batch import make_batch
@@ -232,7 +233,7 @@ class Step:
 
     def fresh_policy(self) -> Policy:
         """The policy before the step. It stops at one token in twelve, so that lengths differ."""
-        policy = Policy.build(self.experiment, None, "cpu")
+        policy = build_policy(self.experiment, None, "cpu")
         policy.stop_ids = frozenset({*policy.stop_ids, *range(3, 262, 12)})
         return policy
 

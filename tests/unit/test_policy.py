@@ -14,6 +14,7 @@ from peft import PeftModel
 
 from qerl_bench.algo.sft import SFT
 from qerl_bench.model.policy import Policy, stop_ids
+from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.train.batch import make_batch
@@ -199,7 +200,7 @@ def test_the_adapter_is_seeded_by_the_run_and_nothing_else(make_experiment: Call
     def adapter(*words: str) -> torch.Tensor:
         torch.manual_seed(torch.randint(0, 2**31, ()).item())
         before = torch.get_rng_state()
-        state = Policy.build(make_experiment(*words), None, "cpu").adapter_state()
+        state = build_policy(make_experiment(*words), None, "cpu").adapter_state()
         assert torch.equal(torch.get_rng_state(), before)
         return torch.cat([tensor.flatten() for name, tensor in sorted(state.items()) if "lora_A" in name])
 

@@ -22,6 +22,7 @@ from qerl_bench.engine.vllm.spec import VllmEngine
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.shape import RandomWeights
+from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.records import Prompt, Rollout
@@ -44,6 +45,10 @@ def _task(**changed: Any) -> Shape:
 
 def _experiment(*words: str) -> Experiment:
     return build(compose(["model=shape/tiny", "task=shape", "eval=none", "device=cpu", "lora.rank=4", *words]))
+
+
+def _load_packed(experiment: Experiment) -> Any:
+    return load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
 
 
 # --- the task --------------------------------------------------------------------------------------------------------
@@ -125,7 +130,7 @@ def _sampling(**changed: Any) -> Sampling:
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     """Every third token is a stop token, so that hardly a completion would reach its length otherwise."""
-    policy = Policy.build(_experiment("quant=nvfp4"), None, "cpu")
+    policy = build_policy(_experiment("quant=nvfp4"), None, "cpu")
     policy.stop_ids = frozenset(range(0, 512, 3))
     return policy
 
@@ -242,7 +247,7 @@ def test_vllm_is_asked_for_exact_lengths_sample_by_sample(policy: Policy, monkey
 @pytest.mark.parametrize("quant", ["bf16", "nf4", "mxfp4", "nvfp4"])
 def test_packed_while_it_is_made_it_is_what_packing_the_whole_gives(quant: str) -> None:
     experiment = _experiment(f"quant={quant}")
-    model, _, reports = load_packed(experiment, None, "cpu")
+    model, _, reports = _load_packed(experiment)
     whole, tokenizer = experiment.model.load(None, "cpu")
     assert list(reports) == list(quantize_model(whole, experiment.quant)) and len(reports) == 14
     assert sum(isinstance(layer, PackedLinear) for layer in model.modules()) == (0 if quant == "bf16" else 14)
@@ -265,7 +270,7 @@ def test_never_more_than_one_block_is_unpacked(monkeypatch: pytest.MonkeyPatch) 
         fill(self, model, names)
 
     monkeypatch.setattr(RandomWeights, "fill", seen)
-    load_packed(_experiment("quant=nvfp4"), None, "cpu")
+    _load_packed(_experiment("quant=nvfp4"))
     assert asked == [(set(), 0), ({"model.layers.0"}, 0), ({"model.layers.1"}, 0)]
 
 
@@ -284,7 +289,7 @@ def test_the_seed_and_the_name_of_a_parameter_decide_its_values() -> None:
 def test_a_deep_model_in_bfloat16_stays_in_bounds() -> None:
     """As many blocks as a 72B model has: finite, near-uniform over the vocabulary, and with a gradient that is too."""
     words = ("model.layers=80", "model.dtype=bfloat16", "model.tied=false", "train.gradient_checkpointing=true")
-    policy = Policy.build(_experiment("quant=nvfp4", *words), None, "cpu")
+    policy = build_policy(_experiment("quant=nvfp4", *words), None, "cpu")
     ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros_like(ids, dtype=torch.bool)
     mask[:, 8:] = True
@@ -303,7 +308,7 @@ def test_a_7b_shape_is_packed_on_the_gpu_without_ever_being_whole() -> None:
     """15.2 GB in 16 bits; packed 6.4, of which 2.2 are embedding and head. One 16-bit block has 0.5."""
     torch.cuda.reset_peak_memory_stats()
     words = ("model=shape/7b", "task=shape", "eval=none", "quant=nvfp4", "device=cuda")
-    policy = Policy.build(build(compose([*words])), None, "cuda")
+    policy = build_policy(build(compose([*words])), None, "cuda")
     assert torch.cuda.max_memory_allocated() < 11e9
     ids = torch.randint(256, (2, 300), generator=torch.Generator().manual_seed(0)).cuda()
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -320,7 +325,7 @@ def test_a_7b_shape_is_packed_on_the_gpu_without_ever_being_whole() -> None:
 )
 def test_shapes_have_the_parameters_of_qwen(name: str, billions: float) -> None:
     """The numbers of parameters of Qwen2.5's safetensors files."""
-    model, _, _ = build(compose([f"model=shape/{name}"])).model.streamed("cpu")
+    model = build(compose([f"model=shape/{name}"])).model.without_weights()
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.dtype == torch.bfloat16

@@ -18,7 +18,7 @@ from qerl_bench.algo.loss import objective
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import not_finite
-from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import build_policy
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.nonfinite import NonFinite, dump
 from qerl_bench.train.update import make_optimizer, update
@@ -163,7 +163,7 @@ def test_adamw_8bit_keeps_its_states_in_bytes_and_continues_from_a_checkpoint(
     pytest.importorskip("bitsandbytes")
     words = ("optim.optimizer=adamw_8bit", "model.hidden_size=128", "lora.rank=32")
     experiment = make_experiment("quant=nvfp4", "algo=sft", *words)
-    make: Callable[[], Any] = lambda: Policy.build(experiment, None, "cpu")  # noqa: E731
+    make: Callable[[], Any] = lambda: build_policy(experiment, None, "cpu")  # noqa: E731
     straight = make()
     optimizer = make_optimizer(straight, experiment.optim)
     first = update(experiment, straight, optimizer, _batch(straight), 1, _refuse)
@@ -184,11 +184,11 @@ def test_adamw_8bit_keeps_its_states_in_bytes_and_continues_from_a_checkpoint(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trained_norms_learn_are_saved_and_stay_out_of_the_base(
-    make_experiment: Maker, tmp_path: Path, dtype: str
+    make_experiment: Maker, make_noise: Any, tmp_path: Path, dtype: str
 ) -> None:
     words = ("lora.train_norms=true", f"model.dtype={dtype}", "algo=sft", "optim.lr=1e-3")
     experiment = make_experiment("quant=nvfp4", *words)
-    policy = Policy.build(experiment, None, "cpu")
+    policy = build_policy(experiment, None, "cpu")
     batch = _batch(policy)
     scales = [norm.weight for norm in policy.norms.values()]
     assert len(scales) == 4 and all(scale.dtype == torch.float32 for scale in scales)
@@ -207,14 +207,14 @@ def test_trained_norms_learn_are_saved_and_stay_out_of_the_base(
     assert all(0 < float((scale.detach() - 1).abs().max()) < 0.01 for scale in scales)  # steps that BF16 would lose
     with policy.without_adapter():
         assert torch.equal(logprobs(), base)
-    with policy.perturbed(0.05, seed=1):
+    with make_noise(policy.norms, 0.05).for_rollout(1, 0):
         assert not torch.equal(logprobs(), base)
     assert all(scale is norm.weight for scale, norm in zip(scales, policy.norms.values(), strict=True))
 
     trained = logprobs()
     policy.save(tmp_path)
     assert set(load_file(tmp_path / "norms.safetensors")) == {f"{name}.weight" for name in policy.norms}
-    other = Policy.build(experiment, None, "cpu")
+    other = build_policy(experiment, None, "cpu")
     other.load(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(_state(policy), _state(other), strict=True))
     with torch.no_grad():

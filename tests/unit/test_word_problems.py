@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from qerl_bench import model_setup
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose, spec
-from qerl_bench.model.base import warm_start
 from qerl_bench.records import Prompt
 from qerl_bench.task.word_problems import WordProblems
 
@@ -212,11 +212,11 @@ def test_the_tiny_model_is_taught_the_task_before_it(tmp_path: Path, monkeypatch
     def record(command: list[str], check: bool) -> None:
         started.append(command[2:])
 
-    monkeypatch.setattr(warm_start.subprocess, "run", record)
+    monkeypatch.setattr(model_setup.subprocess, "run", record)
     for words in (["task=word_problems", "task.steps=[4]"], ["task=arithmetic"], ["task=gsm8k"]):
         experiment = build(compose(words))
         with pytest.raises(AssertionError, match="has no checkpoint"):  # nothing ran
-            warm_start.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+            model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
     taught = [build(compose(command)) for command in started]
     assert [(run.task.name, run.algo.name) for run in taught] == [
         ("word_problems", "sft"),

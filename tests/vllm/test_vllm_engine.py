@@ -167,12 +167,14 @@ def test_an_engine_that_answers_with_the_base_model_is_found_out(
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def test_noise_reaches_every_norm_and_leaves_no_trace(policy: Any, engine: Any, make_prompts: Any) -> None:
+def test_noise_reaches_every_norm_and_leaves_no_trace(
+    policy: Any, engine: Any, make_prompts: Any, make_noise: Any
+) -> None:
     """Prompts fill whole blocks, so that a prefix cache of other norm scales would be seen."""
     prompts = make_prompts()
     clean = engine.generate(prompts, _sampling())
     for seed in (1, 2):
-        with policy.perturbed(0.1, seed) as report:
+        with make_noise(policy.norms, 0.1, seed).for_rollout(1, 0) as report:
             found = engine.sync(prompts)
             noisy = engine.generate(prompts, _sampling())
             assert _gap(policy, noisy) < ROUNDING
@@ -183,11 +185,13 @@ def test_noise_reaches_every_norm_and_leaves_no_trace(policy: Any, engine: Any, 
     assert [(r.token_ids, r.logprobs) for r in again] == [(r.token_ids, r.logprobs) for r in clean]
 
 
-def test_noise_that_does_not_arrive_is_found_out(policy: Any, engine: Any, make_prompts: Any, tmp_path: Any) -> None:
+def test_noise_that_does_not_arrive_is_found_out(
+    policy: Any, engine: Any, make_prompts: Any, make_noise: Any, tmp_path: Any
+) -> None:
     engine.sync(make_prompts())
     pushed = engine.mirror.folder / "norms.safetensors"
     scales = load_file(pushed)
-    with policy.perturbed(0.1, 1):
+    with make_noise(policy.norms, 0.1).for_rollout(1, 0):
         engine.mirror.scales = {name: scale.clone() for name, scale in engine.mirror._scales().items()}  # as if written
         with pytest.raises(AssertionError, match="does not compute what is trained"):
             engine.sync(make_prompts())

@@ -70,6 +70,7 @@ def cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("quant", "kernel"), [("nvfp4", "CpuNvFp4"), ("mxfp4", "CpuMxFp4")])
 def test_packed_weights_are_handed_over_as_they_are(
     make_policy: Callable[..., Any],
+    make_noise: Callable[..., Any],
     serving: Callable[..., Any],
     make_prompts: Callable[..., Any],
     cpu_kernels: None,
@@ -82,7 +83,7 @@ def test_packed_weights_are_handed_over_as_they_are(
         assert record["weights"] == f"{quant}, packed" and record["copies_of_weights"] == 2
         inner = {layer: found for layer, found in record["kernels"].items() if "layers." in layer}
         assert len(inner) == 8 and all(found.endswith(f" / {kernel}") for found in inner.values())
-        with policy.perturbed(0.1, 1):
+        with make_noise(policy.norms, 0.1).for_rollout(1, 0):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
             ours, theirs = (e.generate(make_prompts(), GREEDY) for e in (HfEngine(policy, 8), engine))
     assert [r.token_ids for r in theirs] == [r.token_ids for r in ours]

@@ -12,7 +12,7 @@ import torch
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HfEngine
 from qerl_bench.engine.vllm.process import device_memory_gib, is_running
-from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import build_policy
 from qerl_bench.train.batch import make_batch
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ def policy(case: tuple[str, str, str], make_experiment: Callable[..., Any]) -> A
     """Of the least widths that Marlin takes; untrained, with tokens several nats apart."""
     words = ("model.hidden_size=512", "model.heads=8", "model.kv_heads=2", "model.intermediate_size=1024")
     shape = (*words, f"model.layers={BLOCKS}", "model.dtype=bfloat16", "lora.rank=32", "device=cuda")
-    policy = Policy.build(make_experiment(f"quant={case[0]}", *shape), None, "cuda")
+    policy = build_policy(make_experiment(f"quant={case[0]}", *shape), None, "cuda")
     generator = torch.Generator("cuda").manual_seed(1)
     with torch.no_grad():
         scale = policy.model.model.norm.weight
@@ -74,9 +74,11 @@ def test_packed_layers_run_in_marlin(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.05])
-def test_greedy_completions_part_only_at_ties(policy: Any, engine: Any, make_prompts: Any, sigma: float) -> None:
+def test_greedy_completions_part_only_at_ties(
+    policy: Any, engine: Any, make_prompts: Any, make_noise: Any, sigma: float
+) -> None:
     prompts, greedy = make_prompts(8), Sampling(samples=1, temperature=0.0, max_tokens=24, seed=0)
-    with policy.perturbed(sigma, 1) as report:
+    with make_noise(policy.norms, sigma).for_rollout(1, 0) as report:
         assert engine.sync(prompts)["sync/norms_changed"] == report.norms_perturbed == (2 * BLOCKS if sigma else 0)
         ours, theirs = (e.generate(prompts, greedy) for e in (HfEngine(policy, 8), engine))
         agreed = 0

@@ -111,7 +111,12 @@ def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
 
 
 def test_tensor_parallel_workers_serve_with_the_same_noise_and_end_with_the_engine(
-    make_policy: Any, make_experiment: Any, make_prompts: Any, overrides: tuple[str, ...], cores: list[int]
+    make_policy: Any,
+    make_experiment: Any,
+    make_noise: Any,
+    make_prompts: Any,
+    overrides: tuple[str, ...],
+    cores: list[int],
 ) -> None:
     """Each worker holds half of every layer: other noise in one of them would be another policy."""
     if len(cores) < 2:
@@ -121,7 +126,7 @@ def test_tensor_parallel_workers_serve_with_the_same_noise_and_end_with_the_engi
     pids = {worker["pid"] for worker in engine.workers}
     try:
         assert len(pids) == 2 and os.getpid() not in pids and all(is_running(pid) for pid in pids)
-        with policy.perturbed(0.1, 1):
+        with make_noise(policy.norms, 0.1).for_rollout(1, 0):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
             sampling = Sampling(samples=1, temperature=0.0, max_tokens=8, seed=1)
             ours, theirs = (e.generate(make_prompts(), sampling) for e in (HfEngine(policy, 8), engine))

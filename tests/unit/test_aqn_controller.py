@@ -1,4 +1,4 @@
-"""Schedules that look at something: the entropy loop, sigma by layer error, noise as large as a format's error."""
+"""Schedules that depend on more than the step: on entropy, on each layer's error, on the error of a format."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.aqn.entropy import EntropyLoop, EntropyTarget
-from qerl_bench.aqn.norm_consumers import error_of_norms
+from qerl_bench.aqn.entropy import EntropyController, EntropyTarget
+from qerl_bench.aqn.norm_consumers import NormSites
 from qerl_bench.checks import ConfigError
+from qerl_bench.model_setup import build_noise
 from qerl_bench.quantizer.apply import quantize_model
 
 SETTINGS = {
@@ -42,18 +43,18 @@ def _plant(sigma: float, step: int, noise: float, rng: random.Random) -> float:
 
 
 def test_decisions_are_documented_metrics() -> None:
-    assert set(EntropyLoop(_spec(), 5).observe(1, 0.24)) == set(metrics.STEERED)
+    assert set(EntropyController(_spec(), 5).update(1, 0.24)) == set(metrics.STEERED)
 
 
 def test_two_decisions_by_hand() -> None:
     """Targets 0.3 and 0.275; errors 0.2 and then, the measurement smoothed by halves, (0.275 - 0.255) / 0.275."""
-    loop = EntropyLoop(_spec(smoothing=0.5, proportional_gain=2.0), 5)
+    loop = EntropyController(_spec(smoothing=0.5, proportional_gain=2.0), 5)
     assert loop.sigma(1) == 1e-2
-    first = loop.observe(1, 0.24)
+    first = loop.update(1, 0.24)
     assert first["aqn/entropy_target"] == 0.3
     assert first["aqn/entropy_smoothed"] == 0.24
     assert first["aqn/sigma_next"] == pytest.approx(1e-2 * math.exp(0.5 * 0.2 + 2.0 * 0.2), rel=1e-12)
-    second = loop.observe(2, 0.27)
+    second = loop.update(2, 0.27)
     error = (0.275 - 0.255) / 0.275
     assert second["aqn/entropy_target"] == pytest.approx(0.275)
     assert second["aqn/entropy_smoothed"] == pytest.approx(0.255)
@@ -64,11 +65,11 @@ def test_two_decisions_by_hand() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("gains", [{}, {"integral_gain": 1.0, "smoothing": 0.5}, {"proportional_gain": 0.5}])
 def test_the_loop_holds_its_target_within_ten_per_cent(noise: float, gains: dict[str, float]) -> None:
-    loop, rng = EntropyLoop(_spec(**gains), 150), random.Random(0)
+    loop, rng = EntropyController(_spec(**gains), 150), random.Random(0)
     measured, targets = [], []
     for step in range(1, 151):
         measured.append(_plant(loop.sigma(step), step, noise, rng))
-        targets.append(loop.observe(step, measured[-1])["aqn/entropy_target"])
+        targets.append(loop.update(step, measured[-1])["aqn/entropy_target"])
     for end in range(60, 151):
         window = range(end - 10, end)
         mean = sum(measured[i] / targets[i] for i in window) / 10
@@ -83,41 +84,41 @@ def test_without_the_loop_the_same_policy_misses_the_target() -> None:
 
 @pytest.mark.parametrize(("entropy", "side", "bound"), [(1e-3, 1.0, 0.5), (10.0, -1.0, 1e-3)])
 def test_bounds_hold_and_the_integral_does_not_wind_up(entropy: float, side: float, bound: float) -> None:
-    loop = EntropyLoop(_spec(), 1000)
+    loop = EntropyController(_spec(), 1000)
     for step in range(1, 500):
-        found = loop.observe(step, entropy)
+        found = loop.update(step, entropy)
         assert 1e-3 <= found["aqn/sigma_next"] <= 0.5 * (1 + 1e-12)
     assert found["aqn/sigma_next"] == pytest.approx(bound)
     assert found["aqn/saturated"] == side
     # one step after the error changes its sign, the output leaves the bound
     target = loop.spec.target(500, 1000)
-    turned = loop.observe(500, target * (1.2 if side > 0 else 0.8))
+    turned = loop.update(500, target * (1.2 if side > 0 else 0.8))
     assert turned["aqn/saturated"] == 0.0
     assert turned["aqn/sigma_next"] == pytest.approx(bound * math.exp(-0.5 * 0.2 * side), rel=1e-9)
 
 
 def test_saturation_is_told_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="qerl_bench")
-    loop = EntropyLoop(_spec(), 1000)
+    loop = EntropyController(_spec(), 1000)
     for step in range(1, 60):
-        loop.observe(step, 10.0)
+        loop.update(step, 10.0)
     for step in range(60, 90):
-        loop.observe(step, 1e-3)
-    told = [record.getMessage().split(", ")[-1] for record in caplog.records]
-    assert told == ["sigma_min: less noise is wanted", "controller again", "sigma_max: more noise is wanted"]
+        loop.update(step, 1e-3)
+    told = [record.getMessage().split(": ")[-1] for record in caplog.records]
+    assert told == ["needs less noise than sigma_min", "within the bounds", "needs more noise than sigma_max"]
 
 
 def test_the_state_survives_json_and_continues_exactly() -> None:
     rng = random.Random(1)
     entropies = [0.25 * math.exp(rng.gauss(0, 0.2)) for _ in range(40)]
-    straight = EntropyLoop(_spec(smoothing=0.3, proportional_gain=0.1), 40)
-    expected = [straight.observe(step, entropy) for step, entropy in enumerate(entropies, start=1)]
-    before, after = (EntropyLoop(_spec(smoothing=0.3, proportional_gain=0.1), 40) for _ in range(2))
+    straight = EntropyController(_spec(smoothing=0.3, proportional_gain=0.1), 40)
+    expected = [straight.update(step, entropy) for step, entropy in enumerate(entropies, start=1)]
+    before, after = (EntropyController(_spec(smoothing=0.3, proportional_gain=0.1), 40) for _ in range(2))
     for step in range(1, 18):
-        before.observe(step, entropies[step - 1])
+        before.update(step, entropies[step - 1])
     after.restore(json.loads(json.dumps(before.state())))
     assert after.sigma(18) == expected[16]["aqn/sigma_next"]
-    assert [after.observe(step, entropies[step - 1]) for step in range(18, 41)] == expected[17:]
+    assert [after.update(step, entropies[step - 1]) for step in range(18, 41)] == expected[17:]
 
 
 def test_target_curve() -> None:
@@ -129,11 +130,11 @@ def test_target_curve() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"target_start": 0.0}, "target_start must be a positive number"),
+        ({"target_start": 0.0}, r"aqn\.target_start"),
         ({"target_end": float("nan")}, "target_end"),
         ({"sigma_min": 0.0}, "sigma_min"),
         ({"sigma_start": 1.0}, "sigma_min <= sigma_start <= sigma_max"),
-        ({"sigma_max": float("inf")}, "sigma_min <= sigma_start <= sigma_max"),
+        ({"sigma_max": float("inf")}, "sigma_max"),
         ({"integral_gain": 0}, "integral_gain"),
         ({"proportional_gain": -0.1}, "proportional_gain"),
         ({"smoothing": 0.0}, "smoothing"),
@@ -153,10 +154,12 @@ def test_error_of_a_norm_is_that_of_the_layers_it_feeds() -> None:
     errors = dict.fromkeys((f"{block}.self_attn.o_proj", f"{block}.mlp.down_proj"), 9.0)
     errors |= {f"{block}.self_attn.{part}_proj": error for part, error in zip("qkv", (0.1, 0.2, 0.2), strict=True)}
     errors |= {f"{block}.mlp.gate_proj": 0.3, f"{block}.mlp.up_proj": 0.4}
-    found = error_of_norms([f"{block}.input_layernorm", f"{block}.post_attention_layernorm", "model.norm"], errors)
-    assert list(found.values()) == pytest.approx([(0.09 / 3) ** 0.5, 0.125**0.5, 0.0])
+    norms = [f"{block}.input_layernorm", f"{block}.post_attention_layernorm", "model.norm"]
+    assert list(NormSites(norms, errors).error_per_norm().values()) == pytest.approx(
+        [(0.09 / 3) ** 0.5, 0.125**0.5, 0.0]
+    )
     with pytest.raises(AssertionError, match=r"layers\.1\.input_layernorm should feed"):
-        error_of_norms(["model.layers.1.input_layernorm"], errors)
+        NormSites(["model.layers.1.input_layernorm"], errors).error_per_norm()
 
 
 @pytest.mark.parametrize("norms", ["blocks", "blocks_final"])
@@ -169,10 +172,10 @@ def test_layerwise_noise_follows_the_measured_errors(
     )
     for name, report in policy.layers.items():  # errors of a made-up format that spoils the second block's MLP
         object.__setattr__(report, "relative_error", 0.3 if "layers.1.mlp" in name else 0.1)
-    noise = policy.noise_of(experiment)
+    noise = build_noise(experiment, policy.model, policy.layers)
     sizes = {}
     for step in range(1, 101):
-        with noise.sampler(step, 0) as report:
+        with noise.for_rollout(step, 0) as report:
             assert report.norms_perturbed == 4
             for name, norm in noise.norms.items():
                 sizes.setdefault(name, []).append((norm.weight.double() - 1).square().mean().item())
@@ -189,7 +192,7 @@ def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_expe
     for report in policy.layers.values():
         object.__setattr__(report, "relative_error", 0.0)
     with pytest.raises(ConfigError, match="this model came packed"):
-        policy.noise_of(make_experiment("aqn=layerwise", "quant=nvfp4"))
+        build_noise(make_experiment("aqn=layerwise", "quant=nvfp4"), policy.model, policy.layers)
 
 
 # --- noise of the size of a format's error ---------------------------------------------------------------------------
@@ -203,12 +206,12 @@ def test_noise_of_the_size_of_a_formats_error(
     experiment = make_experiment(
         "model.hidden_size=64", "quant=bf16", "aqn=format_error", "quant@aqn.format=nvfp4", "noise.relative=true"
     )
-    noise = policy.noise_of(experiment)
+    noise = build_noise(experiment, policy.model, policy.layers)
     assert noise.controller.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
     weights = {name: policy.model.get_submodule(name).base_layer.weight.detach().clone() for name in policy.layers}
     noisy = []
     for step in range(1, 51):
-        with noise.sampler(step, 0):
+        with noise.for_rollout(step, 0):
             factor = policy.norms["model.layers.0.input_layernorm"].weight.detach() / 1.0
         weight = weights["model.layers.0.self_attn.q_proj"]
         noisy.append(((weight * (factor - 1)[None, :]).norm() / weight.norm()).item() ** 2)
@@ -225,7 +228,7 @@ def test_noise_of_the_size_of_a_formats_error(
     ("words", "message"),
     [
         (["aqn=layerwise"], "quantizes nothing"),
-        (["aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=entropy"], "schedule of the step alone"),
+        (["aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=entropy"], r"aqn\.schedule"),
         (["aqn=format_error"], r"noise\.relative=true"),
         (["aqn=format_error", "quant=nvfp4", "noise.relative=true"], "Use quant=bf16"),
         (["aqn=format_error", "noise.relative=true", "quant@aqn.format=bf16"], "choose a 4-bit format"),
