@@ -179,14 +179,6 @@ def test_small_noise_reaches_bfloat16_activations_at_its_true_size(
     assert slope.item() == pytest.approx(1.0, abs=tolerance)
 
 
-def test_norm_output_keeps_the_dtype_of_its_input(make_noise: Callable[..., Any]) -> None:
-    norms = _norms(count=1, width=64, dtype=torch.bfloat16)
-    x = torch.randn(2, 64, dtype=torch.bfloat16)
-    with make_noise(norms, 1e-2).for_rollout(1, 0):
-        assert norms["model.norm"].weight.dtype == torch.float32
-        assert norms["model.norm"](x).dtype == torch.bfloat16
-
-
 def test_noise_on_a_norm_equals_noise_on_the_columns_of_the_next_weights(
     make_noise: Callable[..., Any], make_policy: Callable[..., Any]
 ) -> None:

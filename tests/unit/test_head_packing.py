@@ -145,10 +145,6 @@ def test_peak_memory_of_forward_and_backward_does_not_depend_on_the_number_of_to
     assert peaks[1] < 1.05 * peaks[0]
 
 
-def test_the_default_piece_is_as_documented() -> None:
-    assert lm_head.MAX_LOGITS_PER_CHUNK * 4 == 512 * 2**20
-
-
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 

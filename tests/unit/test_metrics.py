@@ -399,7 +399,7 @@ def test_the_noise_is_in_the_sampler_and_not_in_the_trainer(sampled: Step) -> No
     )
     with torch.no_grad():
         clean = fresh.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
-        with fresh.aqn.sampler(3, 0):
+        with fresh.noise.for_rollout(3, 0):
             noisy = fresh.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     assert (noisy - batch.sampler_logprobs).abs().max() < 1e-5
     assert (clean - batch.sampler_logprobs).abs().mean() == pytest.approx(

@@ -29,7 +29,7 @@ class SigmaController(Protocol):
         ...
 
     def update(self, step: int, entropy: float) -> dict[str, float]:
-        """Take in the entropy (nats/token) of the policy that sampled `step`; return metrics of the decision, if any."""
+        """React to the entropy (nats/token) of the policy that sampled `step`; return metrics of the decision."""
         ...
 
     def state(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """aqn=entropy: a closed loop that sets sigma so that the sampling policy's entropy follows a target curve.
 
 QeRL lowers sigma by the step count alone. This controller reacts to the policy instead. It is an integral controller on
-log sigma, with an optional proportional part. On a log scale the same relative error of the entropy always changes sigma
-by the same factor, which suits noise whose useful range spans decades.
+log sigma, with an optional proportional part. On a log scale the same relative error of the entropy always changes
+sigma by the same factor, which suits noise whose useful range spans decades.
 
     m_t = (1 - s) m_(t-1) + s H_t                 smoothed measurement, m_1 = H_1
     e_t = (target_t - m_t) / target_t             relative error

@@ -1,9 +1,9 @@
 """aqn=format_error: constant Gaussian noise as large as the error that a format would make on the same weights.
 
-A control that separates "4-bit weights" from "perturbed weights": an unquantized model with noise on its norms, as large
-as the format's relative error, norm by norm. If quantization helps only because it perturbs the policy, this noise helps
-as much. The two perturbations differ in structure: the noise scales whole columns, not single weights, and does not
-reach o_proj and down_proj.
+A control that separates "4-bit weights" from "perturbed weights": an unquantized model with noise on its norms, as
+large as the format's relative error, norm by norm. If quantization helps only because it perturbs the policy, this
+noise helps as much. The two perturbations differ in structure: the noise scales whole columns, not single weights, and
+does not reach o_proj and down_proj.
 """
 
 from __future__ import annotations

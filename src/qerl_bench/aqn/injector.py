@@ -2,8 +2,8 @@
 
 QeRL perturbs the two RMSNorm scales of each block, w + Z with Z ~ N(0, sigma^2). RMSNorm multiplies by w just before a
 linear layer, so this equals multiplicative noise 1 + Z / w on the columns of that layer's weights, and needs no tensor
-of the size of the weights. In BF16, rounding removes a small Z. The noisy scale is therefore kept in FP32 while it is in
-use, unless `noise.add_dtype` asks for the rounding.
+of the size of the weights. In BF16, rounding removes a small Z. The noisy scale is therefore kept in FP32 while it is
+in use, unless `noise.add_dtype` asks for the rounding.
 
 Left out: a new draw for every forward pass, that is for every sampled token. One sentence of the paper says so; its
 Algorithm 1 and its code draw once per step.
@@ -121,13 +121,10 @@ class NoiseInjector:
         self.noise = {}
         if sigma > 0:
             self.noise = draw_noise(self.norms, sigma, seed, self.spec.relative, self.controller.per_norm_scale)
-        for name in self.noise.keys() & self._accumulating():
+        accumulating = {"none": set(), "final": {FINAL_NORM}, "all": set(self.norms)}[self.spec.accumulate]
+        for name in self.noise.keys() & accumulating:
             before = self.accumulated.get(name, scale_of(self.norms[name]).detach())
             self.accumulated[name] = add_noise(before, self.noise[name], self.spec.add_dtype)
-
-    def _accumulating(self) -> set[str]:
-        """Norms whose noise adds up from draw to draw."""
-        return {"none": set(), "final": {FINAL_NORM}, "all": set(self.norms)}[self.spec.accumulate]
 
     def _noisy_scales(self) -> Scales:
         """The scales of the norms that have noise now."""

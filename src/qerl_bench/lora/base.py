@@ -28,7 +28,7 @@ class Adapter(Protocol):
         ...
 
     def check_with(self, where: str, shape: Mapping[str, Any]) -> None:
-        """Raise ConfigError if this cannot be attached to the model `where` with the sizes in `shape`, a config.json."""
+        """Raise ConfigError if the adapter does not fit the model `where`, with the sizes in `shape`, a config.json."""
         ...
 
     def attach(self, model: PreTrainedModel, where: str, seed: int) -> PeftModel | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """A low-rank adapter B A * alpha / rank on each target layer; the base stays frozen, and the two are never merged."""
+    """A low-rank adapter B A * alpha / rank on each target layer; the base stays frozen and is never merged with it."""
 
     name: str
     rank: int

@@ -1,7 +1,7 @@
 """Chooses the kernels of a model: fused kernels where they can run, the plain PyTorch reference everywhere else.
 
-`kernel=auto` uses fused kernels on a GPU, for layers that compute in bfloat16; `kernel=torch` never uses them. A CPU has
-only the reference. The choice for each layer is logged, so a fallback is never silent.
+`kernel=auto` uses fused kernels on a GPU, for layers that compute in bfloat16; `kernel=torch` never uses them. A CPU
+has only the reference. The choice for each layer is logged, so a fallback is never silent.
 """
 
 from __future__ import annotations
@@ -92,22 +92,17 @@ def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], 
     """
     adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
-    scalings = {layer.cast_adapter.scaling for layer in adapted if layer.cast_adapter is not None}
-    plain = all(layer.disable_adapters or layer.cast_adapter is not None for layer in adapted) and len(scalings) <= 1
-    fused = _fuse(bases) if plain else None
-    if fused is None:
-        return lambda x: tuple(layer(x) for layer in layers)
-    sizes = [base.out_features for base in bases]
     adapters = [layer.cast_adapter if isinstance(layer, LoRALinear) else None for layer in layers]
     present = [adapter for adapter in adapters if adapter is not None]
-    adapter = None
+    plain = all(layer.disable_adapters or layer.cast_adapter is not None for layer in adapted)
+    fused = _fuse(bases) if plain and len({adapter.scaling for adapter in present}) <= 1 else None
+    if fused is None:
+        return lambda x: tuple(layer(x) for layer in layers)
+    sizes, adapter = [base.out_features for base in bases], None
     if present:
-        a = torch.cat([part.a for part in present])
-        empty = present[0].b
-        blocks = [
-            empty.new_empty(size, 0) if part is None else part.b for part, size in zip(adapters, sizes, strict=True)
-        ]
-        adapter = Adapter(a, torch.block_diag(*blocks), present[0].scaling)
+        empty = present[0].b.new_empty
+        blocks = [empty(size, 0) if part is None else part.b for part, size in zip(adapters, sizes, strict=True)]
+        adapter = Adapter(torch.cat([part.a for part in present]), torch.block_diag(*blocks), present[0].scaling)
     return lambda x: linear_with_lora(fused, x, adapter).split(sizes, dim=-1)
 
 

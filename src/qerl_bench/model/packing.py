@@ -1,8 +1,9 @@
 """Training without padding: the sequences of a micro-batch are concatenated to one row.
 
-Only attention needs to know where a sequence ends. It gets the right-padded rectangle back: causal attention on it needs
-no mask, so it can use the fast kernels. All other layers, which do nearly all of the arithmetic, never see padding. Left
-out: packing across micro-batches, and attention without padding, for which PyTorch has no portable kernel.
+Only attention needs to know where a sequence ends. It gets the right-padded rectangle back: causal attention on it
+needs no mask, so it can use the fast kernels. All other layers, which do nearly all of the arithmetic, never see
+padding. Left out: packing across micro-batches, and attention without padding, for which PyTorch has no portable
+kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Packing:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> Packing:
-        """From the completion mask (B, T). A sequence ends with its last completion token; without any, its length is 1."""
+        """From the completion mask (B, T). A sequence ends with its last completion token, or else its first token."""
         batch, width = mask.shape
         columns = torch.arange(width, device=mask.device)
         lengths = ((columns + 1) * mask).amax(1).clamp(min=1)  # (B,)

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class Policy:
     """A causal LM with a packed base. `model` includes the adapter's modules; `adapter` is PEFT's wrapper, or None.
 
-    `layers` reports on the packing of each layer, and `kernels` names the kernel each of them runs. `fused` tells whether
-    loss head and sampling run fused kernels.
+    `layers` reports on the packing of each layer, and `kernels` names the kernel each of them runs. `fused` tells
+    whether loss head and sampling run fused kernels.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Policy:
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
-        return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type:
+        ignore[return-value]
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids that the prompt brings along, or those of its messages."""
@@ -113,7 +114,7 @@ class Policy:
         return token_stats(self.model, input_ids, mask, temperature, entropy_gradient, self.packing, self.fused)
 
     def save(self, folder: Path) -> None:
-        """Write what is trained: `adapter/` in PEFT's format and trained norm scales, or the whole model to `model/`."""
+        """Write what is trained: `adapter/` in PEFT's format and trained norms, or the whole model to `model/`."""
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
             if self.base_scales:

@@ -69,8 +69,8 @@ class ShapeModel(Qwen2Spec):
 class RandomWeights:
     """Makes a model's parameters. Name and seed decide each of them, so the order of the calls does not matter.
 
-    Rows of a matrix have length 1 on average. Inputs with a mean square of 1 therefore keep it, in a model of any width,
-    and so do logits. Norm scales are 1 and biases 0. A GPU draws other numbers than a CPU.
+    Rows of a matrix have length 1 on average. Inputs with a mean square of 1 therefore keep it, in a model of any
+    width, and so do logits. Norm scales are 1 and biases 0. A GPU draws other numbers than a CPU.
     """
 
     def __init__(self, seed: int, device: str) -> None:

@@ -180,14 +180,8 @@ def main(words: list[str]) -> None:
     config_entry(experiment.quant, [], "bfloat16")  # refuses a format that packs nothing before any work
     check_place(out)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-    model, tokenizer, layers = load_packed(
-        experiment.model,
-        experiment.quant,
-        experiment.quantizer,
-        experiment.task,
-        base,
-        resolve_device(experiment.device),
-    )
+    device, quantizer = resolve_device(experiment.device), experiment.quantizer
+    model, tokenizer, layers = load_packed(experiment.model, experiment.quant, quantizer, experiment.task, base, device)
     export(model, tokenizer, experiment.quant, out)
     write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
     size = sum(report.bytes for report in layers.values())
