@@ -75,8 +75,7 @@ class Policy:
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
-        return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type:
-        ignore[return-value]
+        return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids that the prompt brings along, or those of its messages."""
