@@ -166,12 +166,6 @@ def test_without_adapter_is_the_base_and_restores_the_adapter(
     assert {id(parameter) for parameter in policy.trainable} == trainable != set()
 
 
-def test_without_adapter_where_there_is_none(make_policy: Callable[..., Any]) -> None:
-    policy = make_policy("lora=none", quant="bf16")
-    with policy.without_adapter():
-        assert policy.adapter_state() == {}
-
-
 @PACKED
 def test_training_changes_the_adapter_and_not_one_bit_of_anything_else(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], quant: str
@@ -302,7 +296,8 @@ def test_full_parameters_in_several_files_round_trip(make_policy: Callable[..., 
 def test_full_parameter_training_reaches_every_weight(make_policy: Callable[..., Any]) -> None:
     policy = make_policy("lora=none", quant="bf16")
     assert {id(p) for p in policy.trainable} == {id(p) for p in policy.model.parameters()}
-    assert policy.adapter is None and policy.adapter_state() == {}
+    with policy.without_adapter():
+        assert policy.adapter is None and policy.adapter_state() == {}
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------

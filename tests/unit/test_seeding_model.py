@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from qerl_bench.model.hub import HubModel
 from qerl_bench.model.tiny import TinyModel
 from qerl_bench.model.tokenizer import TAGS, byte_tokenizer
 from qerl_bench.seeding import derive
+
+_tokenizer = cache(byte_tokenizer)
 
 
 def _tiny(**changed: Any) -> TinyModel:
@@ -89,15 +92,6 @@ def test_any_text_comes_back(text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not any(special in text for special in ("<|pad|>", "<|end|>")):
         assert tokenizer.decode(ids) == text
-
-
-_CACHE: list[Any] = []
-
-
-def _tokenizer() -> Any:
-    if not _CACHE:
-        _CACHE.append(byte_tokenizer())
-    return _CACHE[0]
 
 
 def test_one_token_for_each_byte_and_each_tag() -> None:

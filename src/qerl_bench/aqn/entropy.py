@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from qerl_bench.quant.base import WeightFormat
 
 log = logging.getLogger(__name__)
+STATE = ("integral", "output", "smoothed", "saturated")  # of the controller, in checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +125,8 @@ class EntropyController:
         }
 
     def state(self) -> dict[str, float]:
-        return {
-            "integral": self.integral,
-            "output": self.output,
-            "smoothed": self.smoothed,
-            "saturated": float(self.saturated),
-        }
+        return {name: float(getattr(self, name)) for name in STATE}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.integral, self.output, self.smoothed = state["integral"], state["output"], state["smoothed"]
-        self.saturated = int(state["saturated"])
+        for name in STATE:
+            setattr(self, name, state[name])
