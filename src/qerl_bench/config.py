@@ -135,7 +135,7 @@ class Experiment:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.noise)
         self.engine.check_with(self)
-        self.task.check_with(self)
+        self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
         self.lora.check_with(f"model={self.model.name}", shape)
 
     @property

@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.engine import vllm_base, vllm_install, vllm_process
+from qerl_bench.engine.vllm import base as vllm_base
+from qerl_bench.engine.vllm import install as vllm_install
+from qerl_bench.engine.vllm import process as vllm_process
 from qerl_bench.engine.vllm.base import SCALE, Base, packed_layers
 from qerl_bench.engine.vllm.install import require_device, require_supported
 from qerl_bench.metrics import of_syncs
@@ -232,7 +234,7 @@ def test_folders_that_no_run_holds_are_removed(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_folder_of_a_killed_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import pathlib, sys; from qerl_bench.engine import vllm_process as v; v.SHARED_MEMORY = pathlib.Path("
+    code = "import pathlib, sys; from qerl_bench.engine.vllm import process as v; v.SHARED_MEMORY = pathlib.Path("
     code += "sys.argv[1]); held = v.exchange_folder(1); print(held.__enter__(), flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     monkeypatch.setattr(vllm_process, "SHARED_MEMORY", tmp_path)

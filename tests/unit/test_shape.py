@@ -116,7 +116,7 @@ def test_there_is_nothing_to_hold_out_imitate_or_judge() -> None:
         task.eval_prompts(3)
     with pytest.raises(ConfigError, match="other than sft"):
         task.demonstrations(1, 1, 0)
-    with pytest.raises(ConfigError, match="rewards are drawn"):
+    with pytest.raises(ConfigError, match="task=shape cannot grade"):
         task.reward(task.train_prompts(1, 1, 0)[0], "text")
 
 

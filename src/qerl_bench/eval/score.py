@@ -57,7 +57,7 @@ def judged(task: Task, file: str) -> list[dict[str, Any]]:
     by_id = {prompt.id: prompt for prompt in prompts}
     by_question: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        for text in {prompt.question, task.normalised(prompt.question)}:
+        for text in {prompt.question, task.normalize(prompt.question)}:
             by_question[text].append(prompt)
     lines: dict[tuple[str, int], int] = {}
     rows = []
@@ -119,7 +119,7 @@ def _prompt(
         if key == "id":
             found = [by_id[value]] if value in by_id else []
         else:
-            found = by_question.get(value) or by_question.get(task.normalised(value)) or []
+            found = by_question.get(value) or by_question.get(task.normalize(value)) or []
         require(
             bool(found),
             f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={task.name}; their "

@@ -1,27 +1,28 @@
-"""task=arithmetic: the built-in world. Generated chains of operations, worked left to right, with held-out problems.
+"""task=arithmetic: the built-in task. Generated chains of operations, evaluated left to right, with held-out problems.
 
-The demonstrations mix three procedures, as the text behind a large model mixes good and bad reasoning: `guess` answers
-at once, `hasty` stops one operation early, `careful` works out every operation. A small model taught on the mix can do
-all three; which one pays is what RL then has to find out.
+The demonstrations mix three procedures, as the training text of a large model mixes good and bad reasoning: `guess`
+answers at once, `hasty` stops one operation early, `careful` works out every operation. A small model taught on the mix
+can do all three; RL has to find out which one pays.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import repeat
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, count, require
 from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.seeding import derive
-from qerl_bench.task.prompt_task import PromptedTask
-from qerl_bench.task.prompts import worked
-from qerl_bench.task.split import distinct
+from qerl_bench.task.prompt_task import PromptTask
+from qerl_bench.task.prompts import format_demonstration
+from qerl_bench.task.split import distinct_problems
 
 PROCEDURES = ("guess", "hasty", "careful")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arithmetic(PromptedTask):
+class Arithmetic(PromptTask):
     """Problems such as `17+25-9=?`; the gold answer is the left-to-right result and never negative."""
 
     operations: list[int]
@@ -40,13 +41,11 @@ class Arithmetic(PromptedTask):
             len(self.operators) > 0 and set(self.operators) <= set("+-*"),
             f"task.operators must be a selection of + - *, got {self.operators!r}",
         )
-        for key in ("max_start", "max_operand"):
-            value = getattr(self, key)
-            require(type(value) is int and 1 <= value <= 99, f"task.{key} must be 1..99, got {value!r}")
+        check_fields(self, "task", max_start=count(1, 99), max_operand=count(1, 99))
         check_procedures(self.procedures)
 
     def check(self) -> None:
-        """Generated, so there is nothing that could be missing."""
+        """Needs no data."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt(chain) for chain in self._chains(False, derive(seed, "train", step), count)]
@@ -66,25 +65,24 @@ class Arithmetic(PromptedTask):
         ]
 
     def _prompt(self, chain: Chain) -> Prompt:
-        return self.wording.prompt(f"arithmetic/{chain.question}", chain.question, str(chain.results[-1]))
+        return self.prompt_template.prompt(f"arithmetic/{chain.question}", chain.question, str(chain.results[-1]))
 
     def _chains(self, held_out: bool, seed: int, count: int) -> list[Chain]:
         draw = random.Random(seed)
-
-        def drawn(_: int) -> Chain | None:
-            chain = random_chain(draw, draw.choice(self.operations), self.operators, self.max_start, self.max_operand)
-            return chain if all(op in self.operators for op, _ in chain.steps) else None
-
-        return distinct(
-            drawn,
+        return distinct_problems(
+            (self._candidate(draw) for _ in repeat(None)),
             count,
             held_out,
-            question=lambda chain: chain.question,
             key=lambda chain: chain.question,
             task="task=arithmetic",
             options=f"operations={self.operations}, operators={self.operators!r}, "
             f"max_start={self.max_start}, max_operand={self.max_operand}; widen one",
         )
+
+    def _candidate(self, draw: random.Random) -> Chain | None:
+        """A random chain, or None if it had to use an operator that the options exclude."""
+        chain = random_chain(draw, draw.choice(self.operations), self.operators, self.max_start, self.max_operand)
+        return chain if all(op in self.operators for op, _ in chain.steps) else None
 
 
 def check_procedures(shares: dict[str, float]) -> None:
@@ -110,7 +108,7 @@ class Chain:
 def random_chain(draw: random.Random, length: int, operators: str, max_start: int, max_operand: int) -> Chain:
     """A chain whose running value is never negative; products use factors 2..5 of values up to 30.
 
-    Where the drawn operator would break that, another takes its place, for want of a better one + .
+    An operator that would break this is replaced, by + if nothing else fits.
     """
     start = value = draw.randint(1, max_start)
     steps, results = [], []
@@ -133,7 +131,7 @@ def apply(value: int, op: str, operand: int) -> int:
 
 
 def demonstrate(chain: Chain, shares: dict[str, float], answer_format: str, draw: random.Random) -> str:
-    """The completion of a procedure drawn by its share."""
+    """The completion written by a procedure that is drawn according to `shares`."""
     return solve(chain, draw.choices(PROCEDURES, [shares[name] for name in PROCEDURES])[0], answer_format)
 
 
@@ -143,4 +141,4 @@ def solve(chain: Chain, procedure: str, answer_format: str) -> str:
     shown = {"guess": 0, "hasty": len(chain.steps) - 1, "careful": len(chain.steps)}[procedure]
     lines = [f"{values[i]}{op}{operand}={values[i + 1]}" for i, (op, operand) in enumerate(chain.steps[:shown])]
     answer = values[-1] if procedure == "guess" else values[shown]
-    return worked(answer_format, ";".join(lines), str(answer))
+    return format_demonstration(answer_format, ";".join(lines), str(answer))

@@ -24,8 +24,8 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.rundir import write_atomically
 
 if TYPE_CHECKING:
-    from qerl_bench.task.dataset import Questions
-    from qerl_bench.task.sources import Row
+    from qerl_bench.task.dataset import DatasetTask
+    from qerl_bench.task.sources import QuestionRow
 
 SHOTS_SEED = 1234  # lm-eval's default for drawing the worked examples
 
@@ -58,7 +58,7 @@ def benchmark_of(name: str) -> Benchmark:
     return BENCHMARKS[name]
 
 
-def write_benchmark(folder: Path, task: Questions, questions: int | None) -> list[str]:
+def write_benchmark(folder: Path, task: DatasetTask, questions: int | None) -> list[str]:
     """Write rows and lm-eval task of `task` to `folder`; returns the ids of the questions, in order."""
     import yaml
 
@@ -76,7 +76,7 @@ def write_benchmark(folder: Path, task: Questions, questions: int | None) -> lis
     return [f"{task.name}/test/{row.line}" for row in rows["test"]]
 
 
-def raw(name: str, row: Row) -> dict[str, str]:
+def raw(name: str, row: QuestionRow) -> dict[str, str]:
     """A row with the columns of the data set that lm-eval expects."""
     if name == "gsm8k":
         return {"question": row.question, "answer": row.answer}

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from lm_eval.api.task import ConfigurableTask
 
 from qerl_bench.records import Prompt
-from qerl_bench.task.grader.latex import found_in
+from qerl_bench.task.grader.latex import is_found_in
 
 
 class Local(ConfigurableTask):
@@ -54,7 +54,7 @@ class Standard(Local):
 
     def __init__(self, config: dict[str, Any]) -> None:
         def judged(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-            return {"math_verify": float(found_in(doc["answer"], results[0]))}
+            return {"math_verify": float(is_found_in(doc["answer"], results[0]))}
 
         by_math_verify = any(metric["metric"] == "math_verify" for metric in config["metric_list"])
         super().__init__(config, **({"process_results": judged} if by_math_verify else {}))
