@@ -15,7 +15,7 @@ import torch
 from hydra.utils import instantiate
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.spec import LMEval, spec_of
 from qerl_bench.eval.task import TaskEvaluation
@@ -38,7 +38,7 @@ def policy(make_policy):
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    return HfEngine(policy, max_num_seqs=4)
+    return HFEngine(policy, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")

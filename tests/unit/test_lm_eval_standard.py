@@ -16,7 +16,7 @@ import pytest
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.task.grader import latex
@@ -34,7 +34,7 @@ class Scripted:
     """Keeps what it is asked, and answers question i with `texts[i]` instead of what the engine writes."""
 
     def __init__(self, policy: Any, texts: list[str]) -> None:
-        self.engine, self.policy, self.texts = HfEngine(policy, max_num_seqs=8), policy, texts
+        self.engine, self.policy, self.texts = HFEngine(policy, max_num_seqs=8), policy, texts
         self.asked: list[str] = []
 
     def generate(self, prompts: list[Any], sampling: Any) -> list[Any]:

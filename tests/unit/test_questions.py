@@ -375,6 +375,7 @@ def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> No
     questions.check()
     shown = {prompt.id: prompt.question for prompt in questions.train_prompts(1, 2, seed=0)}
     assert shown == {"bigmath/train/1": "123456789", "bigmath/train/3": "Box it.?"}
+    assert questions.train is not None
     with pytest.raises(ConfigError, match="all 3 questions have more than 3 characters"):
         narrow = replace(questions.train, max_question_characters=3)
         replace(questions, train=narrow).check()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import positive, require, require_completions, require_count, temperature
 from qerl_bench.engine.base import Sampling
-from qerl_bench.eval.adapter_check import adapter_probe
+from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.eval.statistics import majority, over_samples, pass_at_k
 from qerl_bench.metrics import mean
@@ -81,7 +81,7 @@ class TaskEvaluation:
             # Greedy tokens are near certain with and without the adapter, so sampled ones show it better; but with
             # top-p an engine may report log-probabilities of the tokens kept.
             if top_p == 1:
-                probe = adapter_probe(policy, rollouts, temperature or 1.0)
+                probe = check_completions(policy, rollouts, temperature or 1.0)
         settings = {
             "samples": self.samples,
             "k": k,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import require, require_count, require_package
-from qerl_bench.eval.adapter_check import adapter_probe
+from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.lm_eval.standard import SHOTS_SEED, benchmark_of, write_benchmark
 from qerl_bench.eval.task import accuracy, asked, judge, scored
@@ -76,7 +76,7 @@ def held_out(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, qu
     assert [rollout.prompt_ids for rollout in rollouts] == prompt_ids, "lm-eval changed the prompts"
     counted = {sample["doc"]["id"]: bool(sample["correct"]) for sample in found["samples"][task.name]}
     assert counted == {row["question"]: row["correct"] for row in rows}, "lm-eval judged other answers"
-    settings = settings_of(found, task.name, task.max_completion_tokens) | adapter_probe(policy, rollouts)
+    settings = settings_of(found, task.name, task.max_completion_tokens) | check_completions(policy, rollouts)
     return Evaluation(scores=scored(rows, "greedy", 1, 1), samples=rows, settings=settings)
 
 
@@ -102,7 +102,7 @@ def standard(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, qu
         ]
         rows += judged
         scores.append(accuracy(f"eval/lm_eval_{mode}", judged, 1))
-    settings = settings_of(found, benchmark.task, DEFAULT_TOKENS) | adapter_probe(policy, rollouts)
+    settings = settings_of(found, benchmark.task, DEFAULT_TOKENS) | check_completions(policy, rollouts)
     return Evaluation(scores=scores, samples=rows, settings=settings)
 
 
