@@ -181,7 +181,7 @@ def test_rows_are_paired_by_question_in_any_order() -> None:
 def test_other_questions_cannot_be_paired() -> None:
     with pytest.raises(ConfigError, match=r"1 .* in both and 2 in one alone \(b, c\).*eval\.questions"):
         paired(frame({"a": [1], "b": [1]}), frame({"a": [1], "c": [1]}), "sampled")
-    with pytest.raises(ConfigError, match="0 .* in both and 0 in one alone"):
+    with pytest.raises(ConfigError, match=r"0 .* in both and 0 in one alone"):
         paired(frame({"a": [1]}), frame({"a": [1]}), "greedy")
 
 

@@ -224,7 +224,7 @@ def test_vllm_is_asked_for_exact_lengths_sample_by_sample(policy: Policy, monkey
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     engine: Any = object.__new__(VLLMEngine)
     engine.policy, engine.llm, engine.max_model_len, engine.asleep = policy, FakeVllm(), 4096, False
-    engine.spec = SimpleNamespace(score_batch_size=8)
+    engine.options = SimpleNamespace(score_batch_size=8)
     engine.mirror = SimpleNamespace(current=True, request=None)
     prompts = _task().train_prompts(1, 2, seed=0)
     exact = engine.generate(prompts, _sampling())

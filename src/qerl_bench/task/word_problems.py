@@ -3,21 +3,15 @@
 Each problem is a chain of people, each with some number more, fewer, times as many, or half as many things as the
 person before; the question asks about the last. Distractors own the same things but do not affect the answer. Problems
 with the same numbers and operations are one calculation under other names and always fall into the same split.
-Demonstrations mix the three procedures of task=arithmetic.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import repeat
 
 from qerl_bench.checks import check_fields, count, require
-from qerl_bench.records import Demonstration, Prompt
-from qerl_bench.seeding import derive
-from qerl_bench.task.arithmetic import Chain, apply, check_procedures, demonstrate
-from qerl_bench.task.prompt_task import PromptTask
-from qerl_bench.task.split import distinct_problems
+from qerl_bench.task.generated import Chain, GeneratedTask, Problem, apply
 
 NAMES = (
     *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hal", "Ida", "Jon", "Kai", "Lea", "Mia", "Ned", "Ola"),
@@ -35,27 +29,13 @@ SENTENCES = {
 }
 
 
-@dataclass(frozen=True)
-class Story:
-    """A chain of operations and the text that tells it, distractors included."""
-
-    chain: Chain
-    question: str
-
-    @property
-    def calculation(self) -> str:
-        """The problem without its words."""
-        return self.chain.question
-
-
 @dataclass(frozen=True, kw_only=True)
-class WordProblems(PromptTask):
+class WordProblems(GeneratedTask):
     """`steps` and `distractors` list how many of them a problem may have; each number is equally likely."""
 
     steps: list[int]
     distractors: list[int]
     max_number: int
-    procedures: dict[str, float]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +47,6 @@ class WordProblems(PromptTask):
                 f"task.{key} must list the numbers that a problem may have, each {least}..{most}, got {counts!r}",
             )
         check_fields(self, "task", max_number=count(2, 10**6))
-        check_procedures(self.procedures)
 
     def check(self) -> None:
         """Raise ConfigError if the options leave no held-out or no training problem."""
@@ -77,44 +56,14 @@ class WordProblems(PromptTask):
     def warm_start_overrides(self) -> list[str]:
         return [f"task={self.name}"]
 
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return [self._prompt("train", story) for story in self._stories(False, derive(seed, "train", step), count)]
+    def options(self) -> str:
+        return f"steps={self.steps}, max_number={self.max_number}"
 
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        stories = self._stories(True, derive("held-out"), 1024 if count is None else count)
-        return [self._prompt("test", story) for story in stories]
-
-    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        draw = random.Random(derive(seed, "procedures", step))
-        stories = self._stories(False, derive(seed, "demonstrations", step), count)
-        return [
-            Demonstration(
-                prompt=self._prompt("train", story),
-                completion=demonstrate(story.chain, self.procedures, self.answer_format, draw),
-            )
-            for story in stories
-        ]
-
-    def _prompt(self, split: str, story: Story) -> Prompt:
-        answer = str(story.chain.results[-1])
-        return self.prompt_template.prompt(f"{self.name}/{split}/{story.question}", story.question, answer)
-
-    def _stories(self, held_out: bool, seed: int, count: int) -> list[Story]:
-        draw = random.Random(seed)
-        return distinct_problems(
-            (self._candidate(draw) for _ in repeat(None)),
-            count,
-            held_out,
-            key=lambda story: story.calculation,
-            task="task=word_problems",
-            options=f"steps={self.steps}, max_number={self.max_number}; widen one",
-        )
-
-    def _candidate(self, draw: random.Random) -> Story:
-        return random_story(draw, draw.choice(self.steps), draw.choice(self.distractors), self.max_number)
+    def random_problem(self, draw: random.Random) -> Problem:
+        return random_problem(draw, draw.choice(self.steps), draw.choice(self.distractors), self.max_number)
 
 
-def random_story(draw: random.Random, steps: int, distractors: int, max_number: int) -> Story:
+def random_problem(draw: random.Random, steps: int, distractors: int, max_number: int) -> Problem:
     """A random problem in which every number is a whole number from 1 to GROWTH * max_number."""
     chain = random_steps(draw, steps, max_number)
     people = draw.sample(NAMES, steps + 1 + distractors)
@@ -128,7 +77,7 @@ def random_story(draw: random.Random, steps: int, distractors: int, max_number: 
         relative = SENTENCES["+"].format(who=stranger, n=number, things=things, whom=whom)
         sentences.insert(draw.randint(0, len(sentences)), draw.choice((absolute, relative)))
     sentences.append(f"How many {things} does {people[steps]} have?")
-    return Story(chain, " ".join(sentences))
+    return Problem(chain, " ".join(sentences))
 
 
 def random_steps(draw: random.Random, length: int, max_number: int) -> Chain:

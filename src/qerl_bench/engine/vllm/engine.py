@@ -19,8 +19,8 @@ import torch
 
 from qerl_bench.engine.base import Sampling, exact_lengths, make_rollout, require_room
 from qerl_bench.engine.vllm.checkpoint import BaseCheckpoint
+from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
 from qerl_bench.engine.vllm.process import device_memory_gib, exchange_folder, start, stop
-from qerl_bench.engine.vllm.spec import RANKS, VLLM, require_kv_cache
 from qerl_bench.engine.vllm.sync import Mirror
 from qerl_bench.model.policy import Policy
 from qerl_bench.records import Prompt, Rollout
@@ -41,16 +41,16 @@ def samples_by_request(prompt: Prompt, sampling: Sampling) -> list[range]:
 class VLLMEngine:
     """A running vLLM that mirrors `policy`. `program` is its distribution and version, for engine.json."""
 
-    def __init__(self, spec: VLLM, policy: Policy, base: BaseCheckpoint, program: str) -> None:
-        self.spec, self.policy, self.program = spec, policy, program
+    def __init__(self, options: VLLMOptions, policy: Policy, base: BaseCheckpoint, program: str) -> None:
+        self.options, self.policy, self.program = options, policy, program
         self.on_gpu = policy.device.type == "cuda"
-        self.max_model_len = require_kv_cache(spec, policy.model.config.to_dict(), policy.model.dtype.itemsize)
+        self.max_model_len = options.max_sequence_length(policy.model.config.to_dict(), policy.model.dtype.itemsize)
         self.base = base
         self.asleep = False
         self.before_gib = device_memory_gib() if self.on_gpu else None
         with ExitStack() as resources, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
             base.write(Path(folder))
-            self.llm = start(Path(folder), spec.isolation, **self._options())
+            self.llm = start(Path(folder), options.isolation, **self._vllm_options())
             self.workers: list[dict[str, Any]] = []
             resources.callback(self._stop)
             self.workers = self.llm.collective_rpc("qerl_started")
@@ -60,19 +60,19 @@ class VLLMEngine:
             self._resources = resources.pop_all()
         used = ", ".join(sorted(set(self.workers[0]["kernels"].values())))
         log.info("%s samples with %s; kernels: %s", program, base.label, used)
-        if not self.on_gpu and spec.sleep_level > 0:
-            log.info("vLLM cannot sleep on a CPU, so engine.sleep_level=%d has no effect", spec.sleep_level)
+        if not self.on_gpu and options.sleep_level > 0:
+            log.info("vLLM cannot sleep on a CPU, so engine.sleep_level=%d has no effect", options.sleep_level)
 
-    def _options(self) -> dict[str, Any]:
+    def _vllm_options(self) -> dict[str, Any]:
         rank = next(rank for rank in RANKS if rank >= self.policy.adapter.peft_config["default"].r)  # type: ignore[union-attr]
         options = {
             "dtype": str(self.policy.model.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
-            "max_num_seqs": self.spec.max_num_seqs,
-            "kv_cache_memory_bytes": int(self.spec.kv_cache_gib * 2**30),
-            "tensor_parallel_size": self.spec.tensor_parallel_size,
-            "enforce_eager": self.spec.enforce_eager or not self.on_gpu,
-            "enable_sleep_mode": self.on_gpu and self.spec.sleep_level > 0,
+            "max_num_seqs": self.options.max_num_seqs,
+            "kv_cache_memory_bytes": int(self.options.kv_cache_gib * 2**30),
+            "tensor_parallel_size": self.options.tensor_parallel_size,
+            "enforce_eager": self.options.enforce_eager or not self.on_gpu,
+            "enable_sleep_mode": self.on_gpu and self.options.sleep_level > 0,
             "enable_lora": True,
             "max_lora_rank": rank,
             "max_loras": 1,
@@ -94,8 +94,8 @@ class VLLMEngine:
         if not self.on_gpu:
             return {}
         awake = device_memory_gib()
-        if self.spec.sleep_level > 0 and not self.asleep:
-            self.llm.sleep(level=self.spec.sleep_level)
+        if self.options.sleep_level > 0 and not self.asleep:
+            self.llm.sleep(level=self.options.sleep_level)
             self.asleep = True
         return {"memory/device_rollout_gib": awake, "memory/device_train_gib": device_memory_gib()}
 
@@ -164,7 +164,9 @@ class VLLMEngine:
         """Entropy in nats of each completion token, from the trainer's forward pass with the current noise."""
         batch = make_batch(prompts, completions, self.policy.pad_id, self.policy.device)
         entropies: list[list[float]] = [[] for _ in prompts]
-        for rows in batch.micro_batches(self.spec.score_batch_size, torch.ones_like(batch.lengths, dtype=torch.bool)):
+        for rows in batch.micro_batches(
+            self.options.score_batch_size, torch.ones_like(batch.lengths, dtype=torch.bool)
+        ):
             part = batch.rows(rows)
             with torch.no_grad():
                 entropy = self.policy.token_stats(part.input_ids, part.mask, temperature).entropy
@@ -177,7 +179,7 @@ class VLLMEngine:
         return {
             "engine": "vllm",
             "program": self.program,
-            "isolation": self.spec.isolation,
+            "isolation": self.options.isolation,
             "weights": self.base.label,
             "kernels": first["kernels"],
             "lora": first["lora"],
@@ -186,15 +188,15 @@ class VLLMEngine:
             "policy_linear_bytes": self.base.resident_bytes(),
             # Of each worker, with embeddings and room for the adapter. On a CPU vLLM hides its weights from PyTorch.
             "engine_weight_bytes": [worker["weight_bytes"] for worker in self.workers] if self.on_gpu else None,
-            "kv_cache_gib": self.spec.kv_cache_gib,
+            "kv_cache_gib": self.options.kv_cache_gib,
             "device_gib_before_start": self.before_gib,
         }
 
     def close(self) -> None:
         with self._resources:
-            if self.spec.isolation == "same" and self.on_gpu and self.spec.sleep_level > 0 and not self.asleep:
+            if self.options.isolation == "same" and self.on_gpu and self.options.sleep_level > 0 and not self.asleep:
                 self.llm.sleep(level=2)  # otherwise weights and KV cache stay until this process ends
 
     def _stop(self) -> None:
         pids = {pid for worker in self.workers for pid in (worker["pid"], worker["parent"])}
-        stop(self.llm, self.spec.isolation, sorted(pids - {os.getpid(), os.getppid()}))
+        stop(self.llm, self.options.isolation, sorted(pids - {os.getpid(), os.getppid()}))
