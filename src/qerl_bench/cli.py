@@ -83,7 +83,7 @@ def mention_sweep(hydra: HydraConf) -> None:
 def check(cfg: DictConfig) -> Experiment:
     """Build the specs of a composed config and look at everything that they need. Raises ConfigError."""
     experiment = build(cfg)
-    experiment.engine.check(experiment)
+    experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
     experiment.eval.check(experiment.task)
     experiment.logger.check()

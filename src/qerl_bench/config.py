@@ -134,8 +134,9 @@ class Experiment:
             if key in shape:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.noise)
-        self.engine.check_with(self)
-        self.task.check_with(self)
+        longest_completion = max(self.task.max_completion_tokens, getattr(self.eval, "max_tokens", None) or 0)
+        self.engine.check_with(shape, self.model.dtype, self.lora.rank, longest_completion)
+        self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
         self.lora.check_with(f"model={self.model.name}", shape)
 
     @property

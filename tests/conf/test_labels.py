@@ -47,7 +47,7 @@ def test_the_name_of_an_option_cannot_be_set(axis: str) -> None:
         (["aqn=format_error", "aqn.format.name=mxfp4"], "Choose quant@aqn.format=mxfp4 instead"),
         (["quant=[bf16,nvfp4]"], r"quant is one option: choose quant=bf16\|"),
         (["~quant", f"+quant={BY_HAND}"], "quant is one option: choose quant="),
-        (["task=reasoning_gym", "task.name=gsm8k"], "calls task gsm8k, which is qerl_bench.task.dataset.Questions"),
+        (["task=reasoning_gym", "task.name=gsm8k"], "calls task gsm8k, which is qerl_bench.task.dataset.DatasetTask"),
     ],
 )
 def test_other_ways_to_set_a_label_are_refused(words: list[str], says: str) -> None:

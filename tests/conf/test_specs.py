@@ -106,11 +106,11 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "aqn": ("sigma", "check_with", "controller"),
         "algo": ("on_policy", "max_resampling_rounds", "on_no_signal", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
-        "engine": ("build",),
+        "engine": ("check", "check_with", "build"),
         "lora": ("check_with",),
         "task": (
             *("check", "check_with", "train_prompts", "eval_prompts", "demonstrations"),
-            *("rewards", "reward", "normalised"),
+            *("rewards", "reward", "normalize"),
             "warm_start_overrides",
         ),
         "eval": ("check", "evaluate"),

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.cli import exit_code
 from qerl_bench.config import build
-from qerl_bench.engine import hf, hf_graph
+from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
@@ -34,13 +35,13 @@ def poisoned(policy: Policy) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("decode", [hf.decode, hf_graph.decode])
+@pytest.mark.parametrize("decode", [hf_reference.decode, hf_graph.decode])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sampling_stops_and_names_the_weight(
     make_policy: Callable[..., Policy], decode: Callable[..., Any], temperature: float
 ) -> None:
     policy = make_policy()
-    engine = hf.HfEngine(policy, max_num_seqs=256)
+    engine = HFEngine(policy, max_num_seqs=256)
     engine.decode = decode
     sampling = replace(SAMPLING, temperature=temperature)
     assert len(engine.generate(PROMPTS, sampling)) == 6
@@ -56,7 +57,7 @@ def test_sampling_stops_and_names_the_weight(
 def test_one_number_is_enough(make_policy: Callable[..., Policy], column: str, value: float) -> None:
     """As an engine with weights of its own reports them: the policy itself is sound."""
     policy = make_policy()
-    rollouts = hf.HfEngine(policy, max_num_seqs=256).generate(PROMPTS, SAMPLING)
+    rollouts = HFEngine(policy, max_num_seqs=256).generate(PROMPTS, SAMPLING)
     require_finite_logits(policy, rollouts)
     numbers = getattr(rollouts[3], column)
     rollouts[3] = replace(rollouts[3], **{column: [*numbers[:-1], value]})

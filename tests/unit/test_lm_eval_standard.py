@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,8 +17,9 @@ import pytest
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.task.grader import latex
 
@@ -34,7 +36,7 @@ class Scripted:
     """Keeps what it is asked, and answers question i with `texts[i]` instead of what the engine writes."""
 
     def __init__(self, policy: Any, texts: list[str]) -> None:
-        self.engine, self.policy, self.texts = HfEngine(policy, max_num_seqs=8), policy, texts
+        self.engine, self.policy, self.texts = HFEngine(policy, max_num_seqs=8), policy, texts
         self.asked: list[str] = []
 
     def generate(self, prompts: list[Any], sampling: Any) -> list[Any]:
@@ -139,6 +141,15 @@ def test_math500_as_minerva_asks_it_and_math_verify_counts_it(
     assert found.settings["shots"] == 4
 
 
+def test_the_copied_examples_are_those_of_the_installed_lm_eval() -> None:
+    import lm_eval
+
+    source = (Path(lm_eval.__file__).parent / "tasks" / "minerva_math" / "utils.py").read_text(encoding="utf-8")
+    function = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "list_fewshot_samples")
+    returned = function.body[-1].value  # type: ignore[attr-defined]
+    assert minerva_math500()["fewshot_config"]["samples"] == ast.literal_eval(returned)
+
+
 def test_other_tasks_are_refused_before_training() -> None:
     evaluator = spec(compose(["eval=lm_eval", "eval.protocol=standard"]), "eval")
     with pytest.raises(ConfigError, match=r"task=gsm8k or task=math500, not task=arithmetic.*eval\.protocol=held_out"):
@@ -151,8 +162,6 @@ def test_the_rows_that_lm_eval_sees_are_those_of_the_file() -> None:
     folder = os.environ.get("QERL_DATA")
     if folder is None:
         pytest.skip("QERL_DATA names no folder with the real data files")
-    from qerl_bench.eval.lm_eval.standard import raw
-
     files = {split: Path(folder) / f"gsm8k_{split}.jsonl" for split in ("train", "test")}
     words = [f"task.train_file={files['train']}", f"task.eval_file={files['test']}"]
     task = spec(compose(["task=gsm8k", *words]), "task")

@@ -16,7 +16,7 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.device import PhaseTimer
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.experiment import sampled_batch, train_step
@@ -324,7 +324,7 @@ def _step_rollouts(step: Step) -> list[Rollout]:
     fresh = step.fresh_policy()
     caught: list[Rollout] = []
 
-    class Listening(HfEngine):
+    class Listening(HFEngine):
         def generate(self, prompts: Any, sampling: Any) -> list[Rollout]:
             caught.extend(super().generate(prompts, sampling))
             return caught

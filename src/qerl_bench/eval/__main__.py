@@ -1,9 +1,9 @@
-"""`python -m qerl_bench.eval RUN_DIR eval=...`: evaluate a finished run again, under another protocol.
+"""`python -m qerl_bench.eval RUN_DIR eval=...`: evaluate a finished run again with another protocol.
 
-The policy is the run's: its config, its base packed the same way, the adapter of its last checkpoint. What may differ
-is how it is asked: eval, task, engine, device, seed. As in the run, the base before training comes first, so that the
-gain is over the same questions. The run itself is not touched: the record goes to RUN_DIR/evals/<name>-<fingerprint>/,
-or to out=DIR, and has the run's config.yaml with the changes, env.json, eval.json, samples.parquet and done.json.
+The policy is the run's: same config, same packed base, the adapter of its last checkpoint. Only eval, task, engine,
+device and seed may differ. As in the run, the base before training is evaluated first, for the gain on the same
+questions. The run itself is not changed: the result goes to RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and
+consists of config.yaml (the run's, with the changes), env.json, eval.json, samples.parquet and done.json.
 """
 
 from __future__ import annotations

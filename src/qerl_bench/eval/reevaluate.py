@@ -96,7 +96,7 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     """
     trained, asked = build(stored), build(cfg)
     asked.eval.check(asked.task)  # faulty data are found before anything is written
-    asked.engine.check(asked)
+    asked.engine.check(asked.device, asked.quant)
     require(asked.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself, whose record is not to be touched")
     checkpoint = last_checkpoint(run_dir)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
-from qerl_bench.task.prompts import rendered
+from qerl_bench.task.prompts import render_prompt
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
     """Prompt, completion and stop token, as training sees them."""
-    prompt = rendered(tokenizer, demonstration.prompt.messages)
+    prompt = render_prompt(tokenizer, demonstration.prompt.messages)
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the tokenizer has no end-of-text token"
     return [*_ids(tokenizer, prompt), *_ids(tokenizer, demonstration.completion), end]

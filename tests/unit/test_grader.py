@@ -1,4 +1,4 @@
-"""What a completion earns: traps for lenient and for literal judges, LaTeX within its time limit, and real answers."""
+"""What a completion earns: traps for lenient and for literal graders, LaTeX within its time limit, and real answers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.task.grader import latex
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
-from qerl_bench.task.grader.grader import EQUALITIES, Judge
+from qerl_bench.task.grader.grader import EQUALITIES, Grader
 from qerl_bench.task.grader.latex import Worker, compare
 
-NUMERIC = Judge(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
+NUMERIC = Grader(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 MATH = replace(NUMERIC, equality="math")
 WRITTEN = {
     "tags": "<think>a</think>\n<answer>{}</answer>",
@@ -28,7 +28,7 @@ WRITTEN = {
 
 # --- traps ---
 
-# (completion, correct, well formed) for the gold answer 18: both judges agree on all of these
+# (completion, correct, well formed) for the gold answer 18: both graders agree on all of these
 TRAPS = [
     ("<think>a</think><answer>18</answer>", True, True),
     ("<think>a</think><answer>15</answer>", False, True),  # the first character agrees
@@ -57,10 +57,10 @@ TRAPS = [
 ]
 
 
-@pytest.mark.parametrize("judge", [NUMERIC, MATH], ids=EQUALITIES)
+@pytest.mark.parametrize("grader", [NUMERIC, MATH], ids=EQUALITIES)
 @pytest.mark.parametrize(("completion", "correct", "formed"), TRAPS)
-def test_trap_table(judge: Judge, completion: str, correct: bool, formed: bool) -> None:
-    reward = judge.reward("18", completion)
+def test_trap_table(grader: Grader, completion: str, correct: bool, formed: bool) -> None:
+    reward = grader.reward("18", completion)
     assert (reward.correct, reward.parts["correct"], reward.parts["format"]) == (correct, correct, formed)
     assert reward.total == pytest.approx(1.0 * correct + 0.2 * formed)
 
@@ -123,7 +123,7 @@ SLOW = [
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit so short that this file is quick; the real one differs in its length alone."""
     monkeypatch.setattr(latex, "LIMIT_S", 0.3)
-    latex._asked.cache_clear()
+    latex._compare_in_worker.cache_clear()
 
 
 @pytest.mark.parametrize("answer", SLOW)
@@ -158,10 +158,10 @@ def test_the_limit_holds_in_every_thread() -> None:
     answers = {"0.5": True, "10^{10^{9}}": False, "\\frac{2}{4}": True, "2^{3^{4^{5^{6}}}}": False, "0.25": False}
     found: dict[str, bool] = {}
 
-    def judge(answer: str) -> None:
+    def grade(answer: str) -> None:
         found[answer] = compare("\\frac{1}{2}", answer)[0]
 
-    threads = [threading.Thread(target=judge, args=(answer,)) for answer in answers]
+    threads = [threading.Thread(target=grade, args=(answer,)) for answer in answers]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -204,8 +204,8 @@ def test_a_forked_child_has_a_worker_of_its_own() -> None:
     [
         ({"answer_format": "xml"}, r"task\.answer_format must be one of tags, hash, boxed, colon, auto, got 'xml'"),
         ({"equality": "string"}, r"task\.equality must be one of numeric, math, got 'string'"),
-        ({"correct_weight": 0.0}, "correct_weight > 0"),
-        ({"format_weight": float("nan")}, "format_weight=nan"),
+        ({"correct_weight": 0.0}, r"task\.correct_weight .* got 0\.0"),
+        ({"format_weight": float("nan")}, r"task\.format_weight .* got nan"),
     ],
 )
 def test_options_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
@@ -213,7 +213,7 @@ def test_options_out_of_range_are_refused(change: dict[str, object], message: st
         replace(NUMERIC, **change)
 
 
-def test_without_math_verify_the_judge_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_math_verify_the_grader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     NUMERIC.check()
     with pytest.raises(ConfigError, match=r"task\.equality=math needs the package math_verify.*\[math\]"):
@@ -221,8 +221,8 @@ def test_without_math_verify_the_judge_says_what_to_install(monkeypatch: pytest.
 
 
 def test_ways_to_write_one_answer_are_one_answer() -> None:
-    for judge, ways in ((NUMERIC, ["$1,000", "1000.0", "1000 eggs"]), (MATH, ["\\frac{2}{4}", "0.5", "\\dfrac12"])):
-        found = {judge.reward("7", WRITTEN["tags"].format(way)).answer for way in ways}
+    for grader, ways in ((NUMERIC, ["$1,000", "1000.0", "1000 eggs"]), (MATH, ["\\frac{2}{4}", "0.5", "\\dfrac12"])):
+        found = {grader.reward("7", WRITTEN["tags"].format(way)).answer for way in ways}
         assert len(found) == 1, found
     assert NUMERIC.reward("7", "no answer").answer is None
 
@@ -253,9 +253,9 @@ def golds(name: str) -> list[str]:
 def test_every_real_answer_is_right_for_its_question_and_wrong_for_the_one_before(name: str) -> None:
     answers = golds(name)
     assert len(answers) == SIZES[name]
-    judge = NUMERIC if name == "gsm8k_test" else MATH
+    grader = NUMERIC if name == "gsm8k_test" else MATH
     for answer_format in ANSWER_FORMATS:
-        chosen = replace(judge, answer_format=answer_format)
+        chosen = replace(grader, answer_format=answer_format)
         for form in WRITTEN if answer_format == "auto" else (answer_format,):
             missed = [gold for gold in answers if chosen.reward(gold, WRITTEN[form].format(gold)).parts != RIGHT]
             assert missed == [], (answer_format, form)

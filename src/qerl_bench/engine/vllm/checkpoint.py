@@ -1,7 +1,7 @@
-"""The checkpoint that vLLM loads: the policy's own base weights, byte for byte, under their checkpoint names.
+"""The checkpoint that vLLM loads: the policy's base weights, byte for byte, under their checkpoint names.
 
-Formats for which vLLM has kernels are handed over packed. NF4, which vLLM dropped in 0.28, is handed over as the values
-that its codes stand for, in the model's dtype: the same weights, so the same learning curve, and no claim about speed.
+Formats for which vLLM has kernels are written packed. NF4, which vLLM dropped in 0.28, is dequantized to the model's
+dtype: the same weights and so the same learning curve, but no claim about speed.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any
 import torch
 
 from qerl_bench.checks import require
-from qerl_bench.engine.vllm.install import takes_codes
+from qerl_bench.engine.vllm.install import loads_packed
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.export import checkpoint_tensors, config_entry, write_model
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, resident_bytes
 
-SCALE = "weight_global_scale"
+TENSOR_SCALE = "weight_global_scale"
 
 
 @dataclass(frozen=True)
-class Base:
-    """What vLLM is given for the policy's frozen weights."""
+class BaseCheckpoint:
+    """The policy's frozen weights as vLLM gets them."""
 
     model: Any
-    weight_format: WeightFormat | None  # None where no layer is packed
-    packed: bool  # whether vLLM gets codes, or the values that they stand for
+    weight_format: WeightFormat | None  # None if no layer is packed
+    packed: bool  # whether packed layers are written as codes, not dequantized
 
     @classmethod
-    def of(cls, model: Any, dequantize: bool, device: str) -> Base:
-        """The base of `model`. Raises ConfigError if vLLM has no kernel for it on `device`."""
+    def from_model(cls, model: Any, dequantize: bool, device: str) -> BaseCheckpoint:
+        """The checkpoint of `model`. Raises ConfigError if vLLM has no kernel for it on `device`."""
         layers = packed_layers(model)
         weight_format = next(iter(layers.values())).weight_format if layers else None
-        return cls(model, weight_format, takes_codes(weight_format, dequantize, device))
+        return cls(model, weight_format, loads_packed(weight_format, dequantize, device))
 
     @property
     def label(self) -> str:
-        """What a reader of the record has to know about the weights that sampled."""
+        """The weights that sample, in words, for engine.json."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         if self.weight_format is None:
             return dtype
@@ -49,21 +49,21 @@ class Base:
         return f"{self.weight_format.name} values on {dtype} kernels (no claim about speed)"
 
     def write(self, folder: Path) -> None:
-        """Write config and weights to the empty `folder`. The tokenizer stays here: engines are fed token ids."""
+        """Write config and weights to the empty `folder`. No tokenizer is needed: vLLM gets token ids."""
         tensors = {name.replace(".base_layer", ""): tensor for name, tensor in self._tensors() if ".lora_" not in name}
         needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
         require(
             free > needed,
             f"vLLM reads the base weights from a folder, and {folder.parent} has no room for it: {needed / 2**30:.1f} "
-            f"GiB are needed and {free / 2**30:.1f} free. Name a larger place in the environment variable TMPDIR",
+            f"GiB are needed and {free / 2**30:.1f} free. Set the environment variable TMPDIR to a larger disk",
         )
         entry = None
         if self.packed:
             assert self.weight_format is not None
             require_shared_scales(tensors)
             names = [name for name, m in self.model.named_modules() if type(m) is torch.nn.Linear]
-            left = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]
-            entry = config_entry(self.weight_format, left, str(self.model.dtype).removeprefix("torch."))
+            unquantized = [name.removesuffix(".base_layer") for name in names if ".lora_" not in name]
+            entry = config_entry(self.weight_format, unquantized, str(self.model.dtype).removeprefix("torch."))
         write_model(self.model, tensors, entry, folder)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,7 +76,7 @@ class Base:
             yield name, parameter.detach()
 
     def resident_bytes(self) -> int:
-        """Bytes of the policy's own copy of its linear layers."""
+        """Bytes of the linear layers in the policy's own copy."""
         modules = [module for name, module in self.model.named_modules() if ".lora_" not in name]
         return sum(resident_bytes(module) for module in modules if isinstance(module, torch.nn.Linear))
 
@@ -86,15 +86,17 @@ def packed_layers(model: torch.nn.Module) -> dict[str, PackedLinear]:
 
 
 def require_shared_scales(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise ConfigError if layers that vLLM runs as one matrix have tensor scales of their own: it would take the largest
-    for all of them, with a warning."""
+    """Raise ConfigError if layers that vLLM fuses into one matrix have different tensor scales.
+
+    vLLM would only warn and use the largest for all of them.
+    """
     for name, scale in tensors.items():
-        layer = name.removesuffix(f".{SCALE}")
+        layer = name.removesuffix(f".{TENSOR_SCALE}")
         parent, _, leaf = layer.rpartition(".")
         siblings = next((group for group in FUSED_SIBLINGS if leaf in group), ())
-        for other in (f"{parent}.{sibling}.{SCALE}" for sibling in siblings if layer != name):
+        for other in (f"{parent}.{sibling}.{TENSOR_SCALE}" for sibling in siblings if layer != name):
             require(
                 other not in tensors or torch.equal(tensors[other], scale),
-                f"{layer} and {other.removesuffix(f'.{SCALE}')} have different tensor scales, and vLLM would use one "
-                "for both. Use engine.dequantize=true, or pack the unquantized model, which gives them one",
+                f"{layer} and {other.removesuffix(f'.{TENSOR_SCALE}')} have different tensor scales, and vLLM would "
+                "use one for both. Use engine.dequantize=true, or pack the unquantized model, which gives them one",
             )
