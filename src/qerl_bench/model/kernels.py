@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from peft.tuners import lora
 
-from qerl_bench.quant.linear import PackedLinear, join_in_place, join_plain_in_place
+from qerl_bench.quant.concat import concat_rows_in_place
+from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.decode import MOST_TOKENS, supported
 from qerl_kernels.training_linear import Adapter, packed_linear
 
@@ -94,7 +95,7 @@ def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], 
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
     scalings = {layer.rounded.scaling for layer in adapted if layer.rounded is not None}
     plain = all(layer.disable_adapters or layer.rounded is not None for layer in adapted) and len(scalings) <= 1
-    whole = _joined(bases) if plain else None
+    whole = concat_rows_in_place(bases) if plain else None
     if whole is None:
         return lambda x: tuple(layer(x) for layer in layers)
     sizes = [base.out_features for base in bases]
@@ -106,13 +107,6 @@ def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], 
         blocks = [like.b.new_empty(size, 0) if one is None else one.b for one, size in zip(found, sizes, strict=True)]
         adapter = Adapter(a, torch.block_diag(*blocks), like.scaling)
     return lambda x: linear_with_lora(whole, x, adapter).split(sizes, dim=-1)
-
-
-def _joined(bases: Sequence[Any]) -> torch.nn.Linear | None:
-    packed = [base for base in bases if isinstance(base, PackedLinear)]
-    if not packed:
-        return join_plain_in_place(bases)
-    return join_in_place(packed) if len(packed) == len(bases) else None
 
 
 def why_not_fused(kernel: str, device: torch.device) -> str | None:
@@ -143,7 +137,7 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
 
 
 def _chosen(base: torch.nn.Linear, kernel: str, compute: torch.dtype) -> str:
-    if isinstance(base, PackedLinear) and base.by_bitsandbytes:
+    if isinstance(base, PackedLinear) and base.uses_bitsandbytes:
         return BITSANDBYTES
     device = next(base.buffers()).device if isinstance(base, PackedLinear) else base.weight.device
     if why_not_fused(kernel, device) is not None or compute != torch.bfloat16:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
 from qerl_bench.model.shape import ShapeModel
-from qerl_bench.quant.checkpoint import Weights, quantization_config, read_packed, skeleton
+from qerl_bench.quant.checkpoint import CheckpointReader, quantization_config, read_packed, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
-from qerl_bench.quant.linear import PackedLinear, resident_bytes
+from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def load_packed(
         )
         model = read_packed(folder, quant, getattr(torch, spec.dtype), device)
         packed = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
-        return model.to(device), spec.tokenizer(), {name: _kept(layer) for name, layer in packed.items()}
+        return model.to(device), spec.tokenizer(), {name: unpacked_report(layer) for name, layer in packed.items()}
     if folder is not None and quant.bits_per_weight is not None:
-        weights, model = Weights(folder, device), skeleton(folder, getattr(torch, spec.dtype))
+        weights, model = CheckpointReader(folder, device), skeleton(folder, getattr(torch, spec.dtype))
         if weights.covers(model):
             tokenizer = spec.tokenizer()
             reports = quantize_model(
@@ -66,8 +66,7 @@ def _sequences(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> li
     calibration = experiment.quantizer.calibration
     if calibration is None or experiment.quant.bits_per_weight is None:
         return []
-    return calibration.sequences(tokenizer, experiment.task)
-
-
-def _kept(layer: PackedLinear) -> LayerReport:
-    return unpacked_report(resident_bytes(layer), layer.out_features * layer.in_features)
+    if calibration.file is not None:
+        return calibration.from_file(tokenizer)
+    demonstrations = experiment.task.demonstrations(0, calibration.samples, calibration.seed)
+    return calibration.from_demonstrations(tokenizer, demonstrations)
