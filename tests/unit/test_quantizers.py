@@ -397,10 +397,10 @@ def test_text_from_the_task_is_its_training_split_with_stop_tokens() -> None:
     tokenizer = byte_tokenizer()
     demonstrations = task.demonstrations(0, 5, 3)
     text = Calibration(file=None, samples=5, length=4096, seed=3)
-    assert [tokenizer.decode(ids) for ids in text.from_demonstrations(tokenizer, demonstrations)] == [
+    assert [tokenizer.decode(ids) for ids in text.sequences(tokenizer, task)] == [
         f"{d.prompt.messages[-1]['content']}\n{d.completion}{tokenizer.eos_token}" for d in demonstrations
     ]
-    short = dataclasses.replace(text, length=7).from_demonstrations(tokenizer, demonstrations)
+    short = dataclasses.replace(text, length=7).sequences(tokenizer, task)
     assert [len(ids) for ids in short] == [7] * 5
 
 
@@ -412,7 +412,7 @@ def test_text_from_files(tmp_path: Path) -> None:
 
     def read(path: Path, samples: int) -> list[str]:
         text = Calibration(file=str(path), samples=samples, length=4, seed=0)
-        return [str(tokenizer.decode(ids)) for ids in text.from_file(tokenizer)]
+        return [str(tokenizer.decode(ids)) for ids in text.sequences(tokenizer, None)]  # type: ignore[arg-type]
 
     assert read(plain, 2) == ["abcd", "efgh"]
     assert read(lines, 3) == ["one", "twot", "thre"]

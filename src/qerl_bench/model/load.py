@@ -66,7 +66,4 @@ def _sequences(experiment: Experiment, tokenizer: PreTrainedTokenizerBase) -> li
     calibration = experiment.quantizer.calibration
     if calibration is None or experiment.quant.bits_per_weight is None:
         return []
-    if calibration.file is not None:
-        return calibration.from_file(tokenizer)
-    demonstrations = experiment.task.demonstrations(0, calibration.samples, calibration.seed)
-    return calibration.from_demonstrations(tokenizer, demonstrations)
+    return calibration.sequences(tokenizer, experiment.task)

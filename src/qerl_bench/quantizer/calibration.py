@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from qerl_bench.checks import check_fields, count, require
 from qerl_bench.task.prompts import rendered
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from qerl_bench.records import Demonstration
 
 BATCH_SIZE = 16  # sequences per forward pass; limits memory
+
+
+class DemonstrationSource(Protocol):
+    """The part of a task that calibration uses."""
+
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +44,14 @@ class Calibration:
     def __post_init__(self) -> None:
         check_fields(self, "quantizer.calibration", samples=count(), length=count(2), seed=count(0))
 
-    def from_demonstrations(
-        self, tokenizer: PreTrainedTokenizerBase, demonstrations: list[Demonstration]
-    ) -> list[list[int]]:
-        """The token ids of each demonstration as in training: prompt, completion and stop token, cut to `length`."""
-        end = tokenizer.eos_token_id
-        assert isinstance(end, int), "the tokenizer has no end-of-text token"
-        samples = []
-        for demonstration in demonstrations:
-            prompt = _ids(tokenizer, rendered(tokenizer, demonstration.prompt.messages))
-            samples.append([*prompt, *_ids(tokenizer, demonstration.completion), end][: self.length])
-        return samples
+    def sequences(self, tokenizer: PreTrainedTokenizerBase, task: DemonstrationSource) -> list[list[int]]:
+        """The token ids of each sample. Raises ConfigError if the file cannot be read or holds too few."""
+        if self.file is not None:
+            return self._from_file(tokenizer, Path(self.file))
+        demonstrations = task.demonstrations(0, self.samples, self.seed)
+        return [_demonstration_ids(tokenizer, demonstration)[: self.length] for demonstration in demonstrations]
 
-    def from_file(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """The token ids of each sample of `file`. Raises ConfigError if it cannot be read or holds too few."""
-        assert self.file is not None
-        path = Path(self.file)
+    def _from_file(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[list[int]]:
         require(
             path.is_file(),
             f"quantizer.calibration.file={path} is not a file; give a text or .jsonl file, or null for demonstrations "
@@ -85,6 +83,14 @@ def _text_of(path: Path, number: int, line: str) -> str:
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
+    """Prompt, completion and stop token, as in training."""
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "the tokenizer has no end-of-text token"
+    prompt = rendered(tokenizer, demonstration.prompt.messages)
+    return [*_ids(tokenizer, prompt), *_ids(tokenizer, demonstration.completion), end]
 
 
 def batches(sequences: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
