@@ -21,7 +21,9 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors")
-SPECS = [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False, backend="own")]
+MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even")
+NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own")
+SPECS = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -293,7 +295,7 @@ def test_relative_error_by_hand() -> None:
     linear = _linear(32, 1, bias=False)
     linear.weight.data = torch.tensor([[5.0, 4.0, *[0.0] * 30]])  # 5 rounds to 4 at scale 1
     model = torch.nn.Sequential(linear)
-    report = quantize_model(model, MXFP4(name="mxfp4", scale_rule="even"))["0"]
+    report = quantize_model(model, MXFP4_SPEC)["0"]
     assert (report.bytes, report.bits_per_weight) == (17, 4.25)
     assert report.relative_error == pytest.approx(1 / 41**0.5)
     linear.weight.data.zero_()
@@ -348,7 +350,7 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
     model = torch.nn.Sequential(_linear(64, 64))
     quantize_model(model, NVFP4_SPEC)
     with pytest.raises(ConfigError, match="0 is packed already"):
-        quantize_model(model, NF4(name="nf4", double_quant=False, backend="own"))
+        quantize_model(model, NF4_SPEC)
     adapted = get_peft_model(Block(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="q_proj carries an adapter"):
         quantize_model(adapted, NVFP4_SPEC)
@@ -357,7 +359,7 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
 def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^q_proj: .*bitsandbytes"):
-        quantize_model(Block(), NF4(name="nf4", double_quant=False, backend="own"))
+        quantize_model(Block(), NF4_SPEC)
 
 
 # --- concatenated layers ----------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from qerl_bench.checks import ConfigError
@@ -31,7 +29,6 @@ from qerl_bench.quantizer.mse import BlockScaleSearch
 from qerl_bench.quantizer.rtn import RoundToNearest
 from qerl_kernels import nvfp4
 
-CONF = Path(__file__).parents[2] / "conf" / "quantizer"
 NAMES = ("rtn", "mse", "awq", "gptq")
 TEXT = Calibration(file=None, samples=4, length=32, seed=0)
 RTN = RoundToNearest(name="rtn")
@@ -74,17 +71,6 @@ def _loss(weight: torch.Tensor, restored: torch.Tensor, moment: torch.Tensor) ->
 
 
 # --- specs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_yaml_spells_out_every_field(name: str) -> None:
-    config = OmegaConf.load(CONF / f"{name}.yaml")
-    spec = instantiate(config, _convert_="all")
-    assert list(config)[:2] == ["_target_", "name"]
-    assert set(config) - {"_target_"} == {field.name for field in dataclasses.fields(spec)}
-    assert spec.name == name
-    if spec.calibration is not None:
-        assert set(config.calibration) - {"_target_"} == {field.name for field in dataclasses.fields(spec.calibration)}
 
 
 def test_the_quantizer_is_part_of_a_run_and_refused_without_a_format() -> None:
