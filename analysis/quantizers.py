@@ -1,4 +1,4 @@
-"""Accuracy before any training, formats x quantizers, each with its paired difference to rounding to nearest.
+"""Accuracy before training by format and quantizer, each with its paired difference from round-to-nearest (rtn).
 
 python analysis/quantizers.py runs/ --out figures/
 """
@@ -14,33 +14,33 @@ MODES = ("greedy", "sampled")
 
 
 def compare(runs: list[Run]) -> pd.DataFrame:
-    """One row per run: accuracy in per cent, its standard error over questions, and both of the difference to rtn.
+    """One row per run: accuracy in per cent and its difference from rtn, each with its standard error over questions.
 
-    Raises ConfigError if two runs have the same format and quantizer, for a run without its `layers.parquet` or without an
-    evaluation before training, and if a format was not run with rtn, or on other questions.
+    Raises ConfigError if two runs have the same format and quantizer, if a run has no `layers.parquet` or no evaluation
+    before training, and if a format has no run with rtn, or one on other questions.
     """
-    found, names = {}, {}
+    answers_and_layers, names = {}, {}
     for run in runs:
         key = run.option("quant.name"), run.option("quantizer.name")
         both = f"{names.get(key)} and {run.name} are both quant={key[0]} quantizer={key[1]}"
-        require(key not in found, f"{both}: leave one out")
+        require(key not in names, f"{both}: leave one out")
         answers = {mode: run.answers(mode) for mode in MODES}
         require(all(0 in table for table in answers.values()), f"{run.name} was not evaluated before its first step")
         file = run.path / "layers.parquet"
         require(file.is_file(), f"{file} is missing: leave the run out, or run it again")
-        found[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
+        answers_and_layers[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
         names[key] = run.name
     rows = []
-    for (quant, quantizer), (right, layers) in found.items():
-        require((quant, "rtn") in found, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
-        row = {"format": quant, "quantizer": quantizer, "questions": len(right[MODES[0]])}
+    for (quant, quantizer), (correct, layers) in answers_and_layers.items():
+        require((quant, "rtn") in names, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
+        row = {"format": quant, "quantizer": quantizer, "questions": len(correct[MODES[0]])}
         for mode in MODES:
-            difference = right[mode] - found[quant, "rtn"][0][mode]
+            difference = correct[mode] - answers_and_layers[quant, "rtn"][0][mode]
             require(
                 bool(difference.notna().all()),
                 f"{names[quant, quantizer]} and {names[quant, 'rtn']} were asked different questions: leave one out",
             )
-            for name, values in ((mode, right[mode]), (f"{mode} - rtn", difference)):
+            for name, values in ((mode, correct[mode]), (f"{mode} - rtn", difference)):
                 mean = crossed(values.to_numpy())
                 row |= {name: 100 * mean.mean, f"{name} se": 100 * mean.error}
         row |= {"weight error": layers["relative_error"].mean(), "output error": layers["output_error"].mean()}

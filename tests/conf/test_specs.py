@@ -102,7 +102,8 @@ def test_a_built_experiment_cannot_be_changed() -> None:
 
 def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
     needed = {
-        "quant": ("bits_per_weight", "unsupported_reason", "check_width", "pack", "operand", "output_scale"),
+        "quant": ("bits_per_weight", "unsupported_reason", "check_width", "kernel_layout"),
+        "quantizer": ("calibration", "prepare", "pack"),
         "aqn": ("sigma", "check_with", "controller"),
         "algo": ("on_policy", "max_resampling_rounds", "on_no_signal", "advantages", "weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),

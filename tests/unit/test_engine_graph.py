@@ -15,7 +15,8 @@ from qerl_bench.engine import hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
-from qerl_bench.quant.linear import PackedLinear, join_in_place
+from qerl_bench.quant.concat import concat_rows_in_place
+from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
@@ -238,7 +239,7 @@ def test_what_cannot_be_joined_stays_as_it_is(make_policy: MakePolicy, case: str
     for layer in layers if case != "one is not laid out" else layers[:2]:
         layer.use_kernels()
     before = [dict(layer.named_buffers()) for layer in layers]
-    assert join_in_place(layers) is None
+    assert concat_rows_in_place(layers) is None
     for layer, buffers in zip(layers, before, strict=True):
         assert all(layer.get_buffer(name) is tensor for name, tensor in buffers.items())
 
@@ -291,7 +292,7 @@ def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkey
     policy, x = make_policy("model.kv_heads=2", adapted=True), torch.randn(3, 32)
     layers: list[Any] = _attention(policy)
     joined: list[Any] = []
-    monkeypatch.setattr("qerl_bench.model.kernels.join_in_place", lambda parts: joined.append(parts))
+    monkeypatch.setattr("qerl_bench.model.kernels.concat_rows_in_place", lambda parts: joined.append(parts))
     with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
         for one, layer in zip(fuse_linears(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))

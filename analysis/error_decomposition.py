@@ -1,6 +1,6 @@
-"""The error that packing makes in each layer, of its weights and of its outputs, by format and quantizer.
+"""Draws the error of each packed layer, in weights and outputs, by format and quantizer.
 
-python analysis/error_anatomy.py docs/results/quantizers --out figures/      # or folders of runs or exports
+python analysis/error_decomposition.py docs/results/quantizers --out figures/      # or folders of runs or exports
 """
 
 import pandas as pd
@@ -14,12 +14,10 @@ from qerl_bench.study.script import figure_parser, guarded
 def main(arguments: list[str] | None = None) -> None:
     options = figure_parser(__doc__).parse_args(arguments)
     files = [file for folder in options.runs for file in sorted(folder.rglob("layers.parquet"))]
-    searched = ", ".join(map(str, options.runs))
-    require(
-        len(files) > 0, f"no layers.parquet in {searched}: give folders of runs, of exports, or of a committed table"
-    )
+    folders = ", ".join(map(str, options.runs))
+    require(len(files) > 0, f"no layers.parquet in {folders}: give folders of runs, exports or a committed table")
     table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files]).query("relative_error > 0")
-    print(*save(draw(one_of_each(table)), options.out / "error_anatomy", options.formats), sep="\n")
+    print(*save(draw(one_of_each(table)), options.out / "error_decomposition", options.formats), sep="\n")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_pieces_of_a_large_layer_are_put_together(monkeypatch: pytest.MonkeyPatc
     weight = torch.randn(7, 32, generator=torch.Generator().manual_seed(2))
     restored = weight.round()
     whole = layer_report(weight, restored, size=1)
-    monkeypatch.setattr("qerl_bench.quant.error_decomposition._PIECE", 10)
+    monkeypatch.setattr("qerl_bench.quant.error_decomposition._CHUNK", 10)
     parts = layer_report(weight, restored, size=1)
     for name, value in vars(whole).items():
         assert getattr(parts, name) == (None if value is None else pytest.approx(value, rel=1e-6))
@@ -120,7 +120,7 @@ def test_the_output_error_is_that_of_the_inputs() -> None:
 
 def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
     weight = torch.randn(4, 32)
-    layers = {"b": layer_report(weight, weight.round(), size=8), "a": unpacked_report(256, 128)}
+    layers = {"b": layer_report(weight, weight.round(), size=8), "a": unpacked_report(torch.nn.Linear(8, 16))}
     write_layers(tmp_path / "layers.parquet", layers, "nvfp4", "rtn")
     table = pd.read_parquet(tmp_path / "layers.parquet")
     assert list(table["layer"]) == ["b", "a"]
@@ -133,7 +133,7 @@ def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
 def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = analysis("error_anatomy")
+    script = analysis("error_decomposition")
     weight = torch.randn(4, 32)
     report = layer_report(weight, weight.round(), size=8)
     for run, error in (("a", 1.0), ("b", 1.0001), ("c", 1.01)):
@@ -141,7 +141,7 @@ def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
         layers = {"layers.0.q": replace(report, relative_error=error * report.relative_error), "layers.1.q": report}
         write_layers(tmp_path / run / "layers.parquet", layers, "nvfp4", "rtn")
     script.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
-    assert "error_anatomy.svg" in capsys.readouterr().out
+    assert "error_decomposition.svg" in capsys.readouterr().out
     assert len(script.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
     with pytest.raises(ConfigError, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
         script.main([str(tmp_path), "--out", str(tmp_path / "out")])
