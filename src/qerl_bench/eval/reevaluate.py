@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import logging
-from contextlib import ExitStack
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -104,36 +103,17 @@ def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path
     assert checkpoint is not None
     check_checkpoint(checkpoint)
 
-    import torch
+    from qerl_bench.session import evaluate, prepare_device, session
 
-    from qerl_bench.device import resolve_device
-    from qerl_bench.eval.record import record_evaluation
-    from qerl_bench.model.digest import digest_of
-    from qerl_bench.model_setup import base_checkpoint, build_policy
-    from qerl_bench.train.nonfinite import during
-
-    device = resolve_device(asked.device)
-    reason = trained.quant.unsupported_reason(device)
-    require(reason is None, f"quant={trained.quant.name} cannot run here: {reason}")
-    if device == "cpu":
-        torch.use_deterministic_algorithms(True)
-    with ExitStack() as stack:
-        record = stack.enter_context(RunDir(out, cfg, "out=DIR"))
+    device = prepare_device(asked.device, trained.quant)
+    with RunDir(out, cfg, "out=DIR") as record:
         if record.finished:
             log.info("evaluated before (delete the folder to do it again)")
             return
-        base = base_checkpoint(trained.model, trained.task, trained.root)
-        record.write_environment(device, digest_of(trained.model, base))
-        policy = build_policy(trained, base, device)
-        engine = asked.engine.build(policy)
-        stack.callback(engine.close)
-        for step in (0, step_of(checkpoint)):
-            if step > 0:
-                policy.load(checkpoint)
-            with during(f"evaluation after step {step}"):
-                found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
-            scores = record_evaluation(record, asked.task.name, step, found)
-            log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
+        with session(trained, asked.engine, record, device) as (policy, engine):
+            evaluate(asked, policy, engine, record, step=0)
+            policy.load(checkpoint)
+            evaluate(asked, policy, engine, record, step=step_of(checkpoint))
         write_atomically(out / "done.json", json.dumps({"run": str(run_dir.resolve())}, indent=1))
 
 
