@@ -33,7 +33,7 @@ class RolloutEngine(Protocol):
     """Samples from the policy that is being trained."""
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
-        """Take over the policy as it is now, noise included, and prove it on `prompts`: metrics.SYNCED, or nothing."""
+        """Take over the policy as it is now, noise included, and prove it on `prompts`: metrics.WEIGHT_SYNC, or nothing."""
         ...
 
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:

@@ -22,7 +22,7 @@ class Batch:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def micro_batches(self, size: int, selected: torch.Tensor) -> list[torch.Tensor]:
-        """Split the rows where `selected` (B,) is true into index tensors of at most `size` rows, longest rows first."""
+        """The rows where `selected` (B,) is true, longest first, as index tensors of at most `size` rows."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
         rows = order[selected[order]]
         return list(rows.split(size)) if len(rows) > 0 else []

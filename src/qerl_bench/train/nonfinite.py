@@ -81,9 +81,9 @@ def require_finite_logits(policy: Policy, rollouts: Sequence[Rollout]) -> None:
     where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, 1.0))
     raise TrainingStopped(
         f"{len(bad)} of {len(rollouts)} completions were sampled from logits that are not finite. First, on the prompt "
-        f"{first.prompt.id}: {where}. If that is a weight, use another checkpoint: delete the run's last one to continue "
-        "from the one before, or choose another model. If it is an output, it overflowed: use a model.dtype of wider "
-        "range, less noise (aqn) or a smaller optim.lr"
+        f"{first.prompt.id}: {where}. If that is a weight, use another checkpoint: delete the run's last one to "
+        "continue from the one before, or choose another model. If it is an output, it overflowed: use a model.dtype "
+        "of wider range, less noise (aqn) or a smaller optim.lr"
     )
 
 
@@ -97,7 +97,7 @@ def during(where: str) -> Iterator[None]:
 
 
 def dump(run: RunDir, step: int, error: NonFiniteError) -> str:
-    """Write the tensors and a report to nonfinite/step_<step>/ of the run and return a message that names the folder."""
+    """Write the tensors and a report to nonfinite/step_<step>/ of the run; returns a message that names the folder."""
     folder = run.path / "nonfinite" / f"step_{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in error.tensors.items()}

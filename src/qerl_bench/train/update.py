@@ -193,7 +193,7 @@ def before_first_update(
 
 
 class StepAccumulator:
-    """Sums over all updates of a step. Averages are over all tokens, those computed in the first update alone included."""
+    """Sums over all updates of a step. Every average is over all tokens, including those without gradient."""
 
     def __init__(self) -> None:
         self.tokens = metrics.TokenTable()  # per-token numbers of the policy before the first update

@@ -96,7 +96,7 @@ class Mirror:
         self.adapter = clone(state)
 
     def probe(self, prompts: list[list[int]]) -> dict[str, float]:
-        """metrics.SYNCED on a few prompts, token ids. Raises AssertionError if engine and trainer are too far apart."""
+        """metrics.WEIGHT_SYNC on a few prompts, token ids. Raises AssertionError if engine and trainer are too far apart."""
         chosen = [ids[:PROBED] for ids in prompts if len(ids) > 1][:PROBES]
         require(bool(chosen), "no prompt has two tokens, so that nothing is left to compare vLLM with the trainer on")
         first, rest = [ids[:1] for ids in chosen], [ids[1:] for ids in chosen]
