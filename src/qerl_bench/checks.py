@@ -86,7 +86,15 @@ def number(
 
 def optional(check: Check) -> Check:
     """null, or what `check` allows."""
-    return lambda key, value: None if value is None else check(key, value)
+
+    def check_unless_null(key: str, value: object) -> None:
+        try:
+            if value is not None:
+                check(key, value)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(" must be ", " must be null or ", 1)) from None
+
+    return check_unless_null
 
 
 def flag(key: str, value: object) -> None:

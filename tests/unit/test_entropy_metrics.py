@@ -16,7 +16,6 @@ from qerl_bench.records import Group
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
-
 NO_RUN: Any = None  # a run directory is needed only if something is not finite
 
 
