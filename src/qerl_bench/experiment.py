@@ -186,8 +186,8 @@ def no_signal_message(groups: list[Group], rounds: int) -> str:
     rewards = ", ".join(f"{reward:g}" for reward in sorted({group.rewards[0].total for group in groups}))
     return (
         f"nothing to learn from: in all {len(groups)} groups, sampled in {rounds} rounds, the completions of a group "
-        f"got equal rewards (rewards: {rewards}). The task is too hard or too easy for this model: change it or warm the "
-        "model up, raise rollout.group_size, rollout.prompts_per_step or algo.max_resampling_rounds, or continue "
+        f"got equal rewards (rewards: {rewards}). The task is too hard or too easy for this model: change it or warm "
+        "the model up, raise rollout.group_size, rollout.prompts_per_step or algo.max_resampling_rounds, or continue "
         "without a gradient: algo.on_no_signal=continue"
     )
 
