@@ -167,9 +167,9 @@ def collect_rollouts(
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
             rewards = task.rewards(rollouts)
-        starts = range(0, len(rollouts), rollout.group_size)
-        groups = [slice(start, start + rollout.group_size) for start in starts]
-        all_groups += [Group(rollouts=rollouts[group], rewards=rewards[group]) for group in groups]
+        for start in range(0, len(rollouts), rollout.group_size):
+            of_prompt = slice(start, start + rollout.group_size)
+            all_groups.append(Group(rollouts=rollouts[of_prompt], rewards=rewards[of_prompt]))
         kept_groups = [group for group in all_groups if group.has_signal or algo.max_resampling_rounds == 0]
     if not kept_groups and algo.on_no_signal == "stop":
         raise TrainingStopped(no_signal_message(all_groups, rounds))
