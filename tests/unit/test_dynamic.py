@@ -50,7 +50,7 @@ class Scripted:
         """Rewards of the groups to train on, the number of groups sampled, and the number of refills."""
         report = NoiseReport(0.0, 0.0, 0, 0.0)
         engine = SimpleNamespace(sync=lambda prompts: {}, generate=self.generate, sleep=dict)
-        policy = SimpleNamespace(noise=SimpleNamespace(sampler=lambda step, draw: nullcontext(report)))
+        policy = SimpleNamespace(noise=SimpleNamespace(for_rollout=lambda step, draw: nullcontext(report)))
         step: tuple[Any, ...] = (self, policy, engine, 1, PhaseTimer("cpu"))
         kept, sampled, step_metrics = collect_rollouts(*step)
         totals = [tuple(reward.total for reward in group.rewards) for group in kept]

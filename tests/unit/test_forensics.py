@@ -74,7 +74,7 @@ def test_a_run_ends_with_one_message_that_says_when(
     evaluation: str,
     where: str,
 ) -> None:
-    monkeypatch.setattr("qerl_bench.experiment.build_policy", lambda *given: poisoned(build_policy(*given)))
+    monkeypatch.setattr("qerl_bench.session.build_policy", lambda *given: poisoned(build_policy(*given)))
     cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
     assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]
