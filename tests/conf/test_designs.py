@@ -403,7 +403,7 @@ def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], path: Pat
     assert {point - {mirror} for point in words} == expected
     assert len(words) == len(expected)
     assert (ROOT / sweep["program"]).is_file()
-    assert sweep["metric"]["name"] in {**metrics.SAMPLED, **metrics.TRAINED, **metrics.EVALUATED}
+    assert sweep["metric"]["name"] in {**metrics.ROLLOUT, **metrics.TRAIN, **metrics.EVAL}
 
 
 def test_every_design_with_a_grid_has_a_sweep() -> None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import check_points
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.eval.reevaluate import asked_again
+from qerl_bench.eval.reevaluate import apply_overrides
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"
@@ -106,8 +106,8 @@ def test_stored_configs_are_checked_by_what_they_say() -> None:
 
 @pytest.mark.parametrize("word", ["eval.name=paper", "task._target_=x", "engine.name=vllm", "task.name=gsm8k"])
 def test_an_evaluation_of_a_run_cannot_rename_either(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"{word} would change what .* is called and not what it is.* choose another"):
-        asked_again(compose(), [word])
+    with pytest.raises(ConfigError, match=f"{word} would change the name of .* choose another"):
+        apply_overrides(compose(), [word])
 
 
 def test_the_program_checks_where_hydra_searches(tmp_path: Path) -> None:

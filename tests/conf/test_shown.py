@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from qerl_bench.cli import flags_first
 from qerl_bench.config import build, compose
-from qerl_bench.eval.reevaluate import asked_again
+from qerl_bench.eval.reevaluate import apply_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]
@@ -53,7 +53,7 @@ def test_a_shown_command_is_accepted(page: str, command: str) -> None:
             ROOT / "src" / module.replace(".", "/") / "__main__.py"
         ).exists()
         if module == "qerl_bench.eval":
-            build(asked_again(compose(), [word for word in words[1:] if not word.startswith("out=")]))
+            build(apply_overrides(compose(), [word for word in words[1:] if not word.startswith("out=")]))
         return
     assert (ROOT / program).exists()
     if program == "src/run.py" and "--cfg" not in words:

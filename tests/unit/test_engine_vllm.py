@@ -26,7 +26,7 @@ from qerl_bench.engine.vllm import install as vllm_install
 from qerl_bench.engine.vllm import process as vllm_process
 from qerl_bench.engine.vllm.checkpoint import TENSOR_SCALE, BaseCheckpoint, packed_layers
 from qerl_bench.engine.vllm.install import require_device, require_supported
-from qerl_bench.metrics import of_syncs
+from qerl_bench.metrics import sync_metrics
 
 
 @pytest.fixture
@@ -257,6 +257,6 @@ def test_adapters_go_to_disk_where_memory_has_no_room(tmp_path: Path, monkeypatc
 def test_a_step_reports_its_worst_synchronisation() -> None:
     first = {"sync/adapter_effect": 0.3, "sync/adapter_effect_engine": 0.3, "sync/gap": 0.1, "sync/gap_base": 0.2}
     second = {"sync/adapter_effect": 0.2, "sync/adapter_effect_engine": 0.4, "sync/gap": 0.3, "sync/gap_base": 0.1}
-    found = of_syncs([first | {"sync/norms_changed": 4}, second | {"sync/norms_changed": 3}])
+    found = sync_metrics([first | {"sync/norms_changed": 4}, second | {"sync/norms_changed": 3}])
     assert list(found.values()) == [0.2, 0.3, 0.3, 0.2, 3]
-    assert of_syncs([{}, {}]) == {} == of_syncs([])
+    assert sync_metrics([{}, {}]) == {} == of_syncs([])

@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.cli import exit_code
@@ -23,7 +21,7 @@ from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.records import Prompt
-from qerl_bench.train.nonfinite import NonFinite, dump, during, require_finite_logits
+from qerl_bench.train.nonfinite import during, require_finite_logits
 
 PROMPTS = [Prompt(id=f"test/{i}", messages=({"role": "user", "content": f"{i}+1=?"},), answer="0") for i in range(3)]
 SAMPLING = Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1)
@@ -77,7 +75,7 @@ def test_a_run_ends_with_one_message_that_says_when(
     evaluation: str,
     where: str,
 ) -> None:
-    monkeypatch.setattr("qerl_bench.experiment.build_policy", lambda *given: poisoned(build_policy(*given)))
+    monkeypatch.setattr("qerl_bench.session.build_policy", lambda *given: poisoned(build_policy(*given)))
     cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
     assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]
@@ -90,12 +88,3 @@ def test_only_what_stopped_a_run_is_told_where() -> None:
         raise TrainingStopped("no")
     with pytest.raises(ZeroDivisionError), during("step 3"):
         _ = 1 / 0
-
-
-def test_tensors_of_a_dump_may_share_memory(tmp_path: Path) -> None:
-    """As log-probabilities before and after the first of one update do."""
-    run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [])
-    values = torch.arange(6.0).view(2, 3)
-    dump(run, 1, NonFinite(what="loss", tensor="x", tensors={"logprobs": values, "old_logprobs": values}))
-    found = load_file(tmp_path / "nonfinite" / "step_000001" / "batch.safetensors")
-    assert torch.equal(found["logprobs"], values) and torch.equal(found["old_logprobs"], values)

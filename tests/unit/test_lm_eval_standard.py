@@ -108,7 +108,7 @@ def test_its_numbers_are_named_and_recorded_with_their_gain(policy: Any, tmp_pat
     record_evaluation(run, "gsm8k", 0, first)  # type: ignore[arg-type]
     scores = record_evaluation(run, "gsm8k", 4, second)  # type: ignore[arg-type]
     found = metrics_of(scores)
-    assert set(found) == {name for name in metrics.STANDARD if "math_verify" not in name}
+    assert set(found) == {name for name in metrics.LM_EVAL if "math_verify" not in name}
     assert found["eval/gain_strict_match"] == pytest.approx(2 / 3)
     assert found["eval/gain_strict_match_stderr"] == pytest.approx(1 / 3)
 
@@ -132,7 +132,7 @@ def test_math500_as_minerva_asks_it_and_math_verify_counts_it(
     found = measured(policy, engine, task, tmp_path)
     assert [row["correct"] for row in found.samples] == [True, True, False, False]
     assert [score.metric for score in found.scores] == ["eval/lm_eval_math_verify"]
-    assert set(metrics_of(found.scores)) <= set(metrics.STANDARD)
+    assert set(metrics_of(found.scores)) <= set(metrics.LM_EVAL)
     for asked, (question, _) in zip(engine.asked, rows, strict=True):
         *shots, last = re.split(r"\n\nProblem:\n", asked.removeprefix("Problem:\n"))
         assert last == f"{question}\n\nSolution:"

@@ -15,9 +15,11 @@ from pathlib import Path
 from qerl_bench.checks import require
 from qerl_bench.cli import exit_code
 from qerl_bench.config import register_resolvers
-from qerl_bench.eval.reevaluate import ASKED, asked_again, evaluate_again, name_of, render, stored_config
+from qerl_bench.eval.reevaluate import CHANGEABLE, apply_overrides, reevaluate, evaluation_name, render, stored_config
 
-USAGE = f"usage: python -m qerl_bench.eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in ASKED[1:])} out=DIR]"
+USAGE = (
+    f"usage: python -m qerl_bench.eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in CHANGEABLE[1:])} out=DIR]"
+)
 
 
 def main(argv: list[str]) -> None:
@@ -33,9 +35,9 @@ def main(argv: list[str]) -> None:
     require(len(places) <= 1 and "" not in places, f"out= names one folder; {USAGE}")
     require(bool(words), f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}")
     stored = stored_config(run_dir)
-    cfg = asked_again(stored, words)
-    out = Path(places[0]) if places else run_dir / "evals" / name_of(cfg)
-    evaluate_again(run_dir, stored, cfg, out)
+    cfg = apply_overrides(stored, words)
+    out = Path(places[0]) if places else run_dir / "evals" / evaluation_name(cfg)
+    reevaluate(run_dir, stored, cfg, out)
     print(render(out))
 
 

@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 import pandas as pd
 
+from qerl_bench.environment import versions
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.eval.paired import gains
-from qerl_bench.rundir import RunDir, versions, write_atomically
+from qerl_bench.rundir import RunDir, write_atomically
 
 
 def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:
