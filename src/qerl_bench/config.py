@@ -33,12 +33,13 @@ from qerl_bench.checks import (
     require_count,
     require_readable,
 )
-from qerl_bench.option_names import check_class, check_labels
+from qerl_bench.installation import CONF_DIR
+from qerl_bench.option_names import check_class, check_option_names
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.renamed_keys import outdated
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 # What may differ between two runs of the same science. The seed stands in the run's name instead.
 UNSCIENTIFIC = frozenset({"root", "name", "logger", "save_every", "seed", "hydra"})
 
@@ -181,7 +182,7 @@ def compose(overrides: list[str] | None = None) -> DictConfig:
         cfg = hydra_compose("run", overrides=list(overrides or []), return_hydra_config=True)
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
-    check_labels(cfg, hydra.runtime)
+    check_option_names(cfg, hydra.runtime)
     return resolved(cfg)
 
 
@@ -195,6 +196,8 @@ def build(cfg: DictConfig) -> Experiment:
 
     Raises ConfigError with the reason if a value or a combination of options cannot work.
     """
+    old = outdated(cfg)  # type: ignore[arg-type]  # a DictConfig is a mapping
+    require(not old, "; ".join(old))
     nodes = {str(key): spec(cfg, str(key)) for key in cfg}
     known = {field.name for field in fields(Experiment)}
     unknown, missing = nodes.keys() - known, known - nodes.keys()
@@ -208,10 +211,6 @@ def spec(cfg: DictConfig, key: str) -> Any:
     node = cfg[key]
     if not (OmegaConf.is_dict(node) and "_target_" in node):
         return plain(cfg, key)
-    require(
-        str(node._target_).startswith("qerl_bench."),
-        f"{key}._target_ must name a class of qerl_bench, got {node._target_!r}",
-    )
     check_class(CONF_DIR, key, node)
     try:
         return instantiate(node, _convert_="all")

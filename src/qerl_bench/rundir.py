@@ -26,8 +26,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.config import CONF_DIR, UNSCIENTIFIC
+from qerl_bench.config import UNSCIENTIFIC
+from qerl_bench.installation import CHECKOUT
 from qerl_bench.metrics import definitions
+from qerl_bench.renamed_keys import require_current
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
@@ -56,9 +58,11 @@ def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> No
 def refuse_other_config(path: Path, cfg: DictConfig, elsewhere: str) -> None:
     """Raise ConfigError if `path` holds a run whose numbers came from another config."""
     ignored = UNSCIENTIFIC - {"seed"}
+    there = as_dict(OmegaConf.load(path / "config.yaml"))
+    require_current(there, path)
     stored, wanted = (
         flat({key: value for key, value in container.items() if key not in ignored})
-        for container in (as_dict(OmegaConf.load(path / "config.yaml")), as_dict(cfg))
+        for container in (there, as_dict(cfg))
     )
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
     shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
@@ -276,9 +280,11 @@ def code_digest() -> str:
 
 
 def git(*words: str) -> str | None:
-    """Output of a git command about this checkout, None outside of one."""
+    """Output of a git command about this checkout, None without one."""
+    if CHECKOUT is None:
+        return None
     try:
-        done = subprocess.run(["git", *words], cwd=CONF_DIR.parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

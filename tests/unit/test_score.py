@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.eval.score`: completions made elsewhere, judged line by line."""
+"""`qerl-bench score`: completions made elsewhere, judged line by line."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str) -> Estimate:
         bool(before) and not only,
         f"only answers to the same questions can be paired, but of the {mode} ones {len(set(before) & set(after))} are "
         f"in both and {len(only)} in one alone ({', '.join(only[:3])}); evaluate both with the same eval.questions: "
-        "python -m qerl_bench.eval RUN_DIR eval=...",
+        "qerl-bench eval RUN_DIR eval=...",
     )
     return paired_difference([before[question] for question in before], [after[question] for question in before])
 

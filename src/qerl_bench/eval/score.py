@@ -1,22 +1,20 @@
-"""`python -m qerl_bench.eval.score task=gsm8k completions=FILE.jsonl out=DIR`: judge completions made elsewhere.
+"""Grade completions made elsewhere, so that the grader can be compared with other people's labels.
 
-So that the judge can be held against other people's labels. Every line of FILE is an object with `completion` and
-either `id` (as samples.parquet has it under `question`) or `question` (its text; case, spacing and punctuation make no
-difference where that leaves one question), and a number `sample` if a question is completed several times. Any task=...
-and task.<key>=... of a run can stand beside it. DIR gets scores.jsonl, a line for each completion, and totals.json.
-Neither torch nor, with task.eval_file=..., a network is needed.
+Every line of FILE is an object with `completion` and either `id` (the `question` of samples.parquet) or `question` (its
+text; case, spacing and punctuation are ignored unless several questions would match), and a number `sample` if a
+question is completed several times. Options are task=... and task.<key>=..., as of a run. DIR gets scores.jsonl, one
+line for each completion, and totals.json. Needs no torch and, with task.eval_file=..., no network.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.cli import exit_code, options
+from qerl_bench.cli import options
 from qerl_bench.config import compose, spec
 from qerl_bench.eval.statistics import over_samples
 from qerl_bench.metrics import mean
@@ -25,12 +23,12 @@ from qerl_bench.rundir import write_atomically
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
 
-USAGE = "usage: python -m qerl_bench.eval.score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
+USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
 
 def main(argv: list[str]) -> None:
     words, chosen = options(argv, ("completions", "out"), USAGE)
-    other = [word for word in words if not word.lstrip("+").startswith(("task=", "task."))]
+    other = [word for word in words if not word.lstrip("+").startswith(("task=", "task.", "hydra.searchpath="))]
     require(not other, f"scoring depends on the task alone, not on {' '.join(other)}; {USAGE}")
     task: Task = spec(compose(words), "task")
     rows = judged(task, chosen["completions"])
@@ -136,7 +134,3 @@ def _prompt(
 
 def _has(given: dict[str, Any]) -> str:
     return f"the line has {', '.join(map(repr, given)) or 'no keys'}"
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:]), "stopped; nothing was written"))

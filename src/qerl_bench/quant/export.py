@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.quant.export model=PATH_OR_ID quant=nvfp4 out=DIR`: pack a model for other programs to read.
+"""Pack a model for other programs to read.
 
 Options are those of conf/ (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 become
 compressed-tensors checkpoints, which transformers and vLLM read; nf4 becomes one of bitsandbytes. The folder appears
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.linear import PackedLinear
@@ -27,6 +26,7 @@ from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.nvfp4 import NVFP4
 
 SHARD_BYTES = 5 * 10**9
+USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
 
 
 def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
@@ -158,9 +158,7 @@ def overrides_of(words: list[str]) -> tuple[list[str], Path]:
     """The config overrides behind the command's words, and the folder `out`. A model that conf/model does not know is
     taken as a hub id or a local folder."""
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    require(
-        "out" in given and "model" in given, "usage: model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
-    )
+    require("out" in given and "model" in given, USAGE)
     model = given["model"]
     chosen = ["model.dtype=bfloat16", f"model={model}"]
     if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
@@ -188,11 +186,3 @@ def main(words: list[str]) -> None:
     print(
         f"{out}: {len(layers)} layers as {experiment.quant.name} ({experiment.quantizer.name}), {size / 2**20:.1f} MiB"
     )
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -52,7 +52,7 @@ def benchmark_of(name: str) -> Benchmark:
     if name not in BENCHMARKS:
         raise ConfigError(
             f"eval.protocol=standard measures what lm-eval has: task={' or task='.join(BENCHMARKS)}, not task={name}. "
-            "Use eval.protocol=held_out, or evaluate the finished run on it: python -m qerl_bench.eval RUN_DIR "
+            "Use eval.protocol=held_out, or evaluate the finished run on it: qerl-bench eval RUN_DIR "
             "eval=lm_eval eval.protocol=standard task=gsm8k"
         )
     return BENCHMARKS[name]

@@ -1,23 +1,22 @@
-"""`python -m qerl_bench.eval RUN_DIR eval=...`: evaluate a finished run again, under another protocol.
+"""Evaluate a finished run again, under another protocol.
 
-The policy is the run's: its config, its base packed the same way, the adapter of its last checkpoint. What may differ
-is how it is asked: eval, task, engine, device, seed. As in the run, the base before training comes first, so that the
-gain is over the same questions. The run itself is not touched: the record goes to RUN_DIR/evals/<name>-<fingerprint>/,
-or to out=DIR, and has the run's config.yaml with the changes, env.json, eval.json, samples.parquet and done.json.
+The policy is the run's: its config, its base packed the same way, the adapter of its last checkpoint. What may change
+is how it is asked: eval, task, engine, device, seed; hydra.searchpath=[file:///DIR] adds a folder of options. As in the
+run, the base before training is evaluated first, so that the gain is over the same questions. The run is not touched:
+the record goes to RUN_DIR/evals/<name>-<fingerprint>/, or to out=DIR, and holds the run's config.yaml with the changes,
+env.json, eval.json, samples.parquet and done.json.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
 from qerl_bench.checks import require
-from qerl_bench.cli import exit_code
 from qerl_bench.config import register_resolvers
 from qerl_bench.eval.reevaluate import ASKED, asked_again, evaluate_again, name_of, render, stored_config
 
-USAGE = f"usage: python -m qerl_bench.eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in ASKED[1:])} out=DIR]"
+USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in ASKED[1:])} out=DIR]"
 
 
 def main(argv: list[str]) -> None:
@@ -37,7 +36,3 @@ def main(argv: list[str]) -> None:
     out = Path(places[0]) if places else run_dir / "evals" / name_of(cfg)
     evaluate_again(run_dir, stored, cfg, out)
     print(render(out))
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:]), "stopped; the same command starts this evaluation again"))
