@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from qerl_bench.checks import require
 from qerl_bench.cli import exit_in_words
-from qerl_bench.config import register_resolvers
+from qerl_bench.config import HYDRA_DEFAULTS, register_resolvers
 from qerl_bench.installation import CONF_DIR
 
 
@@ -27,7 +27,7 @@ def sweep(designs: list[str]) -> str:
     configs = []
     for design in designs:
         GlobalHydra.instance().clear()
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
             configs.append(hydra_compose("run", [f"experiment={design}"], return_hydra_config=True))
     grids = [dict(config.hydra.sweeper.params or {}) for config in configs]
     require(bool(grids) and all(grid == grids[0] for grid in grids), f"not one grid: {grids}")

@@ -13,13 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
@@ -34,12 +32,16 @@ from qerl_bench.checks import (
     require_readable,
 )
 from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_names import check_class, check_option_names
+from qerl_bench.option_names import check_class, check_option_names, make_option
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.renamed_keys import outdated
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
+# Hydra 1.4, which comes with OmegaConf 2.4, warns of the names of 1.3.
+HYDRA_1_3 = hydra_version.startswith("1.3")
+HYDRA_DEFAULTS: dict[str, Any] = {"version_base": "1.3"} if HYDRA_1_3 else {}
+REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
 # What may differ between two runs of the same science. The seed stands in the run's name instead.
 UNSCIENTIFIC = frozenset({"root", "name", "logger", "save_every", "seed", "hydra"})
 
@@ -146,7 +148,7 @@ class Experiment:
 
 def register_resolvers() -> None:
     """Make `${fingerprint:}` known to OmegaConf; may be called any number of times."""
-    OmegaConf.register_new_resolver("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+    getattr(OmegaConf, REGISTER)("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
 
 
 def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def compose(overrides: list[str] | None = None) -> DictConfig:
     """The config that `python src/run.py OVERRIDES` would run, resolved; for preflight checks, notebooks and tests."""
     register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="run"):
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
         cfg = hydra_compose("run", overrides=list(overrides or []), return_hydra_config=True)
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
@@ -213,13 +215,12 @@ def spec(cfg: DictConfig, key: str) -> Any:
         return plain(cfg, key)
     check_class(CONF_DIR, key, node)
     try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError | OmegaConfBaseException):
-            raise cause from None
+        return make_option(key, plain(cfg, key))
+    except ConfigError:
+        raise
+    except Exception as error:  # of a class that does not check its fields itself
         given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
-        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
+        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
             raise ConfigError(f"{reason}; leave it out, or the experiment that sets it") from error
-        raise ConfigError(f"{key} does not work with {given}: {cause or error}") from error
+        raise ConfigError(f"{key} does not work with {given}: {error}") from error

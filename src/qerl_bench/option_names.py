@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import is_dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hydra.conf import RuntimeConf
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
@@ -95,19 +95,10 @@ def _choices(place: str, options: list[str]) -> str:
 
 
 def check_class(folder: Path, key: str, node: Any) -> None:
-    """Raise ConfigError unless `node` and the nodes in it name option classes, and its own is that of its name.
+    """Raise ConfigError if a node has the name of an option in `folder`/`key` and the class of another.
 
-    A class may come from any installed module; every option is a dataclass. The name is compared with the files of
-    `folder`/`key`, for configs without Hydra's record of what was chosen, such as the config.yaml of a run.
+    For configs without Hydra's record of what was chosen, such as the config.yaml of a run.
     """
-    for place, target in _targets(key, node):
-        try:
-            option = get_class(str(target))
-        except Exception as error:  # whatever the user's module raises on import
-            raise ConfigError(
-                f"{place}={target} cannot be imported: {error}. Is its package installed here?"
-            ) from error
-        require(is_dataclass(option), f"{place} must name a dataclass, as every option is, got {target!r}")
     target = _classes(folder, key).get(node.get("name"))
     require(
         target in (None, node._target_),
@@ -116,14 +107,32 @@ def check_class(folder: Path, key: str, node: Any) -> None:
     )
 
 
-def _targets(place: str, node: Any) -> list[tuple[str, object]]:
-    """Every `_target_` in `node`, with its dotted key."""
-    if OmegaConf.is_list(node):
-        return [pair for number, part in enumerate(node) for pair in _targets(f"{place}[{number}]", part)]
-    if not OmegaConf.is_dict(node):
-        return []
-    own = [(f"{place}._target_", node._target_)] if "_target_" in node else []
-    return own + [pair for key, part in node.items() for pair in _targets(f"{place}.{key}", part)]
+def make_option(place: str, node: Any) -> Any:
+    """The object that the container `node` describes: a dict with `_target_` is an instance of that class.
+
+    The class may be in any installed module. Raises ConfigError if it cannot be imported, or is no dataclass, as every
+    option is, and whatever the class raises.
+    """
+    if isinstance(node, list):
+        return [make_option(f"{place}[{number}]", part) for number, part in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: make_option(f"{place}.{key}", part) for key, part in node.items()}
+    if "_target_" not in values:
+        return values
+    target = str(values.pop("_target_"))
+    module, _, name = target.rpartition(".")
+    try:
+        option = getattr(import_module(module), name)
+    except Exception as error:  # whatever a user's module raises
+        raise ConfigError(
+            f"{place}._target_={target} cannot be imported: {error}. Is its package installed?"
+        ) from error
+    require(
+        isinstance(option, type) and is_dataclass(option),
+        f"{place}._target_ must name a dataclass, as every option is, got {target!r}",
+    )
+    return option(**values)
 
 
 @lru_cache

@@ -14,12 +14,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qerl_bench.cli import flags_first, preflight, warn_of_single_point
-from qerl_bench.config import build, register_resolvers, resolved
+from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names
 
 
-@hydra.main(config_path=str(CONF_DIR), config_name="run", version_base="1.3")
+@hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
 def run(cfg: DictConfig) -> None:
     check_option_names(cfg, HydraConfig.get().runtime)
     from qerl_bench.experiment import run_experiment

@@ -49,7 +49,7 @@ from hydra import compose as hydra_compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from qerl_bench.config import CONF_DIR, build, compose, register_resolvers
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose, register_resolvers
 from qerl_bench.rundir import as_dict
 
 register_resolvers()
@@ -57,7 +57,7 @@ found = {"designs": {}, "configs": {}}
 for design in json.load(sys.stdin):
     chosen = f"experiment={design}"
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
     words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)
