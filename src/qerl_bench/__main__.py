@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from qerl_bench import __version__
-from qerl_bench.cli import exit_in_words
+from qerl_bench.cli import exit_in_words, one_line_warnings
 
 
 class Command(NamedTuple):
@@ -67,8 +67,11 @@ def main(words: list[str] | None = None) -> int:
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             print(module.USAGE, module.__doc__, sep="\n\n")
-        else:
+        elif name == "run":
             module.main(rest)
+        else:
+            with one_line_warnings():
+                module.main(rest)
     return 0
 
 

@@ -9,6 +9,7 @@ import difflib
 import logging
 import re
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,6 +145,14 @@ def exit_in_words(stopped: str) -> Iterator[None]:
         return
     print(message, file=sys.stderr)
     sys.exit(code)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Print warnings as one line each, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_place, **_more: print(message, file=sys.stderr)
+        yield
 
 
 def explain(error: Exception) -> str:

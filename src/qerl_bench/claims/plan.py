@@ -122,3 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{model} on {task}: designs that find {options.effect:g} margins with a probability of {options.power:.0%}"
         )
         print(*(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)), sep="\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit("usage: qerl-bench plan RUNS ... [effect=1 power=0.8]")

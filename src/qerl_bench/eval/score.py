@@ -134,3 +134,7 @@ def _prompt(
 
 def _has(given: dict[str, Any]) -> str:
     return f"the line has {', '.join(map(repr, given)) or 'no keys'}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(USAGE)

@@ -186,3 +186,7 @@ def main(words: list[str]) -> None:
     print(
         f"{out}: {len(layers)} layers as {experiment.quant.name} ({experiment.quantizer.name}), {size / 2**20:.1f} MiB"
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(USAGE)
