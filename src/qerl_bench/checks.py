@@ -40,7 +40,7 @@ def require_package(name: str, option: str, extra: str) -> None:
 
     if find_spec(name) is None:
         raise ConfigError(
-            f"{option} needs the package {name}, which is not installed: pip install 'qerl-bench[{extra}]'"
+            f"{option} needs the package {name}, which is not installed. In a checkout: pip install -e '.[{extra}]'"
         )
 
 

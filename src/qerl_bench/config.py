@@ -13,13 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.importance_sampling import ImportanceSampling
@@ -29,17 +27,22 @@ from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import MAX_STEPS, ConfigError, check_fields, count, is_folder_name, one_of, require
 from qerl_bench.engine.base import EngineSpec
 from qerl_bench.eval.base import Evaluator
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model
-from qerl_bench.option_names import check_class, check_labels
+from qerl_bench.option_names import check_class, check_option_names, make_option
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
+from qerl_bench.renamed_keys import outdated
 from qerl_bench.rundir import NO_EFFECT
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+# Hydra 1.4, which comes with OmegaConf 2.4, warns of the names of 1.3.
+HYDRA_1_3 = hydra_version.startswith("1.3")
+HYDRA_DEFAULTS: dict[str, Any] = {"version_base": "1.3"} if HYDRA_1_3 else {}
+REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +174,7 @@ class Experiment:
 
 def register_resolvers() -> None:
     """Register `${fingerprint:}` with OmegaConf; may be called repeatedly."""
-    OmegaConf.register_new_resolver("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+    getattr(OmegaConf, REGISTER)("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
 
 
 def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -203,11 +206,11 @@ def compose(overrides: list[str] | None = None) -> DictConfig:
     """The resolved config of `python src/run.py OVERRIDES`, for preflight checks, notebooks and tests."""
     register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="run"):
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
         cfg = hydra_compose("run", overrides=list(overrides or []), return_hydra_config=True)
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
-    check_labels(cfg, hydra.runtime)
+    check_option_names(cfg, hydra.runtime)
     return resolved(cfg)
 
 
@@ -221,6 +224,8 @@ def build(cfg: DictConfig) -> Experiment:
 
     Raises ConfigError with the reason if a value or a combination of options cannot work.
     """
+    old = outdated(cfg)  # type: ignore[arg-type]  # a DictConfig is a mapping
+    require(not old, "; ".join(old))
     nodes = {str(key): spec(cfg, str(key)) for key in cfg}
     known = {field.name for field in fields(Experiment)}
     unknown, missing = nodes.keys() - known, known - nodes.keys()
@@ -234,19 +239,14 @@ def spec(cfg: DictConfig, key: str) -> Any:
     node = cfg[key]
     if not (OmegaConf.is_dict(node) and "_target_" in node):
         return plain(cfg, key)
-    require(
-        str(node._target_).startswith("qerl_bench."),
-        f"{key}._target_ must name a class of qerl_bench, got {node._target_!r}",
-    )
     check_class(CONF_DIR, key, node)
     try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError | OmegaConfBaseException):
-            raise cause from None
+        return make_option(key, plain(cfg, key))
+    except ConfigError:
+        raise
+    except Exception as error:  # of a class that does not check its fields itself
         given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
-        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
+        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
             raise ConfigError(f"{reason}; leave it out, or the experiment that sets it") from error
-        raise ConfigError(f"{key} does not work with {given}: {cause or error}") from error
+        raise ConfigError(f"{key} does not work with {given}: {error}") from error

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from qerl_bench.installation import CHECKOUT
 from qerl_bench.metrics import definitions
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
@@ -74,8 +75,10 @@ def sha256(path: Path) -> str:
 
 def git(*words: str) -> str | None:
     """Output of a git command about this checkout; None if the code is not in a checkout."""
+    if CHECKOUT is None:
+        return None
     try:
-        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.environment import environment, sha256
 from qerl_bench.records import Group
+from qerl_bench.renamed_keys import require_current
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
@@ -51,9 +52,11 @@ def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> No
 
 def refuse_other_config(path: Path, cfg: DictConfig, elsewhere: str) -> None:
     """Raise ConfigError if `path` holds a run of a config that gives other numbers."""
+    there = as_dict(OmegaConf.load(path / "config.yaml"))
+    require_current(there, path)
     stored, wanted = (
         flat({key: value for key, value in container.items() if key not in NO_EFFECT})
-        for container in (as_dict(OmegaConf.load(path / "config.yaml")), as_dict(cfg))
+        for container in (there, as_dict(cfg))
     )
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
     shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])

@@ -20,8 +20,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import mention_sweep
-from qerl_bench.config import CONF_DIR, build, compose, fingerprint
+from qerl_bench.cli import warn_of_single_point
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose, fingerprint
 from qerl_bench.rundir import RunDir
 
 ROOT = CONF_DIR.parent
@@ -470,6 +470,6 @@ def test_one_run_of_a_sweep_says_that_it_is_one(
     words: list[str], left: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        mention_sweep(hydra_compose("run", words, return_hydra_config=True).hydra)
-    assert [f"over {left}:" in message for message in caplog.messages] == [True] * (left is not None)
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+        warn_of_single_point(hydra_compose("run", words, return_hydra_config=True).hydra)
+    assert [f"over {left};" in message for message in caplog.messages] == [True] * (left is not None)

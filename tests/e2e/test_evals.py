@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.eval`: a finished run under another protocol, its own record untouched."""
+"""`qerl-bench eval`: a finished run under another protocol, its own record untouched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
 from qerl_bench.eval import reevaluate as again
-from qerl_bench.eval.__main__ import main
+from qerl_bench.eval.command import main
 from qerl_bench.experiment import run_experiment
 
 
@@ -110,7 +110,7 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to change. usage: python -m qerl_bench.eval RUN_DIR"),
+        ([], "say what to change. usage: qerl-bench eval RUN_DIR"),
         (["quant=nf4"], "quant=nf4 would change what was trained.* eval, task,"),
         (["lora.rank=2"], "would change what was trained"),
         (["eval.sampels=3"], r"no option eval\.sampels\. Did you mean eval\.samples\?"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl_bench.eval.__main__ import main as evaluate_again
+from qerl_bench.eval.command import main as evaluate_again
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -219,7 +219,7 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
         (["quant=int3"], "int3"),
         (["lora.rnak=16"], "Did you mean lora.rank?"),
         (["aqn=exp", "aqn.sigma_strat=1"], "Did you mean aqn.sigma_start?"),
-        (["aqn.level=0.01"], "the aqn that is chosen has no option aqn.level; it belongs to aqn=constant"),
+        (["aqn.level=0.01"], "the chosen aqn has no option aqn.level; it belongs to aqn=constant"),
         (["lora.rank=-4"], "lora.rank must be a whole number of at least 1, got -4"),
         (["lora.rank=0", "algo=grpo"], "lora=none"),
         (["lora=none", "quant=nvfp4"], "quant=bf16"),

@@ -349,7 +349,7 @@ def test_the_command_knows_models_by_name_and_by_place() -> None:
     assert (spec.name, spec.dtype, spec.warm_start_steps) == ("tiny", "bfloat16", 0)
     spec = build(compose(parse_words(["model=/some/where", "quant=mxfp4", "out=here"])[0])).model
     assert (spec.id, spec.dtype) == ("/some/where", "bfloat16")
-    with pytest.raises(ConfigError, match="usage: model=PATH_OR_ID"):
+    with pytest.raises(ConfigError, match=r"usage: .* model=PATH_OR_ID"):
         parse_words(["quant=mxfp4"])
     with pytest.raises(ConfigError, match="packs nothing"):
         main(["model=tiny", "quant=bf16", "out=nowhere"])

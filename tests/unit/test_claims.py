@@ -21,6 +21,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.claims import command
 from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
 from qerl_bench.claims.gates import diverged
 from qerl_bench.claims.judge import Judgement, Result, judge
@@ -278,13 +279,12 @@ def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(stu
     found = verdicts(runs)[GROWTH]
     assert found.verdict == "incomplete"
     assert "rollout.temperature=1.1" in found.reason and "--where KEY=VALUE" in found.reason
-    claims = script("claims")
-    claims.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--where", "rollout.temperature=1.1"])
+    command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--where", "rollout.temperature=1.1"])
     assert "Faster reward growth than 16-bit LoRA: **supported**" in (tmp_path / "out" / "claims.md").read_text()
     with pytest.raises(ConfigError, match=r"temperature=2.*1\.0, 1\.1"):
-        claims.chosen(runs, ["rollout.temperature=2"])
+        command.chosen(runs, ["rollout.temperature=2"])
     with pytest.raises(ConfigError, match="KEY=VALUE"):
-        claims.chosen(runs, ["temperature"])
+        command.chosen(runs, ["temperature"])
 
 
 def test_what_differs_in_more_than_the_factor_is_not_compared(study: Study) -> None:

@@ -259,4 +259,4 @@ def test_a_step_reports_its_worst_synchronisation() -> None:
     second = {"sync/adapter_effect": 0.2, "sync/adapter_effect_engine": 0.4, "sync/gap": 0.3, "sync/gap_base": 0.1}
     found = sync_metrics([first | {"sync/norms_changed": 4}, second | {"sync/norms_changed": 3}])
     assert list(found.values()) == [0.2, 0.3, 0.3, 0.2, 3]
-    assert sync_metrics([{}, {}]) == {} == of_syncs([])
+    assert sync_metrics([{}, {}]) == {} == sync_metrics([])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.cli import exit_code
+from qerl_bench.cli import exit_in_words
 from qerl_bench.config import build
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
@@ -77,7 +77,9 @@ def test_a_run_ends_with_one_message_that_says_when(
 ) -> None:
     monkeypatch.setattr("qerl_bench.session.build_policy", lambda *given: poisoned(build_policy(*given)))
     cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
-    assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
+    with pytest.raises(SystemExit) as end, exit_in_words("stopped"):
+        run_experiment(build(cfg), cfg)
+    assert end.value.code == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith(where) and "post_attention_layernorm.weight" in printed
     assert not (tmp_path / "runs" / "broken" / "done.json").exists()

@@ -207,7 +207,7 @@ def test_questions_is_a_count_or_null(questions):
 
 def test_without_lm_eval_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install 'qerl-bench\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install -e '\.\[eval\]'"):
         LMEval(name="lm_eval", protocol="held_out", questions=None).check(None)
 
 

@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.eval.score`: completions made elsewhere, graded line by line."""
+"""`qerl-bench score`: completions made elsewhere, graded line by line."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_scored_is_refused_with_its_line(tmp_path: Path, lines: l
     [
         (["task=gsm8k"], "completions= and out= must be given; usage"),
         (["task=gsm8k", "out=x", "completions"], "'completions' is not key=value; usage"),
-        (["out=x", "out=y", "completions=z"], "out= is there twice"),
+        (["out=x", "out=y", "completions=z"], "out= is given twice"),
         (["quant=nf4", "out=x", "completions=z"], "not on quant=nf4"),
         ([*TASK, "out=x", "completions=no/such/file"], "cannot read the data file no/such/file"),
     ],
@@ -165,12 +165,12 @@ def test_an_option_may_be_added_to_the_task(tmp_path: Path) -> None:
 
 def test_as_a_command_without_torch(tmp_path: Path) -> None:
     file = write(tmp_path / "c.jsonl", {"id": "gsm8k/test/1", "completion": "#### 1"})
-    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench.eval.score", *TASK, file, f"out={tmp_path / 'o'}"]
+    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench", "score", *TASK, file, f"out={tmp_path / 'o'}"]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "1 completions of 1 questions, 11 of the task without one" in done.stdout
     assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
-    refused = subprocess.run([*command[:5], "task=gsm8k"], capture_output=True, text=True, env=environment)
+    refused = subprocess.run([*command[:6], "task=gsm8k"], capture_output=True, text=True, env=environment)
     assert refused.returncode == 2
     assert "error: completions= and out= must be given" in refused.stderr

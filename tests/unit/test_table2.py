@@ -1,4 +1,4 @@
-"""analysis/table2.py: the average over four sets, from records as `python -m qerl_bench.eval` leaves them."""
+"""analysis/table2.py: the average over four sets, from records as `qerl-bench eval` leaves them."""
 
 from __future__ import annotations
 

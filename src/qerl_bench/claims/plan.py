@@ -1,6 +1,6 @@
 """How many bases and seeds would decide a claim, and what they cost: from the spread of runs that there are.
 
-    python -m qerl_bench.claims.plan runs/ --effect 1 --power 0.8
+    qerl-bench plan runs/ effect=1 power=0.8
 
 For each training claim it reads the spread of the primary contrast over seeds, and over bases where there are several,
 and prints the cheapest design that finds an effect of so many margins with that power, at the level that Holm's method
@@ -19,7 +19,7 @@ from qerl_bench.claims.judge import DIRECTION, Judgement, Result, judge
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.statistics import Mean
 from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import guarded, parser_for
+from qerl_bench.study.script import parser_for
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)
 SEEDS = (1, 2, 4, 8, 16)
@@ -125,4 +125,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    guarded(main)
+    raise SystemExit("usage: qerl-bench plan RUNS ... [effect=1 power=0.8]")

@@ -39,7 +39,7 @@ def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str) -> Estimate:
         bool(before) and not unpaired,
         f"only the same questions can be compared, but {len(set(before) & set(after))} {mode} questions are in both "
         f"and {len(unpaired)} in one alone ({', '.join(unpaired[:3])}); evaluate both with the same eval.questions: "
-        "python -m qerl_bench.eval RUN_DIR eval=...",
+        "qerl-bench eval RUN_DIR eval=...",
     )
     return paired_difference([before[question] for question in before], [after[question] for question in before])
 

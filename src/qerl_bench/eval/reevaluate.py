@@ -1,4 +1,4 @@
-"""Evaluate a finished run under another protocol; `python -m qerl_bench.eval` is the command."""
+"""Evaluate a finished run under another protocol; `qerl-bench eval` is the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, build, canonical, compose, plain
-from qerl_bench.option_names import is_label
+from qerl_bench.option_names import is_fixed
+from qerl_bench.renamed_keys import require_current
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
@@ -40,6 +41,7 @@ def stored_config(run_dir: Path) -> DictConfig:
     )
     cfg = OmegaConf.load(run_dir / "config.yaml")
     assert isinstance(cfg, DictConfig)
+    require_current(as_dict(cfg), run_dir)
     places = Path("runs", cfg.name).parts
     here = run_dir.resolve()
     if here.parts[-len(places) :] == places:
@@ -53,7 +55,8 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
     Raises ConfigError for keys that do not exist and for words that would change the policy.
     """
     cfg = stored.copy()
-    parsed = OverridesParser.create().parse_overrides(words)
+    search_path = [word for word in words if word.startswith("hydra.searchpath=")]
+    parsed = OverridesParser.create().parse_overrides([word for word in words if word not in search_path])
     for override in parsed:
         word, key = str(override.input_line), override.key_or_group
         require(
@@ -63,7 +66,7 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
         plain_word = not (override.is_add() or override.is_delete() or override.is_sweep_override())
         require(plain_word, f"{word}: give one plain value for each key; to sweep, run the command for each value")
     options = [override for override in parsed if (CONF_DIR / override.key_or_group).is_dir()]
-    composed = compose([str(override.input_line) for override in options])
+    composed = compose([*search_path, *(str(override.input_line) for override in options)])
     for override in options:
         cfg[override.key_or_group] = composed[override.key_or_group]
     for override in (override for override in parsed if override not in options):
@@ -74,7 +77,7 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
         place, _, key = override.key_or_group.rpartition(".")
         target = OmegaConf.select(cfg, f"{place}._target_") if place else None
         require(
-            target is None or not is_label(key, target),
+            target is None or not is_fixed(key, target),
             f"{override.input_line} would change the name of {place} and not the option; leave it out, and choose "
             f"another option with {place}=...",
         )

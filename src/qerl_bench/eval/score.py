@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.eval.score task=gsm8k completions=FILE.jsonl out=DIR`: grade completions made elsewhere.
+"""Grade completions made elsewhere.
 
 This allows comparing the grader with other people's labels. Each line of FILE is an object with `completion`, either
 `id` (the column `question` of samples.parquet) or `question` (its text; case, spacing and punctuation are ignored
@@ -10,13 +10,12 @@ and, with task.eval_file=..., no network.
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.cli import exit_code, options
+from qerl_bench.cli import options
 from qerl_bench.config import compose, spec
 from qerl_bench.eval.statistics import over_samples
 from qerl_bench.metrics import mean
@@ -25,12 +24,12 @@ from qerl_bench.rundir import write_atomically
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
 
-USAGE = "usage: python -m qerl_bench.eval.score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
+USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
 
 def main(argv: list[str]) -> None:
     words, chosen = options(argv, ("completions", "out"), USAGE)
-    ignored = [word for word in words if not word.lstrip("+").startswith(("task=", "task."))]
+    ignored = [word for word in words if not word.lstrip("+").startswith(("task=", "task.", "hydra.searchpath="))]
     require(not ignored, f"scoring depends only on the task, not on {' '.join(ignored)}; {USAGE}")
     task: Task = spec(compose(words), "task")
     rows = grade_file(task, chosen["completions"])
@@ -139,4 +138,4 @@ def _keys(entry: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:]), "stopped; nothing was written"))
+    raise SystemExit(USAGE)

@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.quant.export model=PATH_OR_ID quant=nvfp4 out=DIR`: write a packed model for other programs.
+"""Write a packed model for other programs.
 
 Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 are written as
 compressed-tensors checkpoints, which transformers and vLLM read; nf4 as bitsandbytes checkpoints. The folder gets its
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.nvfp4 import NVFP4
 
 SHARD_BYTES = 5 * 10**9
+USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
 
 
 def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
@@ -158,9 +158,7 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
     A model without a file in conf/model is a hub id or a local folder.
     """
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    require(
-        "out" in given and "model" in given, "usage: model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
-    )
+    require("out" in given and "model" in given, USAGE)
     model = given["model"]
     overrides = ["model.dtype=bfloat16", f"model={model}"]
     if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
@@ -191,8 +189,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    raise SystemExit(USAGE)

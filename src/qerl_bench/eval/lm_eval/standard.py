@@ -49,7 +49,7 @@ def benchmark_of(name: str) -> Benchmark:
     if name not in BENCHMARKS:
         raise ConfigError(
             f"eval.protocol=standard needs task={' or task='.join(BENCHMARKS)}, not task={name}. Use "
-            "eval.protocol=held_out, or evaluate the finished run on one of them: python -m qerl_bench.eval RUN_DIR "
+            "eval.protocol=held_out, or evaluate the finished run on one of them: qerl-bench eval RUN_DIR "
             "eval=lm_eval eval.protocol=standard task=gsm8k"
         )
     return BENCHMARKS[name]

@@ -1,25 +1,22 @@
-"""`python -m qerl_bench.eval RUN_DIR eval=...`: evaluate a finished run again with another protocol.
+"""Evaluate a finished run again with another protocol.
 
 The policy is the run's: same config, same packed base, the adapter of its last checkpoint. Only eval, task, engine,
-device and seed may differ. As in the run, the base before training is evaluated first, for the gain on the same
-questions. The run itself is not changed: the result goes to RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and
-consists of config.yaml (the run's, with the changes), env.json, eval.json, samples.parquet and done.json.
+device and seed may differ; hydra.searchpath=[file:///DIR] adds a folder of options. As in the run, the base before
+training is evaluated first, for the gain on the same questions. The run itself is not changed: the result goes to
+RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the changes), env.json,
+eval.json, samples.parquet and done.json.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
 from qerl_bench.checks import require
-from qerl_bench.cli import exit_code
 from qerl_bench.config import register_resolvers
-from qerl_bench.eval.reevaluate import CHANGEABLE, apply_overrides, reevaluate, evaluation_name, render, stored_config
+from qerl_bench.eval.reevaluate import CHANGEABLE, apply_overrides, evaluation_name, reevaluate, render, stored_config
 
-USAGE = (
-    f"usage: python -m qerl_bench.eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in CHANGEABLE[1:])} out=DIR]"
-)
+USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in CHANGEABLE[1:])} out=DIR]"
 
 
 def main(argv: list[str]) -> None:
@@ -39,7 +36,3 @@ def main(argv: list[str]) -> None:
     out = Path(places[0]) if places else run_dir / "evals" / evaluation_name(cfg)
     reevaluate(run_dir, stored, cfg, out)
     print(render(out))
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:]), "stopped; the same command starts this evaluation again"))
