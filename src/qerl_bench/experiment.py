@@ -24,7 +24,7 @@ from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.figures.run import run_figures
-from qerl_bench.logger.base import Mirror
+from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import StepProgress
 from qerl_bench.quant.error_decomposition import write_layers
@@ -219,7 +219,7 @@ def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Ba
 
 
 def evaluate_and_log(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, mirror: Mirror, step: int
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, mirror: MetricsMirror, step: int
 ) -> None:
     if scores := evaluate(experiment, policy, engine, run, step):
         run.log("eval", step, metrics_of(scores))

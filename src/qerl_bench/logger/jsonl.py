@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.logger.base import Mirror
+from qerl_bench.logger.base import MetricsMirror
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,5 +18,5 @@ class LocalOnly:
     def check(self) -> None:
         """Needs nothing."""
 
-    def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> Mirror:
-        return Mirror()
+    def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:
+        return MetricsMirror()

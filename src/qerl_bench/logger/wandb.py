@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, check_fields, one_of, require_package
-from qerl_bench.logger.base import Mirror
+from qerl_bench.logger.base import MetricsMirror
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class WandB:
     def check(self) -> None:
         require_package("wandb", "logger=wandb", "wandb")
 
-    def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> Mirror:
+    def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:
         return WandbMirror(self, run_dir, records, config)
 
 
-class WandbMirror(Mirror):
+class WandbMirror(MetricsMirror):
     """A W&B run with the steps of ours. At its first failure it warns and switches itself off.
 
     After a kill, W&B may hold steps that the resumed run repeats, or lack steps that the resumed run keeps. So all
