@@ -98,7 +98,7 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
     class Task:
         max_completion_tokens = 6
 
-        def check_with(self, experiment: Any) -> None:
+        def check_with(self, *options: Any) -> None:
             """Suits every experiment."""
 
         def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
