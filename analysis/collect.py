@@ -1,9 +1,10 @@
-"""Gather runs, unfinished ones too, into a study that can be committed and read again like the runs themselves.
+"""Collect runs, unfinished ones too, into a study that can be committed and is read like the runs themselves.
 
 python analysis/collect.py runs/ --out figures/
 
-Writes settings.json (what was run), tidy.parquet (one row per number) and, where answers to held-out questions were
-kept, answers.parquet. `--metrics study`, the default, writes what every claim and figure needs; `--metrics all` all.
+Writes settings.json (configs and environments), tidy.parquet (one row per number) and, if answers to held-out questions
+were kept, answers.parquet. `--metrics study`, the default, writes the metrics of all claims and figures; `--metrics
+all` all.
 """
 
 from qerl_bench.study.collect import write_study

@@ -1,4 +1,4 @@
-"""The error that packing makes in each layer, of its weights and of its outputs, by format and quantizer.
+"""The quantization error of each layer, of its weights and of its outputs, by format and quantizer.
 
 python analysis/error_anatomy.py docs/results/quantizers --out figures/      # or folders of runs or exports
 """
@@ -7,8 +7,8 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.figures.error_decomposition import draw, one_of_each
-from qerl_bench.figures.style import save
-from qerl_bench.study.script import figure_parser, guarded
+from qerl_bench.figures.script import figure_parser, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
         len(files) > 0, f"no layers.parquet in {searched}: give folders of runs, of exports, or of a committed table"
     )
     table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files]).query("relative_error > 0")
-    print(*save(draw(one_of_each(table)), options.out / "error_anatomy", options.formats), sep="\n")
+    write_figure(draw(one_of_each(table)), options, "error_anatomy")
 
 
 if __name__ == "__main__":

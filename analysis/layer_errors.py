@@ -1,9 +1,9 @@
-"""The error that packing makes in every layer, weights and outputs, for each format and quantizer: layers.parquet.
+"""The quantization error of every layer, of its weights and outputs, for each format and quantizer: layers.parquet.
 
 python analysis/layer_errors.py model=tiny --out docs/results/quantizers
 
-Words like model=... are options of a run. Output errors are on the text that quantizer=awq and gptq look at, for all
-quantizers. error_anatomy.py draws the table.
+model=... are options of a run. For all quantizers, output errors are on the text that awq and gptq are calibrated with.
+error_anatomy.py draws the table.
 """
 
 import argparse
@@ -27,7 +27,7 @@ FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
 
 @dataclass(frozen=True)
 class WithText:
-    """A quantizer that needs no text, given some, so that the inputs of layers and their output errors are measured."""
+    """Gives calibration text to a quantizer that needs none, so that output errors are measured."""
 
     inner: Any
     calibration: Calibration

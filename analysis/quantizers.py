@@ -6,7 +6,7 @@ python analysis/quantizers.py runs/ --out figures/
 import pandas as pd
 
 from qerl_bench.checks import require
-from qerl_bench.statistics import crossed
+from qerl_bench.statistics import mean_ci_crossed
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import guarded, parser_for
 
@@ -14,35 +14,35 @@ MODES = ("greedy", "sampled")
 
 
 def compare(runs: list[Run]) -> pd.DataFrame:
-    """One row per run: accuracy in per cent, its standard error over questions, and both of the difference to rtn.
+    """One row per run: accuracy in per cent and its difference to rtn, both with standard errors over questions.
 
-    Raises ConfigError if two runs have the same format and quantizer, for a run without its `layers.parquet` or without an
-    evaluation before training, and if a format was not run with rtn, or on other questions.
+    Raises ConfigError if two runs have one format and quantizer, if a run has no `layers.parquet` or no evaluation
+    before training, or if a format was not run with rtn on the same questions.
     """
-    found, names = {}, {}
+    measured, names = {}, {}
     for run in runs:
         key = run.option("quant.name"), run.option("quantizer.name")
         both = f"{names.get(key)} and {run.name} are both quant={key[0]} quantizer={key[1]}"
-        require(key not in found, f"{both}: leave one out")
+        require(key not in measured, f"{both}: leave one out")
         answers = {mode: run.answers(mode) for mode in MODES}
         require(all(0 in table for table in answers.values()), f"{run.name} was not evaluated before its first step")
         file = run.path / "layers.parquet"
         require(file.is_file(), f"{file} is missing: leave the run out, or run it again")
-        found[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
+        measured[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
         names[key] = run.name
     rows = []
-    for (quant, quantizer), (right, layers) in found.items():
-        require((quant, "rtn") in found, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
-        row = {"format": quant, "quantizer": quantizer, "questions": len(right[MODES[0]])}
+    for (quant, quantizer), (correct, layers) in measured.items():
+        require((quant, "rtn") in measured, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
+        row = {"format": quant, "quantizer": quantizer, "questions": len(correct[MODES[0]])}
         for mode in MODES:
-            difference = right[mode] - found[quant, "rtn"][0][mode]
+            difference = correct[mode] - measured[quant, "rtn"][0][mode]
             require(
                 bool(difference.notna().all()),
                 f"{names[quant, quantizer]} and {names[quant, 'rtn']} were asked different questions: leave one out",
             )
-            for name, values in ((mode, right[mode]), (f"{mode} - rtn", difference)):
-                mean = crossed(values.to_numpy())
-                row |= {name: 100 * mean.mean, f"{name} se": 100 * mean.error}
+            for name, values in ((mode, correct[mode]), (f"{mode} - rtn", difference)):
+                mean = mean_ci_crossed(values.to_numpy())
+                row |= {name: 100 * mean.value, f"{name} se": 100 * mean.stderr}
         row |= {"weight error": layers["relative_error"].mean(), "output error": layers["output_error"].mean()}
         rows.append(row)
     return pd.DataFrame(rows).sort_values(["format", "quantizer"], ignore_index=True)

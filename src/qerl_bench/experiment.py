@@ -36,7 +36,7 @@ from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
 from qerl_bench.seeding import derive
-from qerl_bench.study.table import render, summary, untaught
+from qerl_bench.study.table import no_gradient_warning, render, summary
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.nonfinite import NonFinite, dump, during
 from qerl_bench.train.update import make_optimizer, update
@@ -97,7 +97,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         run_figures(run.path)
         run.finish()
         table = summary([run.path])
-        if warning := untaught(table):
+        if warning := no_gradient_warning(table):
             log.warning(warning)
         print(render(table))
 

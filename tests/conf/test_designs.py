@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from qerl_bench import metrics
-from qerl_bench.claims.judge import NO_RUNS, Result, judge
+from qerl_bench.claims.evaluate import NO_RUNS, Result, judge
 from qerl_bench.claims.measure import WARM_UP
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import CONF_DIR, build, compose

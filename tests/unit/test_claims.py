@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
 from qerl_bench.claims.gates import diverged
-from qerl_bench.claims.judge import Judgement, Result, judge
+from qerl_bench.claims.evaluate import Judgement, Result, judge
 from qerl_bench.claims.match import match
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.claims.report import Heading, markdown, page, report, summary
@@ -130,14 +128,6 @@ def only(judgement: Judgement) -> Result:
 def effect(result: Result) -> float:
     assert result.primary is not None and result.primary.effect is not None
     return result.primary.effect.whole.mean
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"analysis_{name}", ROOT / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -271,14 +261,14 @@ def test_only_the_primary_setting_votes(study: Study) -> None:
     assert len(rows) == 3  # entropy, growth, accuracy
 
 
-def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(study: Study, tmp_path: Path) -> None:
+def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(study: Study, tmp_path: Path, analysis_script: Any) -> None:
     for heat in (1.0, 1.1):
         study(["quant=bf16", f"rollout.temperature={heat}"])
         runs = study(["quant=nvfp4", f"rollout.temperature={heat}"], reward=heat)
     found = verdicts(runs)[GROWTH]
     assert found.verdict == "incomplete"
     assert "rollout.temperature=1.1" in found.reason and "--where KEY=VALUE" in found.reason
-    claims = script("claims")
+    claims = analysis_script("claims")
     claims.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--where", "rollout.temperature=1.1"])
     assert "Faster reward growth than 16-bit LoRA: **supported**" in (tmp_path / "out" / "claims.md").read_text()
     with pytest.raises(ConfigError, match=r"temperature=2.*1\.0, 1\.1"):
@@ -608,11 +598,11 @@ def test_two_runs_of_one_setting_and_seed_are_refused(study: Study) -> None:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys: pytest.CaptureFixture[str], analysis_script: Any) -> None:
     study(["quant=bf16"])
     runs = study(["quant=nvfp4"], reward=0.05)
     root = runs[0].path.parent
-    script("claims").main([str(root), "--out", str(root.parent / "out")])
+    analysis_script("claims").main([str(root), "--out", str(root.parent / "out")])
     assert "tiny on arithmetic" in capsys.readouterr().out
     text, html = ((root.parent / "out" / f"claims.{kind}").read_text() for kind in ("md", "html"))
     assert "Faster reward growth than 16-bit LoRA: **supported**" in text

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pandas as pd
 import pytest
@@ -17,17 +15,9 @@ RESULTS = ROOT / "docs" / "results"
 STUDIES = sorted(path.parent for path in RESULTS.glob("*/settings.json"))
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"analysis_{name}", ROOT / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
-def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
-    script("claims").main([str(study), "--out", str(tmp_path)])
+def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_script: Any) -> None:
+    analysis_script("claims").main([str(study), "--out", str(tmp_path)])
     assert (tmp_path / "claims.md").read_text() == (study / "claims.md").read_text()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -390,8 +389,8 @@ def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study:
         lines.control_lines(arms(without, KEYS))
 
 
-def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, tmp_path: Path) -> None:
-    draw = script("fig_speed").draw
+def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, tmp_path: Path, analysis_script: Any) -> None:
+    draw = analysis_script("fig_speed").draw
     figure = draw(varying(load_runs([study]), "quant", "aqn.name"))
     assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
     numbers = [text.get_text() for text in figure.axes[0].texts]
@@ -494,62 +493,50 @@ def test_the_overview_shows_middle_chance_and_profile() -> None:
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 SCRIPTS = ["reward", "entropy", "aqn", "schedules", "ranks", "learning_rates", "accuracy", "controls", "speed"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_draws_its_part_of_a_study(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
+def test_a_script_draws_its_part_of_a_study(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, analysis_script: Any) -> None:
+    analysis_script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.svg"]
     said = capsys.readouterr().err
     assert "of 38 runs, the largest set that differs in" in said and "_target_" not in said
 
 
-def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any) -> None:
     for seed in (0, 1):
         make(tmp_path / "runs", seed, lr=1e-4)
         make(tmp_path / "runs", seed, "nvfp4")
     arguments = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="no two of these 4 runs differ"):
-        script("fig_accuracy").main(arguments)
-    script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
+        analysis_script("fig_accuracy").main(arguments)
+    analysis_script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
     assert (tmp_path / "out" / "accuracy.svg").is_file() and "compared" not in capsys.readouterr().err
 
 
-def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path) -> None:
+def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path, analysis_script: Any) -> None:
     for out in (tmp_path / "one", tmp_path / "two"):
-        script("fig_overview").main([str(study), "--out", str(out)])
+        analysis_script("fig_overview").main([str(study), "--out", str(out)])
     first, second = ((tmp_path / out / "overview.svg").read_bytes() for out in ("one", "two"))
     assert first == second
 
 
-def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any) -> None:
     for seed in (0, 1):
         for rank in (8, 32):
             make(tmp_path / "runs", seed, rank=rank)  # sigma 0, at two ranks
         for level in (0.01, 0.02):
             make(tmp_path / "runs", seed, aqn="constant", level=level)
-    script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    analysis_script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     rows = (tmp_path / "out" / "sigma.csv").read_text().splitlines()[1:]
     assert len(rows) == 6 and all(row.startswith("BF16,") for row in rows)  # two levels x three measures
     assert "6 of 8 runs" in capsys.readouterr().err
 
 
-def test_quantizers_are_compared_of_one_run_each(tmp_path: Path) -> None:
+def test_quantizers_are_compared_of_one_run_each(tmp_path: Path, analysis_script: Any) -> None:
     """Answers of two questions, of which the base gets the first right with rtn and both with mse."""
-    compare = script("quantizers").compare
+    compare = analysis_script("quantizers").compare
     runs = [make(tmp_path, 0, "nvfp4", quantizer=name) for name in ("rtn", "mse", "mse")]
     for run, second in zip(runs, (False, True, True), strict=True):
         answers = [
@@ -577,11 +564,11 @@ def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:
     assert arms([run], ["aqn.sigma_start"]) == [{"aqn.sigma_start": None, "runs": [run]}]
 
 
-def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(tmp_path: Path) -> None:
+def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(tmp_path: Path, analysis_script: Any) -> None:
     cells = itertools.product(("rtn", "awq"), (8, 32))
     runs = [make(tmp_path, 0, "nvfp4", rank=rank, quantizer=quantizer) for quantizer, rank in cells]
     table = naming.format_rows(arms(runs, ["quant.name", "aqn.name", "lora.rank"]), axis="lora.rank")
     control = against.same_but(table, "lora.rank", 32, "label")
     pairs = {(row["label"], other["label"]) for row in table if (other := control(row)) is not None}
     assert pairs == {("NVFP4, rtn", "NVFP4, rtn"), ("NVFP4, awq", "NVFP4, awq")}
-    assert "LoRA alpha differs with the rank" in words(script("fig_ranks").draw(runs))
+    assert "LoRA alpha differs with the rank" in words(analysis_script("fig_ranks").draw(runs))

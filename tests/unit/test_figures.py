@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -11,7 +10,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import matplotlib
@@ -417,20 +415,12 @@ def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
 # --- analysis scripts ------------------------------------------------------------------------------------------------
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"analysis_{name}", REPOSITORY / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["reward", "entropy"])
-def test_figure_scripts_draw_what_they_find(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_figure_scripts_draw_what_they_find(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, analysis_script: Any) -> None:
     steps = {"entropy": [1.0, 0.9], "entropy_clean": [1.0, 0.8], "reward/mean": [0.1, 0.2], "accuracy": [0.1, 0.2]}
     write_run(tmp_path / "runs" / "whole", steps)
     (write_run(tmp_path / "runs" / "cut", steps, quant="bf16") / "done.json").unlink()
-    load_script(f"fig_{name}").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"])
+    analysis_script(f"fig_{name}").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"])
     said = capsys.readouterr()
     assert said.out.split() == [str(tmp_path / "out" / f"{name}.svg"), str(tmp_path / "out" / f"{name}.pdf")]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.pdf", f"{name}.svg"]

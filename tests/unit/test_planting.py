@@ -10,7 +10,7 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims import plan, planting
-from qerl_bench.claims.judge import judge
+from qerl_bench.claims.evaluate import judge
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.study.committed import SETTINGS
 

@@ -10,10 +10,10 @@ from qerl_bench.checks import positive, require, require_completions, require_co
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.adapter_check import adapter_probe
 from qerl_bench.eval.base import Evaluation, Score
-from qerl_bench.eval.statistics import majority, over_samples, pass_at_k
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
+from qerl_bench.statistics import majority, over_samples, pass_at_k
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:
