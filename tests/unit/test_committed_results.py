@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
-from qerl_bench.claims.measure import TAUGHT
+from qerl_bench.claims.measure import TRAINED_SHARE
 from qerl_bench.study.load import load_runs
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def test_published_speeds_are_of_steps_that_trained() -> None:
     speeds = [run for study in STUDIES for run in load_runs([study]) if run.environment.get("device") == "cuda"]
     assert len(speeds) >= 9
     for run in speeds:
-        assert run.series("train", TAUGHT).min() > 0.9, run.name
+        assert run.series("train", TRAINED_SHARE).min() > 0.9, run.name
 
 
 def test_the_decoding_table_of_the_kernels_page_is_the_committed_one() -> None:

@@ -29,6 +29,7 @@ from qerl_bench.statistics import (
     stratified_bootstrap,
 )
 
+
 def holds_zero(estimate: Estimate) -> bool:
     return estimate.low <= 0 <= estimate.high
 
@@ -175,12 +176,16 @@ def test_what_is_detectable_is_found_as_often_as_it_says(n: int, level: float) -
 def test_as_many_repetitions_are_needed_as_first_find_the_effect() -> None:
     found = mean_ci(np.random.default_rng(0).normal(size=6))
     needed = found.repetitions_needed(0.5 * found.stderr * 6**0.5, 0.025)
-    by_hand = next(n for n in range(2, 200) if found.with_repetitions(n).power(0.5 * found.stderr * 6**0.5, 0.025) >= 0.8)
+    by_hand = next(
+        n for n in range(2, 200) if found.with_repetitions(n).power(0.5 * found.stderr * 6**0.5, 0.025) >= 0.8
+    )
     assert needed == by_hand == 34  # the textbook's number for half a standard deviation, one sample
     assert found.with_repetitions(24).stderr == pytest.approx(found.stderr / 2)
     fixed = replace(found, stderr_questions=found.stderr / 2**0.5)
     assert fixed.with_repetitions(10**9).stderr == pytest.approx(found.stderr / 2**0.5)
-    assert fixed.repetitions_needed(0.5 * found.stderr, 0.025) is None  # the questions alone leave more to chance than that
+    assert (
+        fixed.repetitions_needed(0.5 * found.stderr, 0.025) is None
+    )  # the questions alone leave more to chance than that
 
 
 def test_an_effect_over_bases_by_hand() -> None:
