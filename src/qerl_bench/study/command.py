@@ -1,0 +1,27 @@
+"""Gather runs, unfinished ones too, into a study: files that can be committed and are read like the runs themselves.
+
+    qerl-bench collect runs/ out=docs/results/NAME
+
+Writes settings.json (configs and environments), tidy.parquet (one row per number) and, if answers to held-out questions
+were kept, answers.parquet. `--metrics study`, the default, writes the metrics of all claims and figures; `--metrics all`
+writes all.
+"""
+
+from __future__ import annotations
+
+from qerl_bench.study.collect import write_study
+from qerl_bench.study.load import find_runs
+from qerl_bench.study.script import parser_for
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    chosen = "metrics to write: names, study, or all (default: study)"
+    parser.add_argument("--metrics", nargs="+", default=["study"], help=chosen)
+    parser.add_argument("--csv", action="store_true", help="write tidy.csv too, about twenty times as large")
+    options = parser.parse_args(arguments)
+
+    paths = [path for folder in options.runs for path in find_runs(folder)]
+    metrics = [] if "all" in options.metrics else options.metrics
+    runs, unfinished, rows = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
+    print(f"{runs} runs, {unfinished} of them unfinished, {rows} numbers: {options.out}")
