@@ -264,9 +264,7 @@ def test_only_the_primary_setting_votes(study: Study) -> None:
     assert len(rows) == 3  # entropy, growth, accuracy
 
 
-def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(
-    study: Study, tmp_path: Path, analysis_script: Any
-) -> None:
+def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(study: Study, tmp_path: Path) -> None:
     for heat in (1.0, 1.1):
         study(["quant=bf16", f"rollout.temperature={heat}"])
         runs = study(["quant=nvfp4", f"rollout.temperature={heat}"], reward=heat)
@@ -340,9 +338,9 @@ def test_several_bases_are_the_unit(study: Study) -> None:
     whole, bases = setting.effect.whole, setting.effect.bases
     assert (setting.effect.unit, whole.n, whole.df, setting.effect.seeds) == ("base", 3, 2, 2)
     assert [base.value for base in bases.by_base] == pytest.approx([0.01, 0.05, 0.09], abs=0.004)
-    assert whole.error == pytest.approx(0.04 / 3**0.5, rel=0.1) and bases.between == pytest.approx(0.04, rel=0.1)
+    assert whole.stderr == pytest.approx(0.04 / 3**0.5, rel=0.1) and bases.between == pytest.approx(0.04, rel=0.1)
     text = pages({"tiny on arithmetic": evaluate_claims(CLAIMS, runs)}, runs)["claims.md"]
-    assert "3 bases × 2 seeds, 2 df" in text and "one more base of as many seeds would lie in [" in text
+    assert "3 bases × 2 seeds, 2 df" in text and "one more base of as many seeds: [" in text
     runs = study(["quant=bf16", "model.seed=3"], seeds=(0, 1))
     runs = study(["quant=nvfp4", "model.seed=3"], seeds=(0,))
     assert re.search(r"missing: nvfp4 of base .*seed=3.* seed=1$", verdicts(runs)[GROWTH].reason)
@@ -603,9 +601,7 @@ def test_two_runs_of_one_setting_and_seed_are_refused(study: Study) -> None:
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_says_what_was_compared_and_what_to_run(
-    study: Study, capsys: pytest.CaptureFixture[str], analysis_script: Any
-) -> None:
+def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
     study(["quant=bf16"])
     runs = study(["quant=nvfp4"], reward=0.05)
     root = runs[0].path.parent

@@ -3,7 +3,7 @@
     qerl-bench collect runs/ out=docs/results/NAME
 
 Writes settings.json (configs and environments), tidy.parquet (one row per number) and, if answers to held-out questions
-were kept, answers.parquet. `--metrics study`, the default, writes the metrics of all claims and figures; `--metrics all`
+were kept, answers.parquet. --metrics study, the default, writes the metrics of all claims and figures; --metrics all
 writes all.
 """
 
