@@ -97,7 +97,7 @@ def reward_run(folder: Path, steps: int = 40, **options: Any) -> Path:
 # --- marks -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_format_has_a_colour_of_its_own_and_an_unknown_one_keeps_to_other_colours() -> None:
+def test_each_format_has_a_color_of_its_own_and_an_unknown_one_keeps_to_other_colors() -> None:
     assert tuple(style.FORMAT_COLORS) == FORMATS
     assert len({style.color(name) for name in FORMATS}) == 4
     assert not set(style.OTHER_COLORS) & set(style.FORMAT_COLORS.values())
@@ -208,7 +208,7 @@ def test_where_no_arm_has_noise_lines_are_solid(tmp_path: Path) -> None:
     assert {line.get_linestyle() for line in lines} == {"-"}
 
 
-def test_what_colour_and_dashes_do_not_show_gets_a_marker_and_a_word(tmp_path: Path) -> None:
+def test_what_color_and_dashes_do_not_show_gets_a_marker_and_a_word(tmp_path: Path) -> None:
     _, lines = curve([reward_run(tmp_path / f"r{rank}", rank=rank) for rank in (64, 16)], "accuracy")
     assert {line.get_label() for line in lines} == {"NVFP4, rank 16, AQN exp", "NVFP4, rank 64, AQN exp"}
     assert len({line.get_marker() for line in lines}) == 2
