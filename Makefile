@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# CONSTRAINTS=/dev/null for the newest releases that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
@@ -34,15 +36,16 @@ test-vllm: $(VLLM_READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch>=2.11,<2.14"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[all,dev,peers]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[reasoning]" \
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[all,dev,peers]"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[reasoning]" \
 		|| echo "task=reasoning_gym is left out: its package cannot be installed here (pycosat needs a C compiler)"
 	touch $(READY)
 

@@ -1,9 +1,9 @@
-"""The quantization error of every layer, of its weights and outputs, for each format and quantizer: layers.parquet.
+"""Measures the error of each packed layer, in weights and outputs, for each format and quantizer: layers.parquet.
 
 python analysis/layer_errors.py model=tiny --out docs/results/quantizers
 
-model=... are options of a run. For all quantizers, output errors are on the text that awq and gptq are calibrated with.
-error_anatomy.py draws the table.
+Arguments such as model=tiny are options of a run. All output errors are measured on the calibration text of awq and
+gptq. error_decomposition.py draws the table.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from qerl_bench.device import resolve_device
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import base_checkpoint
 from qerl_bench.quant.error_decomposition import write_layers
+from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.study.script import guarded
 
@@ -27,13 +28,13 @@ FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
 
 @dataclass(frozen=True)
 class WithText:
-    """Gives calibration text to a quantizer that needs none, so that output errors are measured."""
+    """`quantizer` with a calibration text, so that the output errors of its layers are measured."""
 
-    inner: Any
+    quantizer: Quantizer
     calibration: Calibration
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self.quantizer, name)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Accuracy before any training, formats x quantizers, each with its paired difference to rounding to nearest.
+"""Accuracy before training by format and quantizer, each with its paired difference from round-to-nearest (rtn).
 
 python analysis/quantizers.py runs/ --out figures/
 """
@@ -14,28 +14,28 @@ MODES = ("greedy", "sampled")
 
 
 def compare(runs: list[Run]) -> pd.DataFrame:
-    """One row per run: accuracy in per cent and its difference to rtn, both with standard errors over questions.
+    """One row per run: accuracy in per cent and its difference from rtn, each with its standard error over questions.
 
-    Raises ConfigError if two runs have one format and quantizer, if a run has no `layers.parquet` or no evaluation
-    before training, or if a format was not run with rtn on the same questions.
+    Raises ConfigError if two runs have the same format and quantizer, if a run has no `layers.parquet` or no evaluation
+    before training, and if a format has no run with rtn, or one on other questions.
     """
-    measured, names = {}, {}
+    answers_and_layers, names = {}, {}
     for run in runs:
         key = run.option("quant.name"), run.option("quantizer.name")
         both = f"{names.get(key)} and {run.name} are both quant={key[0]} quantizer={key[1]}"
-        require(key not in measured, f"{both}: leave one out")
+        require(key not in names, f"{both}: leave one out")
         answers = {mode: run.answers(mode) for mode in MODES}
         require(all(0 in table for table in answers.values()), f"{run.name} was not evaluated before its first step")
         file = run.path / "layers.parquet"
         require(file.is_file(), f"{file} is missing: leave the run out, or run it again")
-        measured[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
+        answers_and_layers[key] = {mode: table[0] for mode, table in answers.items()}, pd.read_parquet(file)
         names[key] = run.name
     rows = []
-    for (quant, quantizer), (correct, layers) in measured.items():
-        require((quant, "rtn") in measured, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
+    for (quant, quantizer), (correct, layers) in answers_and_layers.items():
+        require((quant, "rtn") in names, f"quant={quant} has no run with quantizer=rtn to compare with: run it too")
         row = {"format": quant, "quantizer": quantizer, "questions": len(correct[MODES[0]])}
         for mode in MODES:
-            difference = correct[mode] - measured[quant, "rtn"][0][mode]
+            difference = correct[mode] - answers_and_layers[quant, "rtn"][0][mode]
             require(
                 bool(difference.notna().all()),
                 f"{names[quant, quantizer]} and {names[quant, 'rtn']} were asked different questions: leave one out",

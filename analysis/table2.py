@@ -4,7 +4,7 @@ python analysis/table2.py runs/ --out figures/
 
 A run on BigMath is evaluated on MATH-500. The other sets are further evaluations of the finished run, one for each:
 
-python -m qerl_bench.eval runs/NAME task=aime24 task.instruction=suffix
+qerl-bench eval runs/NAME task=aime24 task.instruction=suffix
 
 Sampled accuracy (pass@1) in per cent, before training (step 0) and after the last step. Each set counts a quarter,
 whatever its size, as in the paper. No question is in two sets, so the squares of their standard errors add. Left out:

@@ -21,7 +21,7 @@ from peft import get_peft_model
 
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
-from qerl_bench.engine import hf, hf_graph
+from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
@@ -29,7 +29,10 @@ from qerl_bench.model_setup import build_noise
 from qerl_bench.task.shape import IDS
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
-WAYS: dict[str, Callable[..., list[hf.Completion]]] = {"recorded": hf_graph.decode, "transformers": hf.decode}
+WAYS: dict[str, Callable[..., list[hf_reference.Completion]]] = {
+    "recorded": hf_graph.decode,
+    "transformers": hf_reference.decode,
+}
 FEW = 12  # tokens of the slow way
 START = 3  # tokens by which a round is under way: one drawn from the prompts, one step as it is, one recorded
 

@@ -1,10 +1,10 @@
-"""The errors that a user can cause, and the checks of config values that raise them.
+"""The errors that users see, and checks of config values that raise them.
 
-A spec checks its fields in `__post_init__`, one line a field:
+A spec checks its fields in `__post_init__`, one line per field:
 
     check_fields(self, "optim", lr=learning_rate, schedule=one_of("constant", "linear"), warmup_steps=count(0))
 
-The upper limits are few and generous: a value beyond them is a typing error, not an experiment.
+Upper limits are generous: a larger value is a typo, not an experiment.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 
 MAX_STEPS = 10_000_000
 MAX_COMPLETIONS = 1_000_000  # of one step, and of one evaluation
-MAX_LR = 1.0  # AdamW moves each weight by about its rate in every step; weights of language models are below 1
-TEMPERATURES = (0.01, 100.0)  # below them sampling is greedy decoding, above them all tokens are equally likely
+MAX_LR = 1.0  # AdamW moves each weight by about the learning rate per step; weights of language models are below 1
+TEMPERATURES = (0.01, 100.0)  # below, sampling is greedy decoding; above, all tokens are equally likely
 
 Check = Callable[[str, object], None]  # (key, value): raises ConfigError, with the key, unless the value is allowed
 
 
 class ConfigError(ValueError):
-    """Raised before any training starts; `src/run.py` prints its message and exits with code 2.
+    """Bad input, found before training starts: `src/run.py` prints the message and exits with code 2.
 
-    The message says what was wrong, the limit, the value given, and what to do instead.
+    The message names the key, the limit, the given value, and a remedy.
     """
 
 
@@ -40,18 +40,18 @@ def require_package(name: str, option: str, extra: str) -> None:
 
     if find_spec(name) is None:
         raise ConfigError(
-            f"{option} needs the package {name}, which is not installed: pip install 'qerl-bench[{extra}]'"
+            f"{option} needs the package {name}, which is not installed. In a checkout: pip install -e '.[{extra}]'"
         )
 
 
 class TrainingStopped(RuntimeError):
-    """Raised by a run that cannot go on; `src/run.py` prints its message, no traceback, and exits with code 1."""
+    """A run cannot go on: `src/run.py` prints the message without a traceback and exits with code 1."""
 
 
 def check_fields(spec: object, group: str, **checks: Check) -> None:
-    """Apply each check to the field of `spec` that it is named after. Raises ConfigError with the key `group`.field."""
+    """Apply each check to the field of `spec` with its name. Raises ConfigError that names the key `group`.field."""
     for name, check in checks.items():
-        check(f"{group}.{name}", getattr(spec, name))
+        check(f"{group}.{name}".lstrip("."), getattr(spec, name))
 
 
 def count(least: int = 1, most: int | None = None) -> Check:
@@ -86,7 +86,15 @@ def number(
 
 def optional(check: Check) -> Check:
     """null, or what `check` allows."""
-    return lambda key, value: None if value is None else check(key, value)
+
+    def check_unless_null(key: str, value: object) -> None:
+        try:
+            if value is not None:
+                check(key, value)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(" must be ", " must be null or ", 1)) from None
+
+    return check_unless_null
 
 
 def flag(key: str, value: object) -> None:
@@ -98,12 +106,12 @@ share = number(0, 1)
 
 
 def is_number(value: object) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)  # of any size, where isfinite would overflow
+    whole = isinstance(value, int) and not isinstance(value, bool)  # isfinite would overflow for very large ones
     return whole or (isinstance(value, float) and math.isfinite(value))
 
 
 def is_folder_name(name: object) -> bool:
-    """Whether `name` is a relative path that leads downwards, such as x or a/b."""
+    """Whether `name` is a relative path without `..`, such as x or a/b."""
     return isinstance(name, str) and name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
@@ -120,8 +128,8 @@ def learning_rate(key: str, value: object) -> None:
     positive(key, value)
     require(
         value <= MAX_LR,  # type: ignore[operator]  # a number by now
-        f"{key} must be at most {MAX_LR:g}, got {value!r}: AdamW moves each weight by about that much in every step, "
-        "and the weights of language models are below 1. RL of an adapter uses 1e-6 to 1e-3",
+        f"{key} must be at most {MAX_LR:g}, got {value!r}: AdamW moves each weight by about the learning rate per "
+        "step, and weights of language models are below 1. RL of an adapter uses 1e-6 to 1e-3",
     )
 
 
@@ -131,24 +139,15 @@ def temperature(key: str, value: object) -> None:
     low, high = TEMPERATURES
     require(
         low <= value <= high,  # type: ignore[operator]  # a number by now
-        f"{key} must be from {low:g} to {high:g}, got {value!r}: below, sampling is greedy decoding, and above, all "
-        "tokens are equally likely. 1 is the model's own distribution",
+        f"{key} must be from {low:g} to {high:g}, got {value!r}: below, sampling is greedy decoding; above, all tokens "
+        "are equally likely. 1 is the model's own distribution",
     )
 
 
 def require_completions(key: str, prompts: int, each: int) -> None:
-    """Raise ConfigError if `each` completions of `prompts` prompts are more than one step or evaluation may sample."""
+    """Raise ConfigError if `each` completions of `prompts` prompts are too many for one step or evaluation."""
     require(
         prompts * each <= MAX_COMPLETIONS,
         f"{key} must be at most {MAX_COMPLETIONS:,} completions, got {prompts:,} x {each:,} = {prompts * each:,}; "
         "make one of the two smaller",
-    )
-
-
-def require_readable(key: str, tokens: int | None, reads: int | None, model: str) -> None:
-    """Raise ConfigError if completions of `tokens` are longer than what `model` reads, as far as both are known."""
-    require(
-        tokens is None or reads is None or tokens <= reads,
-        f"{key} must be at most the {reads} tokens that model={model} reads, got {tokens}; make it smaller, or choose "
-        "a model that reads more",
     )

@@ -1,4 +1,7 @@
-"""Everything that can be found wrong before any training is refused here, in words, with nothing written yet."""
+"""The command line: checks before any training, messages in words, and exit codes.
+
+Whatever can be found wrong is refused before a file is written.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import difflib
 import logging
 import re
 import sys
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
+from qerl_bench.renamed_keys import renamed, renamed_value
 from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
 
 log = logging.getLogger(__name__)
@@ -53,37 +59,35 @@ def flags_first(argv: list[str]) -> list[str]:
     words: list[str] = []
     long = ("--config-name", "--config-path", "--config-dir", "--cfg", "--info", "--package", "--experimental-rerun")
     takes_value = (*long, "-cn", "-cp", "-cd", "-c", "-i", "-p")
-    rest = iter(argv)
-    for word in rest:
+    remaining = iter(argv)
+    for word in remaining:
         if not word.startswith("-"):
             words.append(word)
             continue
         flags.append(word)
         if word in takes_value:
-            flags += [value for value in [next(rest, None)] if value is not None]
+            flags += [value for value in [next(remaining, None)] if value is not None]
     return flags + words
 
 
 def preflight(argv: list[str]) -> None:
-    """Check a single run before Hydra makes its folder. Sweeps are checked point by point in the launcher."""
+    """Check a single run before Hydra creates its folder. The launcher checks the points of a sweep."""
     if not any(word.startswith("-") for word in argv):
         check(compose(argv))
 
 
-def mention_sweep(hydra: HydraConf) -> None:
-    """Say so where one run was started of a design that sweeps over more than its command line decides."""
+def warn_of_single_point(hydra: HydraConf) -> None:
+    """Warn if one run was started of a design that sweeps over keys which the command line does not set."""
     given = {word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
-    left = [str(key) for key in hydra.sweeper.params or {} if key not in given]
-    if left:
-        log.warning(
-            "one run of an experiment that sweeps over %s: with the values of its base; -m runs all", ", ".join(left)
-        )
+    unset = [str(key) for key in hydra.sweeper.params or {} if key not in given]
+    if unset:
+        log.warning("this is one run of an experiment that sweeps over %s; -m runs all points", ", ".join(unset))
 
 
 def check(cfg: DictConfig) -> Experiment:
-    """Build the specs of a composed config and look at everything that they need. Raises ConfigError."""
+    """Build the specs of a composed config and check that all they need is there. Raises ConfigError."""
     experiment = build(cfg)
-    experiment.engine.check(experiment)
+    experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
     experiment.eval.check(experiment.task)
     experiment.logger.check()
@@ -110,14 +114,14 @@ def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
 
 
 def options(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:
-    """The words of a command line that are for Hydra, and the values of `names`, each of which must be there once."""
+    """Split a command line into words for Hydra and the values of `names`, each of which must be given once."""
     chosen: dict[str, str] = {}
     words = []
     for word in argv:
         key, equals, value = word.partition("=")
         require(bool(equals and value), f"{word!r} is not key=value; {usage}")
         if key in names:
-            require(key not in chosen, f"{key}= is there twice; {usage}")
+            require(key not in chosen, f"{key}= is given twice; {usage}")
             chosen[key] = value
         else:
             words.append(word)
@@ -126,52 +130,64 @@ def options(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list
     return words, chosen
 
 
-def exit_code(action: Callable[[], None], stopped: str) -> int:
-    """Do it, and say in words what was wrong: 2 for bad input, 1 for failed runs, 130 for Ctrl-C, with `stopped`."""
+@contextmanager
+def exit_in_words(stopped: str) -> Iterator[None]:
+    """Exit with a message, not a traceback: code 2 for bad input, 1 for failed runs, 130 and `stopped` for Ctrl-C."""
     try:
-        action()
+        yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(explain(error), file=sys.stderr)
-        return 2
+        message, code = explain(error), 2
     except (SweepFailed, TrainingStopped) as error:
-        print(error, file=sys.stderr)
-        return 1
+        message, code = str(error), 1
     except KeyboardInterrupt:
-        print(stopped, file=sys.stderr)
-        return 130
-    return 0
+        message, code = stopped, 130
+    else:
+        return
+    print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Print warnings as one line each, without the place in the code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_place, **_more: print(message, file=sys.stderr)
+        yield
 
 
 def explain(error: Exception) -> str:
     """One message for the terminal: Hydra's errors without its advice to append keys and without its search path."""
     text = str(error).split("\nConfig search path:")[0].strip()
+    option = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    if option and (sentence := renamed_value(option[1], option[2])):
+        return f"error: {sentence}"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown is None:
         return "error: " + " ".join(text.split())
     key = unknown.group(1)
+    if sentence := renamed(key):
+        return f"error: {sentence}"
     group = key.split(".")[0]
     elsewhere = keys_of_group(group)
     if key in elsewhere:
-        return (
-            f"error: the {group} that is chosen has no option {key}; it belongs to {group}={'|'.join(elsewhere[key])}"
-        )
+        return f"error: the chosen {group} has no option {key}; it belongs to {group}={'|'.join(elsewhere[key])}"
     close = difflib.get_close_matches(key, [*known_keys(), *elsewhere], n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return f"error: there is no option {key}.{hint} All options: python src/run.py --cfg job"
 
 
 def keys_of_group(group: str) -> dict[str, list[str]]:
-    """Every dotted key of the files in a folder of conf/, with the options that have it; none if there is no folder."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """Every dotted key of the files in a folder of conf/, with the options that have it; empty without the folder."""
+    options: dict[str, list[str]] = defaultdict(list)
     for path in sorted((CONF_DIR / group).rglob("*.yaml")):
         tree = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(tree, dict)
         for key in flat({str(name): value for name, value in tree.items() if name not in ("_target_", "defaults")}):
-            found[f"{group}.{key}"].append(str(path.relative_to(CONF_DIR / group).with_suffix("")))
-    return found
+            options[f"{group}.{key}"].append(str(path.relative_to(CONF_DIR / group).with_suffix("")))
+    return options
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of the default config, the names of its groups included."""
+    """Every dotted key of the default config, and the names of its groups."""
     tree = as_dict(compose())
     return [key for key in (*tree, *flat(tree)) if "_target_" not in key]

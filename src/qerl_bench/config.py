@@ -1,7 +1,7 @@
 """From command-line words to validated specs: compose the YAML, build the frozen dataclasses, name the run.
 
 Nothing here imports torch, so every combination of options can be composed and checked in seconds on any machine.
-Building weights, engines and tasks is a later step that takes the specs as they are.
+Weights, engines and tasks are built later, from the specs.
 """
 
 from __future__ import annotations
@@ -13,39 +13,41 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
+from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import (
-    MAX_STEPS,
-    ConfigError,
-    is_folder_name,
-    require,
-    require_count,
-    require_readable,
-)
-from qerl_bench.option_names import check_class, check_labels
+from qerl_bench.checks import MAX_STEPS, ConfigError, check_fields, count, is_folder_name, one_of, require
+from qerl_bench.engine.base import EngineSpec
+from qerl_bench.eval.base import Evaluator
+from qerl_bench.installation import CONF_DIR
+from qerl_bench.logger.base import LoggerSpec
+from qerl_bench.lora.base import Adapter
+from qerl_bench.model.base import Model
+from qerl_bench.option_names import check_class, check_option_names, make_option
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quantizer.base import Quantizer
+from qerl_bench.renamed_keys import outdated
+from qerl_bench.rundir import NO_EFFECT
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
-# What may differ between two runs of the same science. The seed stands in the run's name instead.
-UNSCIENTIFIC = frozenset({"root", "name", "logger", "save_every", "seed", "hydra"})
+# Hydra 1.4, which comes with OmegaConf 2.4, warns of the names of 1.3.
+HYDRA_1_3 = hydra_version.startswith("1.3")
+HYDRA_DEFAULTS: dict[str, Any] = {"version_base": "1.3"} if HYDRA_1_3 else {}
+REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One run: the specs of every axis and the scalars they share. Combinations that cannot work are refused here."""
+    """One run: the specs of all axes and the values they share. Refuses combinations that cannot work."""
 
     name: str
     root: str
@@ -60,83 +62,110 @@ class Experiment:
     kl: KLPenalty
     importance_sampling: ImportanceSampling
     quant: WeightFormat
-    quantizer: Any
+    quantizer: Quantizer
     aqn: Schedule
     noise: NoiseSpec
-    algo: Any
-    lora: Any
-    model: Any
-    engine: Any
+    algo: Algorithm
+    lora: Adapter
+    model: Model
+    engine: EngineSpec
     task: Task
-    eval: Any
-    logger: Any
+    eval: Evaluator
+    logger: LoggerSpec
 
     def __post_init__(self) -> None:
-        require_count("steps", self.steps, most=MAX_STEPS)
-        require_count("save_every", self.save_every)
-        require_count("seed", self.seed, least=0)
+        check_fields(
+            self,
+            "",
+            steps=count(most=MAX_STEPS),
+            save_every=count(),
+            seed=count(0),
+            device=one_of("auto", "cpu", "cuda"),
+            kernel=one_of("auto", "torch"),
+        )
         require(
             isinstance(self.root, str) and is_folder_name(self.name),
             f"name must be a folder name below root/runs and root a path, got name={self.name!r}, root={self.root!r}",
         )
-        require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda, got {self.device!r}")
-        require(self.kernel in ("auto", "torch"), f"kernel must be auto or torch, got {self.kernel!r}")
-        require(
-            self.lora.rank > 0 or self.quant.bits_per_weight is None,
-            f"lora=none trains every weight, but quant={self.quant.name} keeps them packed in 4 bits, where no "
-            "gradient step fits. Use lora=default, or quant=bf16.",
-        )
-        require(
-            self.lora.rank > 0 or self.model.dtype == "float32",
-            f"lora=none trains the weights themselves, and steps of RL are lost in {self.model.dtype}'s rounding. Use "
-            "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
-        )
-        require(
-            self.kl.coef == 0 or (self.lora.rank > 0 and self.algo.on_policy),
-            "kl.coef > 0 compares a sampled completion with the base model, which is the policy with its adapter "
-            "switched off. It needs lora=default and an on-policy algorithm, got "
-            f"lora={self.lora.name}, algo={self.algo.name}",
-        )
-        require(
-            self.importance_sampling.mode == "none" or self.algo.on_policy,
-            f"importance_sampling.mode={self.importance_sampling.mode} weighs completions by who sampled them, and "
-            f"algo={self.algo.name} reads demonstrations. Use importance_sampling.mode=none",
-        )
-        require(
-            self.train.updates_per_batch == 1 or self.lora.rank == 0 or self.lora.dropout == 0,
-            f"train.updates_per_batch={self.train.updates_per_batch} compares log-probabilities between updates, and lora.dropout="
-            f"{self.lora.dropout} would change them at random; set lora.dropout=0",
-        )
-        require(
-            self.quantizer.name == "rtn" or self.quant.bits_per_weight is not None,
-            f"quantizer={self.quantizer.name} chooses 4-bit codes, and quant={self.quant.name} stores none. Leave "
-            "quantizer=rtn, or use quant=nvfp4, mxfp4 or nf4.",
-        )
         require(
             self.optim.warmup_steps < self.steps,
-            f"optim.warmup_steps={self.optim.warmup_steps} leaves nothing of steps={self.steps}; make it smaller",
+            f"optim.warmup_steps must be below steps={self.steps}, got {self.optim.warmup_steps}; make it smaller",
         )
-        require(
-            not self.algo.on_policy or self.rollout.group_size > 1,
-            f"algo={self.algo.name} compares the completions of one prompt with each other: rollout.group_size must be "
-            f"at least 2, got {self.rollout.group_size}",
-        )
-        require(
-            self.algo.on_policy or self.aqn.name == "none",
-            f"algo={self.algo.name} reads demonstrations and samples nothing that aqn={self.aqn.name} could perturb; "
-            "use aqn=none",
-        )
+        self._check_trained_weights()
+        self._check_algorithm()
         shape = self.model.config() or {}
-        reads = shape.get("max_position_embeddings")
-        require_readable("task.max_completion_tokens", self.task.max_completion_tokens, reads, self.model.name)
-        require_readable("eval.max_tokens", getattr(self.eval, "max_tokens", None), reads, self.model.name)
+        self._check_lengths(shape.get("max_position_embeddings"))
         for key in ("hidden_size", "intermediate_size"):
             if key in shape:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])
         self.aqn.check_with(self.quant, self.noise)
-        self.engine.check_with(self)
-        self.task.check_with(self)
+        longest_completion = max(self.task.max_completion_tokens, getattr(self.eval, "max_tokens", None) or 0)
+        self.engine.check_with(shape, self.model.dtype, self.lora.rank, longest_completion)
+        self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
         self.lora.check_with(f"model={self.model.name}", shape)
+
+    def _check_trained_weights(self) -> None:
+        """What is trained: an adapter on packed or unpacked weights, or the unpacked weights themselves."""
+        packed, full_training = self.quant.bits_per_weight is not None, self.lora.rank == 0
+        require(
+            not (full_training and packed),
+            f"lora=none trains every weight, but the 4-bit weights of quant={self.quant.name} cannot be trained. Use "
+            "lora=default, or quant=bf16",
+        )
+        require(
+            not (full_training and self.model.dtype != "float32"),
+            f"lora=none trains the weights themselves, and RL steps are too small for {self.model.dtype}. Use "
+            "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
+        )
+        require(
+            packed or self.quantizer.name == "rtn",
+            f"quantizer={self.quantizer.name} chooses 4-bit codes, but quant={self.quant.name} stores none. Leave "
+            "quantizer=rtn, or use quant=nvfp4, mxfp4 or nf4",
+        )
+        require(
+            self.train.updates_per_batch == 1 or full_training or self.lora.dropout == 0,
+            f"train.updates_per_batch={self.train.updates_per_batch} compares log-probabilities between updates, and "
+            f"lora.dropout={self.lora.dropout} would change them at random. Use lora.dropout=0",
+        )
+        require(
+            self.kl.coef == 0 or (not full_training and self.algo.on_policy),
+            "kl.coef > 0 compares sampled completions with the base model, which is the policy without its adapter. It "
+            f"needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
+        )
+
+    def _check_algorithm(self) -> None:
+        """Options that only an algorithm with rollouts, or only one with demonstrations, can use."""
+        if self.algo.on_policy:
+            require(
+                self.rollout.group_size > 1,
+                f"rollout.group_size must be at least 2, got {self.rollout.group_size}: algo={self.algo.name} compares "
+                "the completions of a prompt with each other",
+            )
+            return
+        mode = self.importance_sampling.mode
+        require(
+            mode == "none",
+            f"importance_sampling.mode={mode} corrects for the sampler, and algo={self.algo.name} trains on "
+            "demonstrations. Use importance_sampling.mode=none",
+        )
+        require(
+            self.aqn.name == "none",
+            f"aqn={self.aqn.name} adds noise to the rollout, and algo={self.algo.name} trains on demonstrations. Use "
+            "aqn=none",
+        )
+
+    def _check_lengths(self, context: int | None) -> None:
+        """Completions must fit the context of the model, as far as it is known."""
+        limits = {
+            "task.max_completion_tokens": self.task.max_completion_tokens,
+            "eval.max_tokens": getattr(self.eval, "max_tokens", None),
+        }
+        for key, tokens in limits.items():
+            require(
+                tokens is None or context is None or tokens <= context,
+                f"{key} must be at most {context}, the context of model={self.model.name}, got {tokens}; make it "
+                "smaller, or choose a model with a longer context",
+            )
 
     @property
     def run_dir(self) -> Path:
@@ -144,13 +173,13 @@ class Experiment:
 
 
 def register_resolvers() -> None:
-    """Make `${fingerprint:}` known to OmegaConf; may be called any number of times."""
-    OmegaConf.register_new_resolver("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+    """Register `${fingerprint:}` with OmegaConf; may be called repeatedly."""
+    getattr(OmegaConf, REGISTER)("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
 
 
 def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
-    """The resolved part of the config that decides the numbers of a run, its seed left out."""
-    keys = [str(key) for key in cfg if key not in UNSCIENTIFIC]
+    """The resolved part of the config that affects the numbers of a run, without its seed."""
+    keys = [str(key) for key in cfg if key not in NO_EFFECT | {"seed"}]
     return {key: plain(cfg, key) for key in sorted(keys)}
 
 
@@ -160,12 +189,12 @@ def plain(cfg: DictConfig | dict[str, Any], key: str) -> Any:
 
 
 def fingerprint(cfg: DictConfig | dict[str, Any]) -> str:
-    """First 8 hex digits of the SHA-256 of the scientific config: equal for runs that differ in the seed alone."""
+    """First 8 hex digits of the SHA-256 of the scientific config: the same for runs that differ only in their seed."""
     return hashlib.sha256(json.dumps(canonical(scientific(cfg)), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def canonical(value: Any) -> Any:
-    """`value` with whole floats as integers: temperature=1 and temperature=1.0 are the same run."""
+    """`value` with integers for whole floats, because temperature=1 and temperature=1.0 are the same run."""
     if isinstance(value, dict):
         return {key: canonical(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -174,14 +203,14 @@ def canonical(value: Any) -> Any:
 
 
 def compose(overrides: list[str] | None = None) -> DictConfig:
-    """The config that `python src/run.py OVERRIDES` would run, resolved; for preflight checks, notebooks and tests."""
+    """The resolved config of `python src/run.py OVERRIDES`, for preflight checks, notebooks and tests."""
     register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="run"):
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
         cfg = hydra_compose("run", overrides=list(overrides or []), return_hydra_config=True)
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
-    check_labels(cfg, hydra.runtime)
+    check_option_names(cfg, hydra.runtime)
     return resolved(cfg)
 
 
@@ -195,6 +224,8 @@ def build(cfg: DictConfig) -> Experiment:
 
     Raises ConfigError with the reason if a value or a combination of options cannot work.
     """
+    old = outdated(cfg)  # type: ignore[arg-type]  # a DictConfig is a mapping
+    require(not old, "; ".join(old))
     nodes = {str(key): spec(cfg, str(key)) for key in cfg}
     known = {field.name for field in fields(Experiment)}
     unknown, missing = nodes.keys() - known, known - nodes.keys()
@@ -204,23 +235,18 @@ def build(cfg: DictConfig) -> Experiment:
 
 
 def spec(cfg: DictConfig, key: str) -> Any:
-    """The spec under `key`, or its plain value where the node names no `_target_`."""
+    """The spec under `key`, or the plain value if the node has no `_target_`."""
     node = cfg[key]
     if not (OmegaConf.is_dict(node) and "_target_" in node):
         return plain(cfg, key)
-    require(
-        str(node._target_).startswith("qerl_bench."),
-        f"{key}._target_ must name a class of qerl_bench, got {node._target_!r}",
-    )
     check_class(CONF_DIR, key, node)
     try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ConfigError | OmegaConfBaseException):
-            raise cause from None
+        return make_option(key, plain(cfg, key))
+    except ConfigError:
+        raise
+    except Exception as error:  # of a class that does not check its fields itself
         given = {name: value for name, value in plain(cfg, key).items() if name != "_target_"}
-        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
+        if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
             raise ConfigError(f"{reason}; leave it out, or the experiment that sets it") from error
-        raise ConfigError(f"{key} does not work with {given}: {cause or error}") from error
+        raise ConfigError(f"{key} does not work with {given}: {error}") from error

@@ -1,4 +1,4 @@
-"""The device of a run, and time and peak memory of its phases."""
+"""The device of a run, and a timer that measures time and peak memory of the phases of a step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from qerl_bench.checks import require
 
 
 def resolve_device(wanted: str) -> str:
-    """ "cpu" or "cuda" for `auto`, `cpu` or `cuda`. Raises ConfigError if a GPU is asked for and there is none."""
+    """Turn auto | cpu | cuda into "cpu" or "cuda". Raises ConfigError if `wanted` is cuda and there is no GPU."""
     available = torch.cuda.is_available()
     require(wanted != "cuda" or available, "device=cuda, but PyTorch finds no GPU on this machine; use device=cpu")
     return "cuda" if wanted != "cpu" and available else "cpu"
 
 
 class PhaseTimer:
-    """Seconds and peak memory (GiB) of the named phases of one step, the device synchronised at their borders."""
+    """Seconds and peak memory (GiB) of the named phases of one step: `with timer("train"): ...`.
+
+    A phase that is entered several times adds up its seconds. The GPU is synchronized at both ends of a phase.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -30,7 +33,7 @@ class PhaseTimer:
         self.peak_gib: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Iterator[None]:
         reset_peak(self.device)
         started = now(self.device)
         yield
@@ -45,7 +48,7 @@ def now(device: str) -> float:
 
 
 def reset_peak(device: str) -> None:
-    """Start a new peak measurement. Where Linux does not allow it for a process, the peak is that of its whole life."""
+    """Start a new peak measurement. Where that is not allowed, the peak is that of the whole process."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
@@ -56,7 +59,7 @@ def reset_peak(device: str) -> None:
 
 
 def peak_gib(device: str) -> float:
-    """Peak since `reset_peak`: of allocated GPU memory, or of the process's resident memory on a CPU."""
+    """Peak since `reset_peak` in GiB: allocated GPU memory, or resident memory of the process on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     try:

@@ -1,6 +1,7 @@
-"""Every metric that a run writes: its name, unit and definition, and the functions that compute it.
+"""Every metric that a run writes: name, unit and definition, and the functions that compute it.
 
-Averages are taken once over all tokens or completions of a step, never over averages of micro-batches or sequences.
+A mean is taken once over all tokens or completions of a step; it is never a mean of means over micro-batches or
+sequences. The definitions are stored with each run, and runs with different definitions are not compared.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.records import Reward, Rollout
+from qerl_bench.records import Group, Rollout
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ class Metric:
     definition: str
 
 
-SAMPLED = {
+ROLLOUT = {
     "reward/mean": Metric("reward", "mean total reward of the step's completions"),
     "reward/std": Metric("reward", "standard deviation of the total reward over the step's completions (n - 1)"),
     "reward/frac_zero_std": Metric("share", "groups whose completions all got the same reward: no learning signal"),
@@ -56,9 +57,9 @@ SAMPLED = {
     "speed/rollout_tok_s": Metric("tokens/s", "completion tokens over time/rollout_s"),
     "memory/rollout_gib": Metric("GiB", "peak during sampling: of the GPU's allocations, or of the process on a CPU"),
 }
-# With engine=vllm, whose weights are a copy. Log-probabilities of prompt tokens at temperature 1, noise in, by engine
-# and trainer; each the mean of |difference|.
-SYNCED = {
+# With engine=vllm, which has its own copy of the weights. Each is the mean of |difference| between log-probabilities of
+# prompt tokens at temperature 1, with the noise in.
+WEIGHT_SYNC = {
     "sync/adapter_effect": Metric("nats", "trainer with its adapter against trainer without"),
     "sync/adapter_effect_engine": Metric("nats", "engine with the adapter against engine without"),
     "sync/gap": Metric("nats", "engine against trainer, both with the adapter"),
@@ -67,17 +68,17 @@ SYNCED = {
         "count", "norms whose scale in every worker of the engine differs from the checkpoint's"
     ),
 }
-PARKED = {  # with engine=vllm on a GPU
+VLLM_MEMORY = {  # with engine=vllm on a GPU
     "memory/device_rollout_gib": Metric("GiB", "in use on the GPU by all processes at the end of sampling"),
     "memory/device_train_gib": Metric("GiB", "in use on the GPU by all processes before training, the engine asleep"),
 }
-STEERED = {  # with aqn=entropy
+NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
     "aqn/entropy_smoothed": Metric("nats/token", "the measured entropy as the controller sees it"),
     "aqn/sigma_next": Metric("norm scale", "the decision: standard deviation of the next step's noise"),
     "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
 }
-TRAINED = {
+TRAIN = {
     "train/taught_frac": Metric(
         "share", "completion tokens trained on whose completion was in a backward pass: its loss can have a gradient"
     ),
@@ -93,9 +94,9 @@ TRAINED = {
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
     "memory/peak_gib": Metric("GiB", "peak of the step"),
 }
-# The same sampled tokens under three policies: the engine (noise in), the trainer with the sampler's noise, and the
-# trainer as it trains. Between the first two lies the kernel part, between the last two the noise part.
-SPLIT = {  # only with importance_sampling.split_mismatch and one draw of noise to a step
+# Three policies score the same sampled tokens: the engine (noise in), the trainer with the sampler's noise, and the
+# trainer as it trains. The first two differ by their kernels, the last two by the noise.
+MISMATCH_SPLIT = {  # only with importance_sampling.split_mismatch and one draw of noise to a step
     "mismatch/kernel_kl": Metric("nats/token", "mismatch/kl of engine and trainer, same noise in both"),
     "mismatch/kernel_logp_abs_max": Metric("nats", "mismatch/logp_abs_max of engine and trainer, same noise in both"),
     "mismatch/kernel_ess": Metric("share", "mismatch/ess of engine and trainer, same noise in both"),
@@ -105,19 +106,19 @@ SPLIT = {  # only with importance_sampling.split_mismatch and one draw of noise 
     ),
     "mismatch/noise_ess": Metric("share", "mismatch/ess of the trainer, with the sampler's noise and as it trains"),
 }
-WEIGHTED = {  # only with importance_sampling.mode other than none
+IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
     "importance_sampling/weight_mean": Metric(
         "-", "mean over tokens of the importance weight that multiplied the loss"
     ),
     "importance_sampling/weight_max": Metric("-", "largest importance weight before truncation or masking"),
     "importance_sampling/changed_frac": Metric("share", "tokens whose importance weight was truncated or masked"),
 }
-PENALISED = {  # only with kl.coef > 0
+KL = {  # only with kl.coef > 0
     "kl": Metric(
         "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
     ),
 }
-EVALUATED = {
+EVAL = {
     "eval/accuracy_greedy": Metric("share", "held-out questions answered correctly by greedy decoding"),
     "eval/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
     "eval/accuracy_greedy_truncated": Metric("share", "greedy completions cut at the token limit"),
@@ -135,7 +136,7 @@ EVALUATED = {
     "eval/pass_at_k": Metric("share", "questions that one of eval.k samples answers correctly, unbiased (pass@k)"),
     "eval/pass_at_k_stderr": Metric("share", "its standard error over questions"),
 }
-GAINED = {  # after step 0, the quantized base before training
+EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quantized base
     "eval/gain_greedy": Metric("share", "eval/accuracy_greedy minus that of step 0, the same questions"),
     "eval/gain_greedy_stderr": Metric("share", "standard error of the paired difference"),
     "eval/gain_sampled": Metric("share", "eval/accuracy_sampled minus that of step 0, the same questions"),
@@ -143,15 +144,15 @@ GAINED = {  # after step 0, the quantized base before training
     "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
 }
-# With eval=lm_eval eval.protocol=standard: the ways in which lm-eval counts.
-_COUNTED = {
+# With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
+_LM_EVAL_FILTERS = {
     "strict_match": "gsm8k: number behind ####",
     "flexible_extract": "gsm8k: last number in the text",
     "math_verify": "minerva_math500: answer that math-verify finds in the text",
 }
-STANDARD = {
+LM_EVAL = {
     f"eval/{name}{suffix}": Metric("share", definition)
-    for mode, what in _COUNTED.items()
+    for mode, what in _LM_EVAL_FILTERS.items()
     for name, suffix, definition in (
         (f"lm_eval_{mode}", "", f"correct by lm-eval's {what}"),
         (f"lm_eval_{mode}", "_stderr", "its standard error over questions"),
@@ -161,25 +162,37 @@ STANDARD = {
         (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
     )
 }
-TABLES = (SAMPLED, SYNCED, PARKED, STEERED, TRAINED, SPLIT, WEIGHTED, PENALISED, EVALUATED, GAINED, STANDARD)
+TABLES = (
+    ROLLOUT,
+    WEIGHT_SYNC,
+    VLLM_MEMORY,
+    NOISE_CONTROLLER,
+    TRAIN,
+    MISMATCH_SPLIT,
+    IMPORTANCE_SAMPLING,
+    KL,
+    EVAL,
+    EVAL_GAIN,
+    LM_EVAL,
+)
 
 
 def definitions() -> dict[str, str]:
-    """Unit and definition of every metric, as a run keeps them: numbers of different definitions must not be mixed."""
+    """Unit and definition of every metric, as stored in env.json."""
     return {name: f"{metric.unit}: {metric.definition}" for table in TABLES for name, metric in table.items()}
 
 
-LOOP = 8  # tokens in the windows by which a loop is recognised
+LOOP_WINDOW = 8  # tokens
 
 
 class TokenTable:
-    """Columns of per-token numbers, gathered from micro-batches; only masked tokens are kept."""
+    """Columns of per-token numbers, collected from micro-batches."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[torch.Tensor]] = {}
 
     def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
-        """Append the entries of each (B, T) tensor where `mask` (B, T) is true."""
+        """Append to each column the entries of a (B, T) tensor where `mask` (B, T) is true."""
         for name, value in values.items():
             self.columns.setdefault(name, []).append(value.detach()[mask].double().cpu())
 
@@ -192,37 +205,37 @@ class TokenTable:
         return list(self.columns)
 
 
-def of_tokens(table: TokenTable, sampled: bool) -> dict[str, float]:
-    """Metrics of the training pass from its per-token columns; those about the sampler only if there was one.
+def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
+    """Metrics of the training pass from its per-token columns; those of the sampler only if `on_policy`.
 
-    `sequence_gap` has an entry for each completion instead. Without the columns `noisy_logprobs`, or `importance` and
-    `importance_raw`, the metrics of SPLIT or WEIGHTED are left out.
+    `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, IMPORTANCE_SAMPLING
+    the columns `importance` and `importance_raw`; without them these metrics are left out.
     """
-    found = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
-    if not sampled:
-        return found
-    trainer, sampler, names = table["logprobs"], table["sampler_logprobs"], table.names()
-    found |= mismatch(trainer, sampler) | {"mismatch/ess_sequence": effective_share(table["sequence_gap"])}
-    if "noisy_logprobs" in names:
+    values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
+    if not on_policy:
+        return values
+    trainer, sampler, columns = table["logprobs"], table["sampler_logprobs"], table.names()
+    values |= mismatch_metrics(trainer, sampler) | {"mismatch/ess_sequence": ess(table["sequence_gap"])}
+    if "noisy_logprobs" in columns:
         parts = {"kernel": (table["noisy_logprobs"], sampler), "noise": (trainer, table["noisy_logprobs"])}
         for part, (later, earlier) in parts.items():
-            gap = mismatch(later, earlier)
-            found |= {f"mismatch/{part}_{name}": gap[f"mismatch/{name}"] for name in ("kl", "logp_abs_max", "ess")}
-    if "importance" in names:
-        found |= weighting(table["importance"], table["importance_raw"])
-    return found
+            gap = mismatch_metrics(later, earlier)
+            values |= {f"mismatch/{part}_{name}": gap[f"mismatch/{name}"] for name in ("kl", "logp_abs_max", "ess")}
+    if "importance" in columns:
+        values |= importance_metrics(table["importance"], table["importance_raw"])
+    return values
 
 
-def weighting(used: torch.Tensor, raw: torch.Tensor) -> dict[str, float]:
-    """What importance weights did, before (`raw`) and after their bounds (`used`), both (n,)."""
+def importance_metrics(bounded: torch.Tensor, raw: torch.Tensor) -> dict[str, float]:
+    """Metrics of importance weights (n,), before (`raw`) and after truncation or masking (`bounded`)."""
     return {
-        "importance_sampling/weight_mean": used.mean().item(),
+        "importance_sampling/weight_mean": bounded.mean().item(),
         "importance_sampling/weight_max": raw.max().item(),
-        "importance_sampling/changed_frac": (used != raw).double().mean().item(),
+        "importance_sampling/changed_frac": (bounded != raw).double().mean().item(),
     }
 
 
-def mismatch(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
+def mismatch_metrics(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
     """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, both (n,)."""
     difference = trainer - sampler
     weight = difference.exp()
@@ -230,30 +243,31 @@ def mismatch(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
         "mismatch/kl": (weight - difference - 1).mean().item(),
         "mismatch/logp_abs_mean": difference.abs().mean().item(),
         "mismatch/logp_abs_max": difference.abs().max().item(),
-        "mismatch/ess": effective_share(difference),
+        "mismatch/ess": ess(difference),
     }
 
 
-def effective_share(log_weights: torch.Tensor) -> float:
-    """Kish's effective sample size of weights exp(`log_weights`) (n,), as a share of n: 1 if they are equal, least 1/n.
+def ess(log_weights: torch.Tensor) -> float:
+    """Kish's effective sample size of weights exp(`log_weights`) (n,) as a share of n: 1/n to 1, 1 for equal weights.
 
-    It does not depend on a common factor, so the largest weight is taken as 1: none can overflow.
+    A common factor cancels, so the largest weight is taken as 1 and none can overflow.
     """
     weights = (log_weights - log_weights.max()).exp()
     return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
 
 
-def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int) -> dict[str, float]:
-    """Metrics of one step's completions, `group_size` consecutive ones per prompt."""
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+    """Metrics of all completions of one step."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for group in groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
-    groups = [totals[i : i + group_size] for i in range(0, len(totals), group_size)]
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     parts = {f"reward/{part}": mean([reward.parts[part] for reward in rewards]) for part in rewards[0].parts}
     return {
         "reward/mean": mean(totals),
         "reward/std": sample_std(totals),
         **parts,
-        "reward/frac_zero_std": mean([float(max(group) == min(group)) for group in groups]),
+        "reward/frac_zero_std": mean([float(not group.has_signal) for group in groups]),
         "accuracy": mean([float(reward.correct) for reward in rewards]),
         "entropy": sum(sum(rollout.entropies) for rollout in rollouts) / tokens,
         "completions/tokens": tokens,
@@ -263,25 +277,22 @@ def of_rollouts(rollouts: list[Rollout], rewards: list[Reward], group_size: int)
     }
 
 
-def taught_frac(tokens: torch.Tensor, taught: torch.Tensor) -> float:
-    """Share of all completion tokens that belong to completions with a backward pass.
-
-    `tokens` (B,) counts those of each completion, and `taught` (B,) is true where there is one.
-    """
-    return int(tokens[taught].sum()) / int(tokens.sum())
+def taught_frac(tokens: torch.Tensor, has_gradient: torch.Tensor) -> float:
+    """Share of the completion tokens whose completion has a gradient, from the tokens (B,) of each completion."""
+    return int(tokens[has_gradient].sum()) / int(tokens.sum())
 
 
-def of_syncs(syncs: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step whose engine was synchronised several times: the largest gaps, the least of the others."""
-    worst = {name: max if name.startswith("sync/gap") else min for name in SYNCED}
-    return {name: worst[name](found[name] for found in syncs) for name in (syncs[0] if syncs else {})}
+def sync_metrics(reports: list[dict[str, float]]) -> dict[str, float]:
+    """Combine the reports of several weight syncs in one step: the largest gap, the smallest of everything else."""
+    worst = {name: max if name.startswith("sync/gap") else min for name in WEIGHT_SYNC}
+    return {name: worst[name](report[name] for report in reports) for name in (reports[0] if reports else {})}
 
 
 def garbled(rollout: Rollout) -> bool:
-    """Broken tags in a finished completion, or a loop: over half of all windows of LOOP tokens seen before.
+    """Whether a finished completion has broken tags, or any completion repeats itself.
 
-    A tag is broken if it is closed before it is opened, opened and not closed, or written more than once. No tags at
-    all are bad format, not garbling; and a completion cut at the limit is truncated, which is counted apart.
+    A tag is broken if it is closed before it is opened, not closed, or written twice; no tags at all is bad format, not
+    garbling. A completion repeats itself if over half of its windows of LOOP_WINDOW tokens occurred before in it.
     """
     for tag in ("think", "answer"):
         opened, closed = rollout.text.count(f"<{tag}>"), rollout.text.count(f"</{tag}>")
@@ -291,8 +302,8 @@ def garbled(rollout: Rollout) -> bool:
         if rollout.finished and (opened != closed or opened > 1 or not ordered):
             return True
     ids = rollout.token_ids
-    windows = [tuple(ids[i : i + LOOP]) for i in range(len(ids) - LOOP + 1)]
-    return len(windows) >= LOOP and len(set(windows)) < len(windows) / 2
+    windows = [tuple(ids[i : i + LOOP_WINDOW]) for i in range(len(ids) - LOOP_WINDOW + 1)]
+    return len(windows) >= LOOP_WINDOW and len(set(windows)) < len(windows) / 2
 
 
 def mean(values: list[float]) -> float:
@@ -301,5 +312,5 @@ def mean(values: list[float]) -> float:
 
 def sample_std(values: list[float]) -> float:
     """Standard deviation with Bessel's correction; 0 for a single value."""
-    centre = mean(values)
-    return (sum((value - centre) ** 2 for value in values) / max(1, len(values) - 1)) ** 0.5
+    center = mean(values)
+    return (sum((value - center) ** 2 for value in values) / max(1, len(values) - 1)) ** 0.5

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from transformers import PreTrainedModel
 from qerl_bench.aqn.format_error import packing_errors
 from qerl_bench.aqn.injector import NoiseInjector, block_norms, norms_to_perturb
 from qerl_bench.aqn.norm_consumers import NormSites
-from qerl_bench.config import CONF_DIR, Experiment, build, compose
+from qerl_bench.config import Experiment, build, compose
+from qerl_bench.installation import run_command
 from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
@@ -45,7 +45,7 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_finished(run_dir):
             log.info("warm start of model=%s: done once, then kept in %s", model.name, run_dir)
-            subprocess.run([sys.executable, str(CONF_DIR.parent / "src" / "run.py"), *overrides], check=True)
+            subprocess.run([*run_command(), *overrides], check=True)
     checkpoint = last_checkpoint(run_dir)
     assert checkpoint is not None, f"{run_dir} is finished but has no checkpoint"
     return checkpoint / "model"

@@ -1,12 +1,15 @@
-"""What a run is called is what it is: an option keeps the `name` and the `_target_` of its own file.
+"""A run is called what it is: an option keeps the `name` and the `_target_` of its own YAML file.
 
-Run names, tables, figures and claims go by these names. Values of an option may be overridden, since they go into the
-run's fingerprint; its name and its class may not. Left out: whether a file under the name of a model holds that model.
+Runs, tables, figures and claims go by these names. Other values of an option may be overridden, because they are part
+of the run's fingerprint. Left out: whether a file under the name of a model holds that model.
 """
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from functools import lru_cache
+from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +18,23 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
 
-LABELS = ("name", "_target_")
 GLOBAL = "@package _global_"  # Hydra's mark of files that set several axes, such as experiments
-# Its name is that of one of its generators, and decides what runs.
+# The `name` of this class is one of its generators, and decides what runs.
 NAMED_BY_VALUE = "qerl_bench.task.reasoning_gym.ReasoningGym"
 
 
-def is_label(key: str, target: object) -> bool:
-    """Whether `key` of a node with that `_target_` is what its file alone decides."""
+def is_fixed(key: str, target: object) -> bool:
+    """Whether only its file may set `key` of a node with that `_target_`."""
     return key == "_target_" or (key == "name" and target != NAMED_BY_VALUE)
 
 
-def check_labels(cfg: DictConfig, runtime: RuntimeConf) -> None:
-    """Raise ConfigError unless every option in `cfg`, the nested ones too, has the name and class of the file chosen.
+def check_option_names(cfg: DictConfig, runtime: RuntimeConf) -> None:
+    """Raise ConfigError unless every option in `cfg`, nested ones included, has the name and class of its file.
 
-    `cfg` still has its interpolations; `runtime` is the node hydra.runtime of the same composition. An option's name is
-    that of its file: quant/nvfp4.yaml says nvfp4, model/shape/7b.yaml says shape-7b.
+    `cfg` still has its interpolations; `runtime` is the node hydra.runtime of the same composition. An option is named
+    after its file: quant/nvfp4.yaml says nvfp4, model/shape/7b.yaml says shape-7b.
     """
-    folders = [Path(source.path) for source in runtime.config_sources if source.schema == "file"]
+    folders = search_folders(runtime)
     choices = {str(place): choice for place, choice in runtime.choices.items()}
     for key in map(str, cfg):
         by_hand = any((folder / key).is_dir() for folder in folders) and choices.get(key) is None
@@ -46,25 +48,36 @@ def check_labels(cfg: DictConfig, runtime: RuntimeConf) -> None:
             _check_option(node, file, place, option, _options(folders, place))
 
 
+def search_folders(runtime: RuntimeConf) -> list[Path]:
+    """The folders in which Hydra found options: conf/ and those of hydra.searchpath, file:// or pkg://, in order."""
+    folders = []
+    for source in runtime.config_sources:
+        if source.schema == "file":
+            folders.append(Path(source.path))
+        elif source.schema == "pkg" and source.provider != "hydra":
+            folders.append(Path(str(files(source.path))))
+    return folders
+
+
 def _check_option(node: Any, file: Path, place: str, option: str, options: list[str]) -> None:
     written, given = (OmegaConf.to_container(source, resolve=False) for source in (OmegaConf.load(file), node))
     assert isinstance(written, dict) and isinstance(given, dict)
     target, expected = written.get("_target_"), _name_of(option)
-    require(target is not None, f"{file} must say by _target_ which class it is an option of")
+    require(target is not None, f"{file} must name the class of the option in _target_")
     require(
-        not is_label("name", target) or written.get("name") == expected,
-        f"{file} says name: {written.get('name')}, and runs and tables are named by it; it must be that of the file: "
-        f"{expected}",
+        not is_fixed("name", target) or written.get("name") == expected,
+        f"{file} says name: {written.get('name')}; runs and tables are named by it, so it must be the name of the "
+        f"file: {expected}",
     )
-    for label in LABELS:
-        if is_label(label, target) and given.get(label) != written[label]:
-            wanted = given.get(label)
-            other = (
-                f"Choose {place}={wanted} instead" if wanted in options else f"Leave it out; {_choices(place, options)}"
+    for key in ("name", "_target_"):
+        value = given.get(key)
+        if is_fixed(key, target) and value != written[key]:
+            remedy = (
+                f"Choose {place}={value} instead" if value in options else f"Leave it out; {_choices(place, options)}"
             )
             raise ConfigError(
-                f"{place.rpartition('@')[2]}.{label}={given.get(label)} cannot be set: runs, tables and figures go by "
-                f"it, and with {place}={option} it is {written[label]}. {other}"
+                f"{place.rpartition('@')[2]}.{key}={value} cannot be set: runs, tables and figures go by it, and with "
+                f"{place}={option} it is {written[key]}. {remedy}"
             )
 
 
@@ -94,9 +107,37 @@ def check_class(folder: Path, key: str, node: Any) -> None:
     )
 
 
+def make_option(place: str, node: Any) -> Any:
+    """The object that the container `node` describes: a dict with `_target_` is an instance of that class.
+
+    The class may be in any installed module. Raises ConfigError if it cannot be imported, or is no dataclass, as every
+    option is, and whatever the class raises.
+    """
+    if isinstance(node, list):
+        return [make_option(f"{place}[{number}]", part) for number, part in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    values = {key: make_option(f"{place}.{key}", part) for key, part in node.items()}
+    if "_target_" not in values:
+        return values
+    target = str(values.pop("_target_"))
+    module, _, name = target.rpartition(".")
+    try:
+        option = getattr(import_module(module), name)
+    except Exception as error:  # whatever a user's module raises
+        raise ConfigError(
+            f"{place}._target_={target} cannot be imported: {error}. Is its package installed?"
+        ) from error
+    require(
+        isinstance(option, type) and is_dataclass(option),
+        f"{place}._target_ must name a dataclass, as every option is, got {target!r}",
+    )
+    return option(**values)
+
+
 @lru_cache
 def _classes(folder: Path, key: str) -> dict[object, str]:
     """The class of each option of an axis by the option's name."""
     options = _options([folder], key)
-    files = {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml") for option in options}
-    return {name: OmegaConf.select(file, "_target_") for name, file in files.items()}
+    nodes = {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml") for option in options}
+    return {name: OmegaConf.select(node, "_target_") for name, node in nodes.items()}

@@ -1,4 +1,4 @@
-"""What a person sees of a long run: a bar on a terminal, plain lines elsewhere, the same lines always in run.log."""
+"""Progress of a run: a bar on a terminal, one printed line per step elsewhere; run.log always gets the lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 Item = TypeVar("Item")
-log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this one to run.log alone
+log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this logger to run.log only
 
 COLUMNS = (  # metric, label, format
     ("loss", "loss", "{:8.4f}"),
@@ -23,13 +23,20 @@ COLUMNS = (  # metric, label, format
 )
 
 
-class Steps:
-    """Reports the optimiser steps of a run from `first` + 1 to `last`."""
+class StepProgress:
+    """Reports the optimizer steps of a run from `first` + 1 to `last`. Use as a context manager."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.started = time.monotonic()
         self.bar = tqdm(total=last, initial=first, unit="step") if sys.stderr.isatty() else None
+
+    def __enter__(self) -> StepProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         left = (time.monotonic() - self.started) / (step - self.first) * (self.last - step)
@@ -42,11 +49,7 @@ class Steps:
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
 
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
 
 def bar(items: Iterable[Item], label: str, total: int | None = None) -> Iterator[Item]:
-    """`items` with a progress bar on a terminal, and nothing printed elsewhere."""
+    """`items` with a progress bar on a terminal; prints nothing elsewhere."""
     return iter(tqdm(items, desc=label, total=total, leave=False, disable=not sys.stderr.isatty()))

@@ -1,6 +1,6 @@
-"""The records that cross borders between task, engine, algorithm and evaluator.
+"""The records that task, engine, algorithm and evaluator exchange.
 
-Everything here is plain data and imports no torch, so tasks and analysis can be used without it.
+Plain data without torch, so that tasks and analysis can use them without it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ RENDERED = "rendered"  # role of a single message that is the whole prompt as te
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question. `id` is unique within its task and split and stable between runs.
+    """One question. `id` is unique within its task and split, and the same in every run.
 
-    Where lengths are what a run is about, `token_ids` are the prompt, and no tokenizer or chat template is asked;
-    `new_tokens` are the exact lengths of its completions, sample by sample, which then no stop token ends.
+    `token_ids`, if given, are the prompt itself: neither tokenizer nor chat template is used. `new_tokens`, if given,
+    are the exact lengths of its completions, one for each sample; a stop token does not end them.
     """
 
     id: str
@@ -37,11 +37,11 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One sampled completion. `token_ids` ends with the stop token when `finished` is true, unless its prompt says how
-    long it is to be.
+    """One sampled completion. If `finished`, `token_ids` ends with the stop token, unless `Prompt.new_tokens` sets its
+    length.
 
-    `logprobs` and `entropies` (nats, full vocabulary) belong to the policy that sampled, noise included, at the
-    rollout temperature; one number per token of `token_ids`.
+    `logprobs` and `entropies` (nats, full vocabulary) have one number per token of `token_ids`. They are those of the
+    policy that sampled, noise included, at the rollout temperature.
     """
 
     prompt: Prompt
@@ -51,14 +51,14 @@ class Rollout:
     logprobs: list[float]
     entropies: list[float]
     text: str  # decoded completion without the stop token
-    finished: bool  # it ended below the token limit, or with a stop token; false = cut at the limit
+    finished: bool  # ended with a stop token or below the token limit; False: cut at the limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """`total` is what the algorithm optimises; `parts` are its addends before weighting, each in [0, 1].
+    """`total` is what the algorithm maximizes; `parts` are its summands before weighting, each in [0, 1].
 
-    `answer` is the answer that was judged, in a form that is the same for every way to write it; None: none was found.
+    `answer` is the graded answer in a normal form that does not depend on how it was written; None if none was found.
     """
 
     total: float
@@ -69,12 +69,12 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The G completions of one prompt and what they earned."""
+    """The G completions of one prompt and their rewards."""
 
     rollouts: list[Rollout]
     rewards: list[Reward]
 
     @property
-    def degenerate(self) -> bool:
-        """All rewards are equal, so that no completion is better than another."""
-        return len({reward.total for reward in self.rewards}) == 1
+    def has_signal(self) -> bool:
+        """Whether the rewards differ. With equal rewards every advantage is 0 and the group teaches nothing."""
+        return len({reward.total for reward in self.rewards}) > 1

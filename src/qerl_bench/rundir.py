@@ -1,46 +1,43 @@
-"""The run directory: the contract between runner, analysis and notebooks.
+"""The run directory: the files of one run, as runner, analysis and notebooks know them.
 
-Everything is written so that a kill at any moment loses at most the steps since the last checkpoint: lines are appended
-and flushed, every other file is written beside its place and renamed, and done.json comes last.
+A kill at any moment loses at most the steps since the last checkpoint: lines are appended and flushed, every other file
+is written under another name and then renamed, and done.json comes last.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import logging
 import math
 import os
-import platform
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from importlib import metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.config import CONF_DIR, UNSCIENTIFIC
-from qerl_bench.metrics import definitions
+from qerl_bench.environment import environment, sha256
+from qerl_bench.records import Group
+from qerl_bench.renamed_keys import require_current
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
-PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
+NO_EFFECT = frozenset({"root", "name", "logger", "save_every", "hydra"})  # config keys that do not affect the numbers
+ROLLOUTS_KEPT = 4  # completions per step in rollouts.jsonl
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the run in `path` came to its end."""
+    """Whether the run in `path` is complete."""
     return (path / "done.json").exists()
 
 
 def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
-    """Raise ConfigError, with `elsewhere` as the way out, if the run cannot be written to, or continued in, `path`."""
+    """Raise ConfigError, with `elsewhere` as the remedy, if the run can neither start nor continue in `path`."""
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     require(
         place.is_dir() and os.access(place, os.W_OK),
@@ -54,11 +51,12 @@ def check_run_dir(path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> No
 
 
 def refuse_other_config(path: Path, cfg: DictConfig, elsewhere: str) -> None:
-    """Raise ConfigError if `path` holds a run whose numbers came from another config."""
-    ignored = UNSCIENTIFIC - {"seed"}
+    """Raise ConfigError if `path` holds a run of a config that gives other numbers."""
+    there = as_dict(OmegaConf.load(path / "config.yaml"))
+    require_current(there, path)
     stored, wanted = (
-        flat({key: value for key, value in container.items() if key not in ignored})
-        for container in (as_dict(OmegaConf.load(path / "config.yaml")), as_dict(cfg))
+        flat({key: value for key, value in container.items() if key not in NO_EFFECT})
+        for container in (there, as_dict(cfg))
     )
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
     shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
@@ -75,10 +73,10 @@ def as_dict(cfg: Any) -> dict[str, Any]:
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one dict with dotted keys."""
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return items
 
 
 def last_checkpoint(path: Path) -> Path | None:
@@ -92,7 +90,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise ConfigError unless every file of the checkpoint is there with the content that its manifest names."""
+    """Raise ConfigError unless every file of the checkpoint has the checksum that its manifest lists."""
     remedy = "Delete this folder to continue from the checkpoint before it (or from the start)"
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -105,26 +103,21 @@ def check_checkpoint(folder: Path) -> None:
         require(file.is_file() and sha256(file) == digest, f"checkpoint {folder} is damaged: {name}. {remedy}")
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds either its old content or all of the new one."""
-    beside = path.with_name(f".{path.name}.writing")
-    beside.write_text(text)
-    os.replace(beside, path)
+    """Write `text` so that `path` holds either all of its old content or all of the new."""
+    writing = path.with_name(f".{path.name}.writing")
+    writing.write_text(text)
+    os.replace(writing, path)
 
 
 class RunDir:
-    """One run's folder, held open by one process. Use as a context manager."""
+    """The folder of one run, locked by this process. Use as a context manager."""
 
     def __init__(self, path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
         check_run_dir(path, cfg, elsewhere)
         self.path = path
         self.started = time.time()
-        self.spent_s = 0.0  # by earlier attempts, up to the checkpoint from which this one continues
+        self.spent_s = 0.0  # by earlier attempts, up to the checkpoint that this one continues from
         path.mkdir(parents=True, exist_ok=True)
         self._lock = open(path / ".lock", "w")  # noqa: SIM115 - held until close
         try:
@@ -149,13 +142,13 @@ class RunDir:
 
     @property
     def wall_s(self) -> float:
-        """Seconds behind the record as it is: of this attempt, and of earlier ones as far as their steps are kept."""
+        """Seconds of this attempt, and of earlier ones as far as their steps are kept."""
         return self.spent_s + time.time() - self.started
 
     def write_environment(self, device: str, base: str | None) -> None:
-        """env.json: what code, packages, machine and base weights (`base_digest.digest_of`) made these numbers.
+        """Write env.json: code, packages, machine, and `base`, the digest of the base weights (`model/digest.py`).
 
-        An earlier attempt's becomes env_<n>.json.
+        The env.json of an earlier attempt becomes env_<n>.json.
         """
         path = self.path / "env.json"
         if path.exists():
@@ -163,7 +156,7 @@ class RunDir:
         write_atomically(path, json.dumps(environment(device) | {"base": base}, indent=1))
 
     def resume_step(self) -> int:
-        """The step of the last checkpoint, 0 without one; records of later steps are cut away."""
+        """The step of the last checkpoint, 0 without one. Deletes the records of later steps."""
         checkpoint = last_checkpoint(self.path)
         step = 0 if checkpoint is None else step_of(checkpoint)
         for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -172,7 +165,7 @@ class RunDir:
         return step
 
     def _cut(self, path: Path, step: int) -> None:
-        """Keep the records up to `step`. Whatever follows, half a line included, was written after the checkpoint."""
+        """Keep the records up to `step` and delete the rest, half a line included."""
         if not path.exists():
             return
         kept = []
@@ -184,19 +177,40 @@ class RunDir:
             kept.append(line)
         write_atomically(path, "".join(kept))
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None]) -> None:
-        """Let `write` fill a folder, seal it with a manifest of checksums, and move it to checkpoints/step_<step>."""
+    @contextmanager
+    def checkpoint(self, step: int) -> Iterator[Path]:
+        """An empty folder to fill; afterwards it is sealed with a manifest and renamed to checkpoints/step_<step>."""
         writing = self.path / "checkpoints" / ".writing"
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        write(writing)
+        yield writing
         files = sorted(file for file in writing.rglob("*") if file.is_file())
         manifest = {str(file.relative_to(writing)): sha256(file) for file in files}
         (writing / "manifest.json").write_text(json.dumps(manifest, indent=1))
         os.replace(writing, self.path / "checkpoints" / f"step_{step:06d}")
 
+    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Append the metrics of a step to metrics.jsonl; `kind` is "train" or "eval"."""
+        self.append("metrics.jsonl", [{"kind": kind, "step": step, "time": time.time(), **metrics}])
+
+    def log_rollouts(self, step: int, groups: list[Group]) -> None:
+        """Append the first few completions of a step, with their rewards, to rollouts.jsonl."""
+        graded = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
+        records = [
+            {
+                "step": step,
+                "prompt": rollout.prompt.id,
+                "completion": rollout.text,
+                "gold": rollout.prompt.answer,
+                "reward": reward.total,
+                **reward.parts,
+            }
+            for rollout, reward in graded[:ROLLOUTS_KEPT]
+        ]
+        self.append("rollouts.jsonl", records)
+
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
-        """Append JSON lines to a file of the run, flushed; non-finite numbers become null with a warning."""
+        """Append JSON lines to a file of the run and flush it. Non-finite numbers become null, with a warning."""
         with open(self.path / name, "a") as file:
             for record in records:
                 for key, value in record.items():
@@ -206,12 +220,12 @@ class RunDir:
                 file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every record of metrics.jsonl so far."""
+        """All records of metrics.jsonl."""
         path = self.path / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def finish(self) -> None:
-        """Write done.json, the mark of a finished run, with the last value of every metric."""
+        """Write done.json, which marks the run as finished, with the last value of every metric."""
         records = self.metrics()
         final = {
             key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")
@@ -223,80 +237,3 @@ class RunDir:
             "final": final,
         }
         write_atomically(self.path / "done.json", json.dumps(done, indent=1))
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of the packages that the numbers depend on; None where one is not installed."""
-    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed
-
-
-def environment(device: str) -> dict[str, Any]:
-    """Code version, packages, machine and command of this process, and what its metrics mean.
-
-    `code` is what tells whether two runs came from the same code: commits differ by their documentation too, and a
-    checkout with changes has none.
-    """
-    import torch
-
-    from qerl_kernels.decode_configs import tables
-
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    return {
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain")),
-        "code": code_digest(),
-        "metrics": definitions(),
-        "python": platform.python_version(),
-        "packages": versions(),
-        "platform": platform.platform(),
-        "device": device,
-        "cpu": cpu_name(),
-        "gpu": gpu,
-        "driver": nvidia_driver() if gpu else None,
-        "kernel_tables": {str(path): sha256(path) for path in tables(gpu)} if gpu else {},
-        "threads": torch.get_num_threads(),
-        "argv": sys.argv,
-    }
-
-
-def code_digest() -> str:
-    """First 12 hex digits of the SHA-256 of this project's Python sources, results/ left out, which only reads runs."""
-    import qerl_kernels
-
-    digest = hashlib.sha256()
-    for package in (Path(__file__).parent, *map(Path, qerl_kernels.__path__)):
-        for file in sorted(package.rglob("*.py")):
-            if "results" not in file.relative_to(package).parts:
-                digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def git(*words: str) -> str | None:
-    """Output of a git command about this checkout, None outside of one."""
-    try:
-        done = subprocess.run(["git", *words], cwd=CONF_DIR.parent, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def cpu_name() -> str | None:
-    """The model of the processor, which decides in which order a CPU adds up; None where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or None)
-
-
-def nvidia_driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] or None
-    except FileNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""One way to derive every seed: a hash of what it is for. Nothing depends on call order or process."""
+"""Every seed is a hash of its purpose, so no draw depends on the order of calls or on the process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Every point of every design in conf/experiment, expanded by Hydra's own sweeper and composed without torch; and the
-same points from the files in sweeps, put on the command line by W&B's own code."""
+"""Every point of every design in conf/experiment, expanded by Hydra's own sweeper and composed without torch.
+
+The same points come from sweeps/make.py, put on the command line by W&B's own code.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import runpy
 import subprocess
 import sys
 import zlib
@@ -21,6 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from qerl_bench import metrics
+from qerl_bench.checks import ConfigError
 from qerl_bench.claims.evaluate import NO_RUNS, ContrastResult, evaluate_claims
 from qerl_bench.claims.measure import WARM_UP
 from qerl_bench.claims.paper import CLAIMS
@@ -45,7 +49,7 @@ from hydra import compose as hydra_compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from qerl_bench.config import CONF_DIR, build, compose, register_resolvers
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose, register_resolvers
 from qerl_bench.rundir import as_dict
 
 register_resolvers()
@@ -53,7 +57,7 @@ found = {"designs": {}, "configs": {}}
 for design in json.load(sys.stdin):
     chosen = f"experiment={design}"
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
     words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)
@@ -131,7 +135,7 @@ def test_the_methods_of_the_paper(method: str, quant: str, aqn: str, lr: float, 
     run = build(compose(["experiment=paper/table1", f"recipe=method/{method}"]))
     assert (run.quant.name, run.aqn.name, run.optim.lr, run.lora.rank) == (quant, aqn, lr, rank)
     assert run.quantizer.name == ("awq" if quant.endswith("fp4") else "rtn")
-    assert run.noise.site == ("old" if method == "qerl" else "sampler")
+    assert run.noise.site == ("rollout_and_old_logprobs" if method == "qerl" else "rollout")
 
 
 def test_the_two_settings_of_the_paper() -> None:
@@ -371,7 +375,8 @@ def test_speed_designs_share_runs(found: dict[str, Any]) -> None:
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
 
-SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+make_sweep = runpy.run_path(str(ROOT / "sweeps" / "make.py"))["sweep"]
+COMMITTED = sorted((ROOT / "sweeps").glob("*.yaml"))
 
 
 def agent_words(sweep: dict[str, Any]) -> Iterator[list[str]]:
@@ -392,26 +397,35 @@ def meaning(words: Iterable[str]) -> frozenset[tuple[str, Any]]:
     return frozenset((word.get_key_element(), word.value()) for word in parsed)
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], path: Path) -> None:
-    sweep = yaml.safe_load(path.read_text())
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_a_committed_sweep_is_what_its_command_makes(path: Path) -> None:
+    (command,) = re.findall(r"^# Made by: python sweeps/make.py (.*)$", path.read_text(), flags=re.MULTILINE)
+    assert path.read_text() == make_sweep(command.split())
+
+
+CONTROLS = sorted(design for design in DESIGNS if design.startswith("tiny/control"))
+
+
+@pytest.mark.parametrize("designs", [*([design] for design in DESIGNS if design not in SHARED), CONTROLS], ids="+".join)
+def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], designs: list[str]) -> None:
+    sweep = yaml.safe_load(make_sweep(designs))
     words = [meaning(point) for point in agent_words(sweep)]
     mirror = ("logger", "wandb")  # without it the agent waits for numbers that never come
     assert all(mirror in point for point in words)
-    designs = {str(dict(point)["experiment"]) for point in words}
     expected = {meaning(point) for design in designs for point in found["designs"][design]["points"]}
     assert {point - {mirror} for point in words} == expected
     assert len(words) == len(expected)
     assert (ROOT / sweep["program"]).is_file()
-    assert sweep["metric"]["name"] in {**metrics.SAMPLED, **metrics.TRAINED, **metrics.EVALUATED}
+    assert sweep["metric"]["name"] in {**metrics.ROLLOUT, **metrics.TRAIN, **metrics.EVAL}
 
 
-def test_every_design_with_a_grid_has_a_sweep() -> None:
-    texts = "".join(path.read_text() for path in SWEEPS)
-    assert [design for design in DESIGNS if design not in texts] == [*SHARED]
+def test_designs_of_different_grids_are_no_sweep() -> None:
+    for designs in ([], ["tiny/main", "tiny/ranks"], ["smoke"]):
+        with pytest.raises(ConfigError):
+            make_sweep(designs)
 
 
 def test_a_word_of_the_agent_composes(found: dict[str, Any]) -> None:
-    sweep = yaml.safe_load((ROOT / "sweeps" / "tiny_learning_rates.yaml").read_text())
+    sweep = yaml.safe_load(make_sweep(["tiny/learning_rates"]))
     names = {build(compose(words)).name for words in agent_words(sweep) if {"seed=0", "model.seed=0"} <= {*words}}
     assert names == set(found["designs"]["tiny/learning_rates"]["names"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import mention_sweep
-from qerl_bench.config import CONF_DIR, build, compose, fingerprint
+from qerl_bench.cli import warn_of_single_point
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose, fingerprint
 from qerl_bench.rundir import RunDir
 
 ROOT = CONF_DIR.parent
@@ -172,29 +173,28 @@ def test_it_takes_seconds(found: dict[str, Any]) -> None:
 
 
 def _refusal(row: dict[str, str]) -> str | None:
-    """How the message starts that refuses this combination of options; None where it must compose."""
+    """The options that the refusal of this combination names, as a pattern; None if the combination must compose."""
     row = {"quant": "bf16", "aqn": "none", "lora": "default"} | row
     if row["lora"] == "none" and row["quant"] != "bf16":
-        return f"lora=none trains every weight, but quant={row['quant']} keeps them packed"
+        return f"lora=none .*quant={row['quant']} .*lora=default, or quant=bf16"
     if row["lora"] == "none" and row.get("model", "tiny") not in ("tiny", "shape/tiny"):
-        return "lora=none trains the weights themselves, and steps of RL are lost in bfloat16's rounding"
+        return "lora=none .*bfloat16.*model.dtype=float32"
     if row.get("quantizer", "rtn") != "rtn" and row["quant"] == "bf16":
-        return f"quantizer={row['quantizer']} chooses 4-bit codes, and quant=bf16 stores none"
+        return f"quantizer={row['quantizer']} .*quant=bf16 .*quantizer=rtn"
     if row["algo"] == "sft" and row["aqn"] != "none":
-        return f"algo=sft reads demonstrations and samples nothing that aqn={row['aqn']} could perturb"
+        return f"aqn={row['aqn']} .*algo=sft .*aqn=none"
     if row["aqn"] == "layerwise" and row["quant"] == "bf16":
-        return "aqn=layerwise follows each layer's quantization error, but quant=bf16 quantizes nothing"
+        return "aqn=layerwise .*quant=bf16"
     if row["aqn"] == "format_error":
-        stands_in = "aqn=format_error stands in for a format's error on unquantized weights"
-        return "aqn=format_error measures an error relative to" if row["quant"] == "bf16" else stands_in
+        return "aqn=format_error .*relative" if row["quant"] == "bf16" else "aqn=format_error .*unquantized weights"
     if row.get("engine") == "vllm" and row["lora"] == "none":
-        return "engine=vllm takes over adapters of rank 1 to 512 each step, and lora=none has lora.rank=0"
+        return "engine=vllm .*rank 1 to 512.*lora"
     if row.get("engine") == "vllm" and row.get("model") in ("shape/14b", "shape/32b", "shape/72b"):
-        return "engine.kv_cache_gib=4.0 holds"
+        return "engine.kv_cache_gib=4.0 "
     if row.get("task") == "shape" and row["algo"] == "sft":
-        return "task=shape has no demonstrations to imitate, which algo=sft reads"
+        return "task=shape .*demonstrations.*algo=sft"
     if row.get("task") == "shape" and row["eval"] != "none":
-        return f"task=shape has no held-out questions, and eval={row['eval']} asks some"
+        return f"task=shape .*eval={row['eval']} "
     return None
 
 
@@ -203,7 +203,7 @@ def test_rows_compose_or_are_refused_for_a_known_reason(found: dict[str, Any]) -
     for name, row in rows.items():
         reason = _refusal(row)
         if reason is not None:
-            assert found["refused"][name].startswith(reason), row
+            assert re.match(reason, found["refused"][name]), (row, found["refused"][name])
         else:
             lora = 0 if row["lora"] == "none" else 32
             expected = f"{row['quant']}-{row['aqn']}-{row['algo']}-r{lora}-s0-"
@@ -325,49 +325,49 @@ def test_hydra_composes_what_compose_composes() -> None:
 
 @pytest.mark.parametrize("quant", [name for name in OPTIONS["quant"] if name != "bf16"])
 def test_packed_weights_cannot_be_trained(quant: str) -> None:
-    with pytest.raises(ConfigError, match=f"quant={quant} keeps them packed"):
+    with pytest.raises(ConfigError, match=f"lora=none .*quant={quant} .*quant=bf16"):
         build(compose([f"quant={quant}", "lora=none"]))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("steps=5", "optim.warmup_steps=5 leaves nothing of steps=5"),
+        ("steps=5", "optim.warmup_steps must be below steps=5, got 5"),
         ("steps=0", "steps must be a whole number of at least 1, got 0"),
         ("steps=1.5", "steps must be a whole number"),
         ("steps=true", "steps must be a whole number"),
         ("seed=-1", "seed must be a whole number of at least 0"),
         ("save_every=0", "save_every must be"),
-        ("device=tpu", "device must be auto, cpu or cuda, got 'tpu'"),
-        ("rollout.group_size=1", "rollout.group_size must be at least 2, got 1"),
-        ("rollout.temperature=0", "rollout.temperature must be a positive number, got 0"),
-        ("rollout.temperature=inf", "rollout.temperature must be a positive number, got inf"),
-        ("optim.lr=inf", "optim.lr must be a positive number"),
-        ("optim.schedule=step", "optim.schedule must be constant, linear or cosine, got 'step'"),
-        ("optim.weight_decay=-1", "optim.weight_decay must be >= 0"),
-        ("lora.rank=0", "lora.rank must be a whole number of at least 1.*lora=none"),
-        ("lora.rank=true", "lora.rank must be a whole number"),
-        ("lora.targets=q_proj", "lora.targets must list the names of layers"),
+        ("device=tpu", "device .*auto.*cuda.*got 'tpu'"),
+        ("rollout.group_size=1", "rollout.group_size .* at least 2, got 1"),
+        ("rollout.temperature=0", "rollout.temperature .*above 0, got 0"),
+        ("rollout.temperature=inf", "rollout.temperature .*got inf"),
+        ("optim.lr=inf", "optim.lr .*above 0, got inf"),
+        ("optim.schedule=step", "optim.schedule .*constant.*got 'step'"),
+        ("optim.weight_decay=-1", "optim.weight_decay .*at least 0, got -1"),
+        ("lora.rank=0", "lora.rank .*at least 1.*lora=none"),
+        ("lora.rank=true", "lora.rank .*whole number"),
+        ("lora.targets=q_proj", "lora.targets .*q_proj"),
         ("lora.alpha=much", "alpha.*much"),
-        ("lora=none lora.rank=4", "lora=none has no rank, got lora.rank=4"),
-        ("aqn=exp aqn.sigma_end=1", "aqn needs 0 < sigma_end <= sigma_start"),
-        ("noise.norms=all", "noise.norms must be one of blocks, blocks_final, missed"),
+        ("lora=none lora.rank=4", "lora=none .*lora.rank=4"),
+        ("aqn=exp aqn.sigma_end=1", "sigma_end <= sigma_start"),
+        ("noise.norms=all", "noise.norms .*blocks, blocks_final, missed"),
         ("noise.site=rollout_and_training noise.cadence=group", "Use noise.cadence=step"),
-        ("importance_sampling.split_mismatch=1", "importance_sampling.split_mismatch must be true or false, got 1"),
-        ("importance_sampling.mode=clip", "importance_sampling.mode must be one of none, truncate, mask, got 'clip'"),
-        ("importance_sampling.level=group", "importance_sampling.level must be one of token, sequence"),
-        ("importance_sampling.clip_max=0.9", "importance_sampling.clip_max must be a number of at least 1"),
+        ("importance_sampling.split_mismatch=1", "importance_sampling.split_mismatch .*got 1"),
+        ("importance_sampling.mode=clip", "importance_sampling.mode .*none, truncate, mask, got 'clip'"),
+        ("importance_sampling.level=group", "importance_sampling.level .*token, sequence"),
+        ("importance_sampling.clip_max=0.9", "importance_sampling.clip_max .*at least 1"),
         (
             "importance_sampling.mode=mask importance_sampling.clip_min=0",
-            "importance_sampling.clip_min must be null or a number above 0",
+            "importance_sampling.clip_min .*null.*above 0.*got 0",
         ),
         (
             "importance_sampling.mode=truncate importance_sampling.clip_min=0.5",
             "Use importance_sampling.mode=mask, or importance_sampling.clip_min=null",
         ),
-        ("importance_sampling.warn_ess=2", "importance_sampling.warn_ess must be a share"),
-        ("algo=sft importance_sampling.mode=mask", "algo=sft reads demonstrations. Use importance_sampling.mode=none"),
-        ("train.entropy_coef=-1", "train.entropy_coef must be a number >= 0"),
+        ("importance_sampling.warn_ess=2", "importance_sampling.warn_ess .*at most 1, got 2"),
+        ("algo=sft importance_sampling.mode=mask", "algo=sft .*Use importance_sampling.mode=none"),
+        ("train.entropy_coef=-1", "train.entropy_coef .*at least 0, got -1"),
         ("quant=nvfp4 quant.compute_dtype=fp8", "quant.compute_dtype must be one of"),
         ("quant=mxfp4 quant.scale_rule=up", "quant.scale_rule must be one of"),
         ("engine.max_num_seqs=0", "engine.max_num_seqs must be"),
@@ -375,34 +375,34 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("model.dtype=int8", "model.dtype must be one of"),
         (
             "quant=nf4 model.hidden_size=32",
-            r"model=tiny, hidden_size: NF4 quantizes blocks of 64 inputs.* width 32",
+            r"model=tiny, hidden_size: NF4 .*64.* 32",
         ),
-        ("quant=mxfp4 model.intermediate_size=40", "intermediate_size: MXFP4 quantizes blocks of 32 inputs"),
-        ("model.heads=3", "model.hidden_size must be a multiple of 2"),
-        ("logger=wandb logger.mode=loud", "logger.mode must be online or offline"),
-        ("task=aime24 task.train_file=x", "task=aime24 is for evaluation only and has no training questions; train on"),
+        ("quant=mxfp4 model.intermediate_size=40", "intermediate_size: MXFP4 .*32.* 40"),
+        ("model.heads=3", "model.hidden_size .*multiple of 2"),
+        ("logger=wandb logger.mode=loud", "logger.mode .*online.*got 'loud'"),
+        ("task=aime24 task.train_file=x", "task=aime24 .*train on"),
         ("task=gsm8k task.leaks=keep", "task.leaks must be one of refuse, drop"),
-        ("task=gsm8k task.train.question=text", "must list the names of columns, got 'text'"),
-        ("task=bigmath task.train.max_question_characters=0", "max_question_characters must be null or a whole number"),
+        ("task=gsm8k task.train.question=text", "question.*got 'text'"),
+        ("task=bigmath task.train.max_question_characters=0", "max_question_characters .*got 0"),
         ("task.instruction=user", "task.instruction must be one of system, suffix, none"),
         ("task.template=raw", "task.template must be one of chat, plain"),
-        ("task=word_problems task.steps=[0]", "task.steps lists how many a problem may have, each 1..12"),
-        ("task=word_problems task.distractors=1", "task.distractors lists how many a problem may have, each 0..6"),
-        ("task=word_problems task.max_number=1", "task.max_number must be 2..1000000"),
-        ("task=word_problems task.procedures.guess=-1", "task.procedures needs a share >= 0"),
-        ("task=reasoning_gym task.name=countdown", "its verifier runs the answer as code"),
-        ("task=reasoning_gym +task.options.seed=1", "task.options sets seed, which the run decides"),
-        ("task=shape eval=none algo=sft", "task=shape has no demonstrations .*algo=sft.*use an on-policy"),
-        ("task=shape", "task=shape has no held-out questions, and eval=task asks some; use eval=none"),
-        ("task=shape eval=none task.group_size=4", "task.group_size=4 must be rollout.group_size=8"),
-        ("task=shape eval=none task.lengths=normal", "task.lengths must be one of fixed, geometric, got 'normal'"),
-        ("task=shape eval=none task.prompt_tokens=0", "task.prompt_tokens must be a whole number of at least 1, got 0"),
-        ("task=shape eval=none task.max_completion_tokens=9", "completion_tokens=256 is above .*=9, the limit"),
-        ("model=shape/7b model.heads=3", "model.hidden_size must be a multiple of 2"),
-        ("model=shape/7b model.vocabulary=100", "model.vocabulary must be at least 262"),
-        ("model=shape/7b model.tied=1", "model.tied must be true or false, got 1"),
-        ("model=shape/7b lora=none", "steps of RL are lost in bfloat16's rounding"),
-        ("+unknown=1", "there is no option unknown"),
+        ("task=word_problems task.steps=[0]", "task.steps .*12"),
+        ("task=word_problems task.distractors=1", "task.distractors .*6"),
+        ("task=word_problems task.max_number=1", "task.max_number .*2.*1000000"),
+        ("task=word_problems task.procedures.guess=-1", "task.procedures"),
+        ("task=reasoning_gym task.name=countdown", "countdown.*verifier"),
+        ("task=reasoning_gym +task.options.seed=1", "task.options.*seed"),
+        ("task=shape eval=none algo=sft", "task=shape .*demonstrations.*algo=sft.*on-policy"),
+        ("task=shape", "task=shape .*eval=task.*use eval=none"),
+        ("task=shape eval=none task.group_size=4", "task.group_size=4 .*rollout.group_size=8"),
+        ("task=shape eval=none task.lengths=normal", "task.lengths .*fixed, geometric, got 'normal'"),
+        ("task=shape eval=none task.prompt_tokens=0", "task.prompt_tokens .*at least 1, got 0"),
+        ("task=shape eval=none task.max_completion_tokens=9", "completion_tokens=256 .*=9"),
+        ("model=shape/7b model.heads=3", "model.hidden_size .*multiple of 2"),
+        ("model=shape/7b model.vocabulary=100", "model.vocabulary .*at least 262"),
+        ("model=shape/7b model.tied=1", "model.tied .*got 1"),
+        ("model=shape/7b lora=none", "lora=none .*bfloat16"),
+        ("+unknown=1", "no option unknown"),
         ("+quant.unknown=1", r"quant=bf16 has no option quant\.unknown; leave it out"),
         ("experiment=smoke model=qwen2.5-3b-instruct", r"has no option model\.warm_start_steps"),
         ("~logger", "lacks logger"),
@@ -413,21 +413,21 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("steps=10000001", "steps must be at most 10,000,000, got 10000001"),
         (
             "rollout.prompts_per_step=1001 rollout.group_size=1000",
-            "1,000,000 completions, got 1,001 x 1,000 = 1,001,000",
+            "1,000,000 completions, got 1,001 x 1,000",
         ),
-        ("rollout.group_size=1000000000", "must be at most 1,000,000 completions.* make one of the two smaller"),
+        ("rollout.group_size=1000000000", "at most 1,000,000 completions"),
         ("eval.questions=1001 eval.samples=1000", "eval.questions x eval.samples must be at most 1,000,000"),
         ("eval.questions=null eval.samples=1000001", "eval.questions x eval.samples must be at most 1,000,000"),
         (
             "rollout.temperature=1e300",
-            "rollout.temperature must be from 0.01 to 100, got 1e.300.* 1 is the model's own",
+            "rollout.temperature .*0.01 to 100, got 1e.300",
         ),
-        ("eval.temperature=0.009", "eval.temperature must be from 0.01 to 100, got 0.009"),
-        ("optim.lr=1e300", "optim.lr must be at most 1, got 1e.300.*uses 1e-6 to 1e-3"),
+        ("eval.temperature=0.009", "eval.temperature .*0.01 to 100, got 0.009"),
+        ("optim.lr=1e300", "optim.lr .*at most 1, got 1e.300.*1e-6 to 1e-3"),
         (f"optim.lr={'9' * 400}", "optim.lr must be at most 1"),
-        ("task.max_completion_tokens=4097", "at most the 4096 tokens that model=tiny reads, got 4097; make it smaller"),
-        ("eval.max_tokens=4097", "eval.max_tokens must be at most the 4096 tokens that model=tiny reads"),
-        ("lora.rank=129", "and q_proj of model=tiny has 128, got 129.* Use a smaller one, or lora=none"),
+        ("task.max_completion_tokens=4097", "task.max_completion_tokens .*4096.*model=tiny, got 4097; make it smaller"),
+        ("eval.max_tokens=4097", "eval.max_tokens .*4096.*model=tiny, got 4097"),
+        ("lora.rank=129", "q_proj of model=tiny has 128, got 129.*lora=none"),
         ("lora.rank=385 'lora.targets=[down_proj]'", "down_proj of model=tiny has 384, got 385"),
     ],
 )
@@ -470,6 +470,6 @@ def test_one_run_of_a_sweep_says_that_it_is_one(
     words: list[str], left: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        mention_sweep(hydra_compose("run", words, return_hydra_config=True).hydra)
-    assert [f"over {left}:" in message for message in caplog.messages] == [True] * (left is not None)
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+        warn_of_single_point(hydra_compose("run", words, return_hydra_config=True).hydra)
+    assert [f"over {left};" in message for message in caplog.messages] == [True] * (left is not None)

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import re
 import shlex
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from qerl_bench.__main__ import COMMANDS
 from qerl_bench.cli import flags_first
 from qerl_bench.config import build, compose
-from qerl_bench.eval.reevaluate import asked_again
+from qerl_bench.eval.reevaluate import apply_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]
 SHOWN = [
     (str(page.relative_to(ROOT)), match[0])
     for page in sorted(PAGES)
-    if page.name != "LOG.md"
-    for match in re.finditer(r"python (?:src|analysis|kernels|-m qerl)[^\n`#;]*", page.read_text().replace("\\\n", " "))
+    if page.name not in ("LOG.md", "CHANGELOG.md")
+    for match in re.finditer(
+        r"(?:python (?:src|sweeps|analysis|kernels|-m qerl)|qerl-bench [a-z])[^\n`#;]*",
+        page.read_text().replace("\\\n", " "),
+    )
 ]
 
 
@@ -46,14 +51,16 @@ def test_the_pages_show_commands() -> None:
 
 @pytest.mark.parametrize(("page", "command"), sorted(set(SHOWN)))
 def test_a_shown_command_is_accepted(page: str, command: str) -> None:
-    program, *words = shlex.split(command)[1:]
+    program, *words = shlex.split(command)
+    if program == "qerl-bench":
+        name, *words = words
+        assert name in COMMANDS
+        if name == "eval":
+            build(apply_overrides(compose(), [word for word in words[1:] if not word.startswith("out=")]))
+        return
+    program, *words = words
     if program == "-m":
-        module, *words = words
-        assert (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").exists() or (
-            ROOT / "src" / module.replace(".", "/") / "__main__.py"
-        ).exists()
-        if module == "qerl_bench.eval":
-            build(asked_again(compose(), [word for word in words[1:] if not word.startswith("out=")]))
+        assert find_spec(words[0]) is not None
         return
     assert (ROOT / program).exists()
     if program == "src/run.py" and "--cfg" not in words:

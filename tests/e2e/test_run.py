@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from qerl_bench.eval.__main__ import main as evaluate_again
+from qerl_bench.eval.command import main as evaluate_again
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -219,19 +219,19 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
         (["quant=int3"], "int3"),
         (["lora.rnak=16"], "Did you mean lora.rank?"),
         (["aqn=exp", "aqn.sigma_strat=1"], "Did you mean aqn.sigma_start?"),
-        (["aqn.level=0.01"], "the aqn that is chosen has no option aqn.level; it belongs to aqn=constant"),
+        (["aqn.level=0.01"], "the chosen aqn has no option aqn.level; it belongs to aqn=constant"),
         (["lora.rank=-4"], "lora.rank must be a whole number of at least 1, got -4"),
         (["lora.rank=0", "algo=grpo"], "lora=none"),
         (["lora=none", "quant=nvfp4"], "quant=bf16"),
         (["steps=0"], "steps must be a whole number of at least 1, got 0"),
         (["steps=soon"], "got 'soon'"),
-        (["rollout.group_size=1"], "group_size must be at least 2"),
+        (["rollout.group_size=1"], "rollout.group_size must be at least 2, got 1"),
         (["aqn=exp", "aqn.sigma_end=0.5"], "sigma_end <= sigma_start"),
-        (["device=tpu"], "auto, cpu or cuda"),
+        (["device=tpu"], "device must be one of auto, cpu, cuda, got 'tpu'"),
         (["task.operations=[]"], "task.operations"),
         ([*GSM8K, "task.train_file=/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
-        (["task=aime24"], "is for evaluation only and has no training questions; train on bigmath or dapo_math"),
-        (["experiment=smoke", "task.max_completion_tokens=4096"], "the model reads 4096 tokens"),
+        (["task=aime24"], "train on bigmath or dapo_math"),
+        (["experiment=smoke", "task.max_completion_tokens=4096"], "4096 tokens"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -264,7 +264,7 @@ def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp
     words = [*GSM8K, f"task.train_file={train}", "model.warm_start_steps=0", "steps=1", "eval=none"]
     done = run(*words, "optim.warmup_steps=0", "rollout.prompts_per_step=2", f"root={tmp_path}")
     assert done.returncode == 2, done.stderr
-    assert "1 of 12 prompts do not fit: the model reads 4096 tokens" in done.stderr
+    assert "1 of 12 prompts do not fit" in done.stderr and "4096" in done.stderr
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.logger.wandb import WandB, WandbSink
+from qerl_bench.logger.wandb import WandB, WandbMirror
 from qerl_bench.rundir import as_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,40 +126,40 @@ class Online:
         raise ConnectionError("the server is gone")
 
 
-def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: int) -> tuple[WandbSink, Online]:
+def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: int) -> tuple[WandbMirror, Online]:
     online = Online(starting_step)
     errors = SimpleNamespace(Error=ConnectionError)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: online, errors=errors))
     monkeypatch.setitem(sys.modules, "wandb.errors", errors)
     lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
     lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
-    run = SimpleNamespace(path=Path("x"), metrics=lambda: lines)
     spec = WandB(name="wandb", project="p", entity=None, mode="online")
-    return WandbSink(spec, run, {}), online  # type: ignore[arg-type]
+    return WandbMirror(spec, Path("x"), lines, {}), online
 
 
 def test_steps_that_the_server_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, online = resumed(monkeypatch, starting_step=7, local_steps=4)  # it saw 0 to 6, the checkpoint is of step 4
+    mirror, online = resumed(monkeypatch, starting_step=7, local_steps=4)  # it saw 0 to 6, the checkpoint is of step 4
     for step in (5, 6, 7, 8):
-        sink.log("train", step, {"loss": 1.0})
+        mirror.log("train", step, {"loss": 1.0})
     assert online.steps == [7, 8]
 
 
 def test_steps_that_the_server_lacks_are_sent_from_the_local_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, online = resumed(monkeypatch, starting_step=2, local_steps=4)  # it saw 0 and 1 only
-    sink.log("train", 5, {"loss": 1.0})
+    mirror, online = resumed(monkeypatch, starting_step=2, local_steps=4)  # it saw 0 and 1 only
+    mirror.log("train", 5, {"loss": 1.0})
     assert online.steps == [2, 3, 4, 5]
 
 
 def test_an_evaluation_reaches_the_summary_of_a_step_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sink, online = resumed(monkeypatch, starting_step=5, local_steps=4)
-    sink.log("eval", 4, {"eval/a": 0.75})
+    mirror, online = resumed(monkeypatch, starting_step=5, local_steps=4)
+    mirror.log("eval", 4, {"eval/a": 0.75})
     assert online.steps == [] and online.summary == {"eval/a": 0.75}
 
 
 def test_a_mirror_that_fails_at_the_end_does_not_fail_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink, _ = resumed(monkeypatch, starting_step=5, local_steps=4)
-    sink.close(failed=False)
+    mirror, _ = resumed(monkeypatch, starting_step=5, local_steps=4)
+    with mirror:
+        pass
     assert "failed at its end: the server is gone" in caplog.text

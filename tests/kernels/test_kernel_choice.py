@@ -12,7 +12,7 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.hf_graph import eager_reason
 from qerl_bench.model import kernels as kernel_choice
 from qerl_bench.model.kernels import LoRALinear, choose_kernels
@@ -168,7 +168,7 @@ def test_head_and_sampling_give_the_same_rollouts(
     policy = make_policy("quant=bf16", sharp=True, adapted=True)
     prompts = [Prompt(id="a", messages=({"role": "user", "content": "1+2=?"},), answer="3")]
     sampling = Sampling(samples=3, temperature=0.8, max_tokens=4, seed=5)
-    plain = HfEngine(policy, 8).generate(prompts, sampling)
+    plain = HFEngine(policy, 8).generate(prompts, sampling)
     ids, mask = _ids(2, 7), torch.ones(2, 7, dtype=torch.bool)
     mask[:, 0] = False
     wanted = policy.token_stats(ids, mask, 0.8)
@@ -178,7 +178,7 @@ def test_head_and_sampling_give_the_same_rollouts(
         assert torch.allclose(getattr(found, name), getattr(wanted, name), rtol=0, atol=1e-4)
     for one, other in zip(_gradients(policy, found.logprobs), _gradients(policy, wanted.logprobs), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-4 * float(other.abs().max()) + 1e-7)
-    fused = HfEngine(policy, 8).generate(prompts, sampling)
+    fused = HFEngine(policy, 8).generate(prompts, sampling)
     for one, other in zip(fused, plain, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl_bench.algo.base import Terms
+from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.bnpo import BNPO
 from qerl_bench.algo.cispo import CISPO
 from qerl_bench.algo.dapo import DAPO
@@ -51,7 +51,7 @@ NO_KL = KLPenalty(coef=0.0, estimator="k3", ratio_weighted=True)
 
 def step_loss(algo: Any, kl: KLPenalty = NO_KL, **terms: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a step that is one micro-batch."""
-    return objective(algo, kl, Terms(**terms), algo.weights(terms["mask"].sum(1)))
+    return objective(algo, kl, LossInputs(**terms), algo.weights(terms["mask"].sum(1)))
 
 
 def _example() -> dict[str, torch.Tensor]:
@@ -153,7 +153,7 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
     mask = torch.ones(1, 2, dtype=torch.bool)
     old = torch.zeros_like(logprobs)
     for sign in (advantage, -advantage, 0.0):
-        terms = Terms(
+        terms = LossInputs(
             logprobs=logprobs, old_logprobs=old, advantages=torch.tensor([sign], dtype=torch.float64), mask=mask
         )
         indicators = algo.token_loss(terms).indicators
@@ -172,7 +172,7 @@ def test_a_ratio_exactly_on_the_boundary_is_not_clipped() -> None:
         assert logprobs.exp().item() == ratio
         mask = torch.ones(1, 1, dtype=torch.bool)
         old = torch.zeros(1, 1, dtype=torch.float64)
-        terms = Terms(logprobs=logprobs, old_logprobs=old, advantages=torch.tensor([advantage]), mask=mask)
+        terms = LossInputs(logprobs=logprobs, old_logprobs=old, advantages=torch.tensor([advantage]), mask=mask)
         indicators = algo.token_loss(terms).indicators
         assert not any(bool(indicator.any()) for indicator in indicators.values())
 
@@ -234,7 +234,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
         value, marks = 0.0, {}
         for low, high in zip([0, *bounds], [*bounds, len(lengths)], strict=True):
             rows = slice(low, high)
-            terms = Terms(
+            terms = LossInputs(
                 logprobs=leaf[rows],
                 old_logprobs=old[rows],
                 advantages=advantages[rows],
@@ -504,7 +504,7 @@ def test_which_kl_losses_have_the_gradient_of_the_divergence(estimator: str, wei
     p = logits.log_softmax(-1)
     (exact,) = torch.autograd.grad((p.exp() * (p - reference)).sum(), logits)
     logprobs = logits.log_softmax(-1)[None]
-    terms = Terms(
+    terms = LossInputs(
         logprobs=logprobs,
         old_logprobs=logprobs.detach(),
         advantages=torch.zeros(1, dtype=torch.float64),

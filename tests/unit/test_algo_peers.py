@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.algo.base import Terms
+from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.bnpo import BNPO
 from qerl_bench.algo.cispo import CISPO
 from qerl_bench.algo.dapo import DAPO
@@ -163,7 +163,7 @@ def _ours(
     importance: torch.Tensor | None = None,
 ) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
     leaf = data["logprobs"].clone().requires_grad_()
-    terms = Terms(
+    terms = LossInputs(
         logprobs=leaf[window],
         old_logprobs=(data["old"] if old else data["logprobs"])[window],
         advantages=data["advantages"][window],

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
-from qerl_bench.task.grader.grader import Judge
+from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.numbers import parse_number
 
-JUDGE = Judge(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
+GRADER = Grader(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 
 # (gold, answer, are they the same number?)
 TRAPS = [
@@ -147,7 +147,7 @@ TRAPS = [
 def test_trap_table(gold: str, answer: str, same: bool) -> None:
     number = parse_number(gold)
     assert (number is not None and number == parse_number(answer)) is same
-    assert JUDGE.reward(gold, f"<think>x</think><answer>{answer}</answer>").correct is same
+    assert GRADER.reward(gold, f"<think>x</think><answer>{answer}</answer>").correct is same
 
 
 def test_what_is_read_wrong_is_no_number_at_all() -> None:
@@ -195,8 +195,8 @@ def test_hostile_text_is_refused_at_once(text: str) -> None:
 
 
 def test_an_unreadable_gold_answer_is_never_matched() -> None:
-    assert not JUDGE.reward("eighteen", "<think>a</think><answer>eighteen</answer>").correct
-    assert not JUDGE.readable("eighteen") and JUDGE.readable("$18")
+    assert not GRADER.reward("eighteen", "<think>a</think><answer>eighteen</answer>").correct
+    assert not GRADER.is_readable("eighteen") and GRADER.is_readable("$18")
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")

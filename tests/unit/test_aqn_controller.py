@@ -43,7 +43,7 @@ def _plant(sigma: float, step: int, noise: float, rng: random.Random) -> float:
 
 
 def test_decisions_are_documented_metrics() -> None:
-    assert set(EntropyController(_spec(), 5).update(1, 0.24)) == set(metrics.STEERED)
+    assert set(EntropyController(_spec(), 5).update(1, 0.24)) == set(metrics.NOISE_CONTROLLER)
 
 
 def test_two_decisions_by_hand() -> None:

@@ -19,7 +19,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims import command as claims
+from qerl_bench.claims import command
 from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
 from qerl_bench.claims.evaluate import ClaimResult, ContrastResult, evaluate_claims
 from qerl_bench.claims.gates import diverged
@@ -271,12 +271,12 @@ def test_two_settings_that_fit_a_primary_contrast_are_named_and_not_averaged(stu
     found = verdicts(runs)[GROWTH]
     assert found.verdict == "incomplete"
     assert "rollout.temperature=1.1" in found.reason and "--where KEY=VALUE" in found.reason
-    claims.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--where", "rollout.temperature=1.1"])
+    command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--where", "rollout.temperature=1.1"])
     assert "Faster reward growth than 16-bit LoRA: **supported**" in (tmp_path / "out" / "claims.md").read_text()
     with pytest.raises(ConfigError, match=r"temperature=2.*1\.0, 1\.1"):
-        claims.with_values(runs, ["rollout.temperature=2"])
+        command.with_values(runs, ["rollout.temperature=2"])
     with pytest.raises(ConfigError, match="KEY=VALUE"):
-        claims.with_values(runs, ["temperature"])
+        command.with_values(runs, ["temperature"])
 
 
 def test_what_differs_in_more_than_the_factor_is_not_compared(study: Study) -> None:
@@ -605,7 +605,7 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     study(["quant=bf16"])
     runs = study(["quant=nvfp4"], reward=0.05)
     root = runs[0].path.parent
-    claims.main([str(root), "--out", str(root.parent / "out")])
+    command.main([str(root), "--out", str(root.parent / "out")])
     assert "tiny on arithmetic" in capsys.readouterr().out
     text, html = ((root.parent / "out" / f"claims.{kind}").read_text() for kind in ("md", "html"))
     assert "Faster reward growth than 16-bit LoRA: **supported**" in text

@@ -38,24 +38,24 @@ def test_a_gpu_that_is_missing_is_an_error_and_no_silent_fallback(monkeypatch: p
 
 
 def test_phases_measure_each_and_add_up_repeats() -> None:
-    phases = PhaseTimer("cpu")
-    with phases.phase("step"):
-        with phases.phase("rollout"):
+    timer = PhaseTimer("cpu")
+    with timer("step"):
+        with timer("rollout"):
             time.sleep(0.02)
         for _ in range(2):
-            with phases.phase("train"):
+            with timer("train"):
                 time.sleep(0.01)
-    assert set(phases.seconds) == set(phases.peak_gib) == {"step", "rollout", "train"}
-    assert 0.02 <= phases.seconds["rollout"] < 0.5
-    assert 0.02 <= phases.seconds["train"] < 0.5
-    assert phases.seconds["step"] >= phases.seconds["rollout"] + phases.seconds["train"]
+    assert set(timer.seconds) == set(timer.peak_gib) == {"step", "rollout", "train"}
+    assert 0.02 <= timer.seconds["rollout"] < 0.5
+    assert 0.02 <= timer.seconds["train"] < 0.5
+    assert timer.seconds["step"] >= timer.seconds["rollout"] + timer.seconds["train"]
 
 
 def test_a_phase_lets_exceptions_through() -> None:
-    phases = PhaseTimer("cpu")
-    with pytest.raises(KeyError), phases.phase("rollout"):
+    timer = PhaseTimer("cpu")
+    with pytest.raises(KeyError), timer("rollout"):
         raise KeyError
-    assert "rollout" not in phases.seconds
+    assert "rollout" not in timer.seconds
 
 
 def _clearing_works() -> bool:
@@ -70,15 +70,15 @@ def _clearing_works() -> bool:
 def test_peak_memory_belongs_to_its_phase() -> None:
     if not _clearing_works():
         pytest.skip("this system does not let a process reset its peak memory")
-    phases = PhaseTimer("cpu")
-    with phases.phase("before"):
+    timer = PhaseTimer("cpu")
+    with timer("before"):
         pass
-    with phases.phase("big"):
+    with timer("big"):
         block = torch.ones(2**27)  # 512 MiB, touched
         del block
-    with phases.phase("after"):
+    with timer("after"):
         pass
-    big, rest = phases.peak_gib["big"], max(phases.peak_gib["before"], phases.peak_gib["after"])
+    big, rest = timer.peak_gib["big"], max(timer.peak_gib["before"], timer.peak_gib["after"])
     assert big > rest + 0.4
 
 
@@ -119,8 +119,8 @@ def test_the_gpu_is_synchronised_at_every_border(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", record("wait"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", record("reset"))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", record("read", 3 * 2**30))
-    phases = PhaseTimer("cuda")
-    with phases.phase("train"):
+    timer = PhaseTimer("cuda")
+    with timer("train"):
         calls.append("work")
     assert calls == ["reset", "wait", "work", "wait", "read"]
-    assert phases.peak_gib == {"train": 3.0}
+    assert timer.peak_gib == {"train": 3.0}

@@ -2,77 +2,89 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
-from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from qerl_bench.algo.dynamic import fill
+from qerl_bench.aqn.injector import NoiseReport
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.device import PhaseTimer
-from qerl_bench.experiment import sampled_batch
-from qerl_bench.metrics import LOOP, garbled
-from qerl_bench.records import Group, Prompt, Reward, Rollout
+from qerl_bench.experiment import collect_rollouts, rollout_batch
+from qerl_bench.metrics import LOOP_WINDOW, garbled
+from qerl_bench.records import Prompt, Reward, Rollout
 
 PROMPT = Prompt(id="p", messages=(), answer="1")
 
 
-def _group(*totals: float) -> Group:
-    return Group(rollouts=[], rewards=[Reward(total=total, correct=False) for total in totals])
+GOOD, BAD, WON = (1.0, 0.0), (0.0, 0.0), (1.2, 1.2)  # the rewards of a group
 
 
-GOOD, BAD, WON = _group(1.0, 0.0), _group(0.0, 0.0), _group(1.2, 1.2)
+class Scripted:
+    """Experiment, policy and engine of a step whose rounds give groups of these rewards, without a model."""
 
+    def __init__(self, *rounds: list[tuple[float, float]], max_rounds: int, on_no_signal: str = "stop") -> None:
+        self.algo = SimpleNamespace(max_resampling_rounds=max_rounds, on_no_signal=on_no_signal)
+        self.rollout = SimpleNamespace(prompts_per_step=len(rounds[0]), group_size=2, temperature=1.0)
+        self.noise = SimpleNamespace(draws=lambda prompts, drawn: [(0, prompts)])
+        self.task, self.seed, self.max_completion_tokens = self, 0, 1
+        self.controller, self.rounds, self.totals = self, list(rounds), {}
 
-def _algo(max_resampling_rounds: int, on_no_signal: str = "stop") -> Any:
-    return SimpleNamespace(max_resampling_rounds=max_resampling_rounds, on_no_signal=on_no_signal)
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        groups = self.rounds.pop(0)
+        prompts = [Prompt(id=f"{len(self.rounds)}/{i}", messages=(), answer="") for i in range(len(groups))]
+        self.totals |= {prompt.id: totals for prompt, totals in zip(prompts, groups, strict=True)}
+        return prompts
 
+    def generate(self, prompts: list[Prompt], sampling: Any) -> list[Rollout]:
+        return [replace(_rollout("", [0]), prompt=prompt, sample=i) for prompt in prompts for i in range(2)]
 
-def _sampler(*rounds: list[Group]) -> Callable[[int], list[Group]]:
-    asked: list[int] = []
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        totals = [self.totals[rollout.prompt.id][rollout.sample] for rollout in rollouts]
+        return [Reward(total=total, correct=False) for total in totals]
 
-    def sample(refill: int) -> list[Group]:
-        asked.append(refill)
-        return rounds[refill]
-
-    sample.asked = asked  # type: ignore[attr-defined]
-    return sample
+    def collect(self) -> tuple[list[tuple[float, ...]], int, int]:
+        """Rewards of the groups to train on, the number of groups sampled, and the number of refills."""
+        report = NoiseReport(0.0, 0.0, 0, 0.0)
+        engine = SimpleNamespace(sync=lambda prompts: {}, generate=self.generate, sleep=dict)
+        policy = SimpleNamespace(noise=SimpleNamespace(for_rollout=lambda step, draw: nullcontext(report)))
+        step: tuple[Any, ...] = (self, policy, engine, 1, PhaseTimer("cpu"))
+        kept, sampled, step_metrics = collect_rollouts(*step)
+        totals = [tuple(reward.total for reward in group.rewards) for group in kept]
+        return totals, len(sampled), int(step_metrics["dynamic/refills"])
 
 
 def test_without_refills_every_group_is_kept() -> None:
-    assert fill(_sampler([BAD, GOOD, BAD]), _algo(0), 3) == ([BAD, GOOD, BAD], [BAD, GOOD, BAD], 0)
+    assert Scripted([BAD, GOOD, BAD], max_rounds=0).collect() == ([BAD, GOOD, BAD], 3, 0)
 
 
 def test_sampling_ends_as_soon_as_there_are_enough() -> None:
-    sample = _sampler([GOOD, BAD], [GOOD, GOOD], [GOOD, GOOD])
-    kept, sampled, refills = fill(sample, _algo(5), 2)
-    assert (kept, refills) == ([GOOD, GOOD], 1) and len(sampled) == 4
-    assert sample.asked == [0, 1]  # type: ignore[attr-defined]
+    step = Scripted([GOOD, BAD], [GOOD, GOOD], [GOOD, GOOD], max_rounds=5)
+    assert step.collect() == ([GOOD, GOOD], 4, 1)
+    assert len(step.rounds) == 1
 
 
 def test_refills_are_capped_and_fewer_groups_are_trained_on() -> None:
-    kept, sampled, refills = fill(_sampler([GOOD, BAD], [BAD, BAD], [WON, BAD], [GOOD, GOOD]), _algo(2), 2)
-    assert (kept, refills, len(sampled)) == ([GOOD], 2, 6)
+    step = Scripted([GOOD, BAD], [BAD, BAD], [WON, BAD], [GOOD, GOOD], max_rounds=2)
+    assert step.collect() == ([GOOD], 6, 2)
 
 
 def test_a_task_without_more_prompts_ends_it_too() -> None:
-    kept, sampled, refills = fill(_sampler([GOOD, BAD], []), _algo(9), 2)
-    assert (kept, refills, len(sampled)) == ([GOOD], 0, 2)
+    assert Scripted([GOOD, BAD], [], max_rounds=9).collect() == ([GOOD], 2, 0)
 
 
 def test_a_step_without_any_signal_stops_the_run_and_says_why() -> None:
-    with pytest.raises(TrainingStopped) as stopped:
-        fill(_sampler([BAD, WON], [BAD, BAD]), _algo(1), 2)
-    message = str(stopped.value)
-    assert "all 4 groups, sampled in 2 rounds" in message and "rewards: 0, 1.2" in message
-    assert "algo.on_no_signal=continue" in message
+    says = r"4 groups, sampled in 2 rounds.*rewards: 0, 1\.2.*algo\.on_no_signal=continue"
+    with pytest.raises(TrainingStopped, match=says):
+        Scripted([BAD, WON], [BAD, BAD], max_rounds=1).collect()
 
 
 def test_or_goes_on_with_the_first_round_if_asked_to() -> None:
-    assert fill(_sampler([BAD, WON], [BAD, BAD]), _algo(1, "continue"), 2)[0] == [BAD, WON]
+    step = Scripted([BAD, WON], [BAD, BAD], max_rounds=1, on_no_signal="continue")
+    assert step.collect() == ([BAD, WON], 4, 1)
 
 
 def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experiment: Any, make_policy: Any) -> None:
@@ -98,22 +110,21 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
             return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
 
         def reward(self, prompt: Prompt, text: str) -> Reward:
-            teaches = zlib.crc32(prompt.id.encode()) % 4 == 0
-            return Reward(total=float(zlib.crc32(text.encode()) % 97) if teaches else 0.5, correct=False)
+            differs = zlib.crc32(prompt.id.encode()) % 4 == 0
+            return Reward(total=float(zlib.crc32(text.encode()) % 97) if differs else 0.5, correct=False)
 
-    run: Any = SimpleNamespace(append=lambda name, rows: None)
-    dapo = dataclasses.replace(experiment, task=Task())
+    dapo = replace(experiment, task=Task())
     engine = experiment.engine.build(policy)
-    batch, found = sampled_batch(dapo, policy, engine, run, 1, PhaseTimer("cpu"))
-    seen = list(dict.fromkeys(asked))
-    teaching = [zlib.crc32(prompt.encode()) % 4 == 0 for prompt in seen]
-    assert found["dynamic/refills"] == len(asked) // 3 - 1 >= 1
-    assert found["dynamic/groups_kept"] == min(3, sum(teaching)) >= 1
-    assert len(batch.lengths) == found["dynamic/groups_kept"] * 4
-    assert found["reward/frac_zero_std"] == pytest.approx(1 - sum(teaching) / len(seen))  # of all that was sampled
-    assert (batch.advantages != 0).any()
-    again, repeated = sampled_batch(dapo, policy, engine, run, 1, PhaseTimer("cpu"))
-    assert repeated == found and again.input_ids.equal(batch.input_ids)  # a function of seed and step
+    groups, _, step_metrics = collect_rollouts(dapo, policy, engine, 1, PhaseTimer("cpu"))
+    prompt_ids = list(dict.fromkeys(asked))
+    signals = [zlib.crc32(prompt_id.encode()) % 4 == 0 for prompt_id in prompt_ids]
+    assert step_metrics["dynamic/refills"] == len(asked) // 3 - 1 >= 1
+    assert step_metrics["dynamic/groups_kept"] == len(groups) == min(3, sum(signals)) >= 1
+    assert step_metrics["reward/frac_zero_std"] == pytest.approx(1 - sum(signals) / len(prompt_ids))  # of all groups
+    batch = rollout_batch(groups, dapo.algo, policy)
+    assert len(batch.lengths) == len(groups) * 4 and (batch.advantages != 0).any()
+    again = collect_rollouts(dapo, policy, engine, 1, PhaseTimer("cpu"))
+    assert (again[0], again[2]) == (groups, step_metrics)  # a function of seed and step
 
 
 # --- garbled output --------------------------------------------------------------------------------------------------
@@ -156,7 +167,7 @@ def test_broken_tags(text: str, broken: bool) -> None:
 def test_loops() -> None:
     period = [1, 2, 3, 4, 5]
     assert garbled(_rollout("x", period * 8))
-    assert garbled(_rollout("x", [7] * (4 * LOOP), finished=False))
+    assert garbled(_rollout("x", [7] * (4 * LOOP_WINDOW), finished=False))
     assert not garbled(_rollout("x", list(range(100))))
     assert not garbled(_rollout("x", list(range(60)) + list(range(40))))  # 33 of 93 windows seen before
-    assert not garbled(_rollout("x", [7] * LOOP))  # too short to tell
+    assert not garbled(_rollout("x", [7] * LOOP_WINDOW))  # too short to tell

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.engine import hf, hf_graph
+from qerl_bench.engine import hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
-from qerl_bench.quant.linear import PackedLinear, join_in_place
+from qerl_bench.quant.concat import concat_rows_in_place
+from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
@@ -39,11 +40,13 @@ def _prompts(policy: Policy) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _decoded(how: Callable[..., Any], policy: Policy, sampling: Sampling, **options: Any) -> list[hf.Completion]:
+def _decoded(
+    how: Callable[..., Any], policy: Policy, sampling: Sampling, **options: Any
+) -> list[hf_reference.Completion]:
     return how(policy, _prompts(policy), sampling, KEYS, **options)
 
 
-def _same(found: list[hf.Completion], wanted: list[hf.Completion], tolerance: float) -> None:
+def _same(found: list[hf_reference.Completion], wanted: list[hf_reference.Completion], tolerance: float) -> None:
     assert [one[0] for one in found] == [other[0] for other in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one[1] == pytest.approx(other[1], abs=tolerance)
@@ -58,35 +61,35 @@ def policy(make_policy: MakePolicy) -> Policy:
     return _ragged(make_policy("model.heads=4", "model.kv_heads=2", sharp=True, adapted=True))
 
 
-@pytest.mark.parametrize("look_every", [1, 5, 16])
+@pytest.mark.parametrize("check_every", [1, 5, 16])
 def test_completions_are_those_of_transformers(
-    policy: Policy, look_every: int, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, check_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged prompts and ends, groups, and a batch that shrinks more than once where it is looked at often enough."""
-    monkeypatch.setattr(hf_graph, "LOOK_EVERY", look_every)
+    monkeypatch.setattr(hf_graph, "CHECK_STOP_EVERY", check_every)
     sizes: list[int] = []
     shrink = hf_graph.Decoding._shrink
     monkeypatch.setattr(
-        hf_graph.Decoding, "_shrink", lambda self, going: (shrink(self, going), sizes.append(self.size))[0]
+        hf_graph.Decoding, "_shrink", lambda self, alive: (shrink(self, alive), sizes.append(self.size))[0]
     )
-    wanted = _decoded(hf.decode, policy, _sampling())
+    wanted = _decoded(hf_reference.decode, policy, _sampling())
     lengths = [len(ids) for ids, _, _ in wanted]
     assert min(lengths) < 3 and max(lengths) > 20 and len(set(lengths)) > 6
     _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 2e-5)
     expected, size = [], len(KEYS)
-    for done in range(1 + look_every, 41, look_every):
+    for done in range(1 + check_every, 41, check_every):
         left = sum(length > done for length in lengths)
         if 0 < left <= size // 2:
             while left <= size // 2:
                 size //= 2
             expected.append(size)
-    assert sizes == expected and expected[:2] == {1: [10, 5], 5: [5, 2], 16: [5]}[look_every]
+    assert sizes == expected and expected[:2] == {1: [10, 5], 5: [5, 2], 16: [5]}[check_every]
 
 
 @pytest.mark.parametrize("changed", [{"temperature": 0.0}, {"top_p": 0.5}, {"max_tokens": 1}, {"max_tokens": 2}])
 def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
     sampling = _sampling(**changed)
-    _same(_decoded(hf_graph.decode, policy, sampling), _decoded(hf.decode, policy, sampling), 2e-5)
+    _same(_decoded(hf_graph.decode, policy, sampling), _decoded(hf_reference.decode, policy, sampling), 2e-5)
 
 
 def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy, make_noise: Any) -> None:
@@ -94,7 +97,7 @@ def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy, make_noise
     for context in (make_noise(policy.norms, 0.1).for_rollout(1, 0), policy.without_adapter()):
         with context:
             found = _decoded(hf_graph.decode, policy, _sampling())
-            _same(found, _decoded(hf.decode, policy, _sampling()), 2e-5)
+            _same(found, _decoded(hf_reference.decode, policy, _sampling()), 2e-5)
         assert [one[0] for one in found] != [other[0] for other in plain]
     _same(_decoded(hf_graph.decode, policy, _sampling()), plain, 0.0)
 
@@ -115,7 +118,7 @@ def test_other_models(make_policy: MakePolicy, kind: str) -> None:
     for parameter_name, parameter in model.named_parameters():
         parameter.copy_(torch.randn_like(parameter) * (1.0 if "norm" in parameter_name else 0.2))
     policy.model = model
-    _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf.decode, policy, _sampling()), 1e-4)
+    _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf_reference.decode, policy, _sampling()), 1e-4)
 
 
 def test_a_round_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +126,7 @@ def test_a_round_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeyp
     caches: list[weakref.ref[torch.Tensor]] = []
     run = hf_graph.Decoding.run
 
-    def watched(self: hf_graph.Decoding) -> list[hf.Completion]:
+    def watched(self: hf_graph.Decoding) -> list[hf_reference.Completion]:
         caches.extend(weakref.ref(tensor) for pair in self.caches for tensor in pair)
         return run(self)
 
@@ -143,7 +146,7 @@ def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pyt
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(hf_graph, "_widened", full)
+    monkeypatch.setattr(hf_graph, "_expand_cache", full)
     with pytest.raises(ConfigError, match=r"20 sequences of up to 128 tokens.*engine\.max_num_seqs smaller"):
         _decoded(hf_graph.decode, policy, _sampling())
 
@@ -212,7 +215,7 @@ def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, qua
     """Twice, as the second round finds the layers joined; then training moves on from them."""
     shape = ("model.heads=4", "model.kv_heads=2", f"lora.targets={targets}", "lora.dropout=0.3")
     policy = _ragged(make_policy(*shape, quant=quant, width=64, sharp=True, adapted=True))
-    wanted = _decoded(hf.decode, policy, _sampling())
+    wanted = _decoded(hf_reference.decode, policy, _sampling())
     for module in policy.model.modules():
         if isinstance(module, PackedLinear):
             module.use_kernels()
@@ -221,7 +224,7 @@ def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, qua
     for _ in range(2):
         _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 5e-5)
     with policy.without_adapter():
-        _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf.decode, policy, _sampling()), 5e-5)
+        _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf_reference.decode, policy, _sampling()), 5e-5)
     ids, mask = torch.arange(24).view(2, 12), (torch.arange(12) > 3).expand(2, 12)
     policy.token_stats(ids, mask, 1.0).logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in policy.trainable)
@@ -236,7 +239,7 @@ def test_what_cannot_be_joined_stays_as_it_is(make_policy: MakePolicy, case: str
     for layer in layers if case != "one is not laid out" else layers[:2]:
         layer.use_kernels()
     before = [dict(layer.named_buffers()) for layer in layers]
-    assert join_in_place(layers) is None
+    assert concat_rows_in_place(layers) is None
     for layer, buffers in zip(layers, before, strict=True):
         assert all(layer.get_buffer(name) is tensor for name, tensor in buffers.items())
 
@@ -289,7 +292,7 @@ def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkey
     policy, x = make_policy("model.kv_heads=2", adapted=True), torch.randn(3, 32)
     layers: list[Any] = _attention(policy)
     joined: list[Any] = []
-    monkeypatch.setattr("qerl_bench.model.kernels.join_in_place", lambda parts: joined.append(parts))
+    monkeypatch.setattr("qerl_bench.model.kernels.concat_rows_in_place", lambda parts: joined.append(parts))
     with torch.inference_mode(), adapters_cast_to(policy.model, torch.float32):
         for one, layer in zip(fuse_linears(layers)(x), layers, strict=True):
             assert torch.equal(one, layer(x))
@@ -303,14 +306,16 @@ def test_reasons_to_go_through_transformers(make_policy: MakePolicy, monkeypatch
     policy = make_policy()
     config = policy.model.config
     assert "fused kernels" in str(hf_graph.eager_reason(policy))
-    engine = hf.HfEngine(policy, 4)
-    assert engine.decode is hf.decode and engine.record()["decoding"].startswith("eager: without fused kernels")
+    engine = hf.HFEngine(policy, 4)
+    assert engine.decode is hf_reference.decode and engine.record()["decoding"].startswith(
+        "eager: without fused kernels"
+    )
     policy.fused = True
     assert hf_graph.eager_reason(policy) == "a packed layer runs the reference"
     for layer in policy.layers:
         policy.model.get_submodule(layer).get_base_layer().use_kernels()
     assert hf_graph.eager_reason(policy) is None
-    engine = hf.HfEngine(policy, 4)
+    engine = hf.HFEngine(policy, 4)
     assert engine.decode is hf_graph.decode and engine.record()["decoding"] == "cuda graphs"
     for name, value, reason in (
         ("model_type", "gemma3", "not gemma3"),
@@ -337,8 +342,8 @@ def on_gpu(make_policy: MakePolicy, request: pytest.FixtureRequest) -> Policy:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a short round shrinks, and records more than once."""
-    monkeypatch.setattr(hf_graph, "LOOK_EVERY", 4)
-    monkeypatch.setattr(hf_graph, "PAYS", 4)
+    monkeypatch.setattr(hf_graph, "CHECK_STOP_EVERY", 4)
+    monkeypatch.setattr(hf_graph, "MIN_TOKENS_TO_RECAPTURE", 4)
 
 
 @pytest.mark.gpu
@@ -350,7 +355,7 @@ def test_a_replay_is_what_was_recorded(on_gpu: Policy, make_noise: Any) -> None:
 
     sampling = _sampling(temperature=4.0)  # or most samples of so sharp a model would end where the first does
 
-    def both() -> list[hf.Completion]:
+    def both() -> list[hf_reference.Completion]:
         with_graph = _decoded(hf_graph.decode, policy, sampling)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hf_graph.Decoding, "_advance", hf_graph.Decoding._step)
@@ -395,7 +400,7 @@ def test_the_trainer_agrees_as_well_as_with_transformers(on_gpu: Policy) -> None
     """Log-probabilities against one full pass over the finished sequences, in the rounding of 16 bits."""
     policy = on_gpu
     distances = []
-    for how in (hf.decode, hf_graph.decode):
+    for how in (hf_reference.decode, hf_graph.decode):
         completions = _decoded(how, policy, _sampling())
         prompts = [ids for ids in _prompts(policy) for _ in range(SAMPLES)]
         batch = make_batch(

@@ -12,12 +12,11 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.engine.base import Sampling
 from qerl_bench.model_setup import build_noise
+from qerl_bench.records import Group
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
-
-def _refuse(case: Any) -> None:
-    raise AssertionError(case)
+NO_RUN: Any = None  # a run directory is needed only if something is not finite
 
 
 def _brute(policy: Any, rollouts: list[Any], temperature: float) -> float:
@@ -35,7 +34,7 @@ def _brute(policy: Any, rollouts: list[Any], temperature: float) -> float:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("site", ["sampler", "trainer"])
+@pytest.mark.parametrize("site", ["rollout", "rollout_and_training"])
 def test_entropies_against_brute_force(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], temperature: float, site: str
 ) -> None:
@@ -51,7 +50,8 @@ def test_entropies_against_brute_force(
     clean, clean_t1 = _brute(policy, rollouts, temperature), _brute(policy, rollouts, 1.0)
     assert len({len(rollout.token_ids) for rollout in rollouts}) > 1 or len(rollouts[0].token_ids) == 6
     rewards = [experiment.task.reward(rollout.prompt, rollout.text) for rollout in rollouts]
-    sampled = metrics.of_rollouts(rollouts, rewards, 3)
+    groups = [Group(rollouts=rollouts[i : i + 3], rewards=rewards[i : i + 3]) for i in (0, 3)]
+    sampled = metrics.rollout_metrics(groups)
     batch = make_batch(
         [rollout.prompt_ids for rollout in rollouts],
         [rollout.token_ids for rollout in rollouts],
@@ -61,7 +61,7 @@ def test_entropies_against_brute_force(
         torch.linspace(-1, 1, len(rollouts)),
     )
     optimizer = make_optimizer(policy, experiment.optim)
-    trained = update(experiment, policy, optimizer, batch, 1, _refuse)
+    trained = update(experiment, policy, optimizer, batch, NO_RUN, 1)
     assert sampled["entropy"] == pytest.approx(noisy, rel=1e-4)
     assert trained["entropy_clean"] == pytest.approx(clean, rel=1e-4)
     assert trained["entropy_t1"] == pytest.approx(clean_t1, rel=1e-4)
@@ -90,7 +90,7 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
     gradients: list[torch.Tensor] = []
     optimizer = make_optimizer(policy, experiment.optim)
     optimizer.step = lambda *_: gradients.append(parameter.grad.clone())  # type: ignore[method-assign,union-attr]
-    found = update(experiment, policy, optimizer, batch, 1, _refuse)
+    found = update(experiment, policy, optimizer, batch, NO_RUN, 1)
     before = _brute(policy, rollouts, 1.0)
     assert found["loss"] == pytest.approx(-coefficient * before, rel=1e-4)
     direction = gradients[0] / gradients[0].norm()

@@ -179,9 +179,9 @@ def test_rows_are_paired_by_question_in_any_order() -> None:
 
 
 def test_other_questions_cannot_be_paired() -> None:
-    with pytest.raises(ConfigError, match=r"1 are in both and 2 in one alone \(b, c\).*eval\.questions"):
+    with pytest.raises(ConfigError, match=r"1 .* in both and 2 in one alone \(b, c\).*eval\.questions"):
         paired(frame({"a": [1], "b": [1]}), frame({"a": [1], "c": [1]}), "sampled")
-    with pytest.raises(ConfigError, match="0 are in both and 0 in one alone"):
+    with pytest.raises(ConfigError, match=r"0 .* in both and 0 in one alone"):
         paired(frame({"a": [1]}), frame({"a": [1]}), "greedy")
 
 
@@ -190,7 +190,7 @@ def test_rows_of_a_step_are_read_from_a_run(tmp_path) -> None:
     rows.to_parquet(tmp_path / "samples.parquet")
     assert read_samples(tmp_path)["correct"].tolist() == [True]
     assert read_samples(tmp_path, step=0)["correct"].tolist() == [False]
-    with pytest.raises(ConfigError, match="holds the steps 0, 6, not 3"):
+    with pytest.raises(ConfigError, match="steps 0, 6, not 3"):
         read_samples(tmp_path, step=3)
     with pytest.raises(ConfigError, match=r"has no samples\.parquet"):
         read_samples(tmp_path / "absent")

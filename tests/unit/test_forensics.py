@@ -6,23 +6,22 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.cli import exit_code
+from qerl_bench.cli import exit_in_words
 from qerl_bench.config import build
-from qerl_bench.engine import hf, hf_graph
+from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.records import Prompt
-from qerl_bench.train.nonfinite import NonFinite, dump, during, require_finite_logits
+from qerl_bench.train.nonfinite import during, require_finite_logits
 
 PROMPTS = [Prompt(id=f"test/{i}", messages=({"role": "user", "content": f"{i}+1=?"},), answer="0") for i in range(3)]
 SAMPLING = Sampling(samples=2, temperature=1.0, max_tokens=5, seed=1)
@@ -34,13 +33,13 @@ def poisoned(policy: Policy) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("decode", [hf.decode, hf_graph.decode])
+@pytest.mark.parametrize("decode", [hf_reference.decode, hf_graph.decode])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sampling_stops_and_names_the_weight(
     make_policy: Callable[..., Policy], decode: Callable[..., Any], temperature: float
 ) -> None:
     policy = make_policy()
-    engine = hf.HfEngine(policy, max_num_seqs=256)
+    engine = HFEngine(policy, max_num_seqs=256)
     engine.decode = decode
     sampling = replace(SAMPLING, temperature=temperature)
     assert len(engine.generate(PROMPTS, sampling)) == 6
@@ -56,7 +55,7 @@ def test_sampling_stops_and_names_the_weight(
 def test_one_number_is_enough(make_policy: Callable[..., Policy], column: str, value: float) -> None:
     """As an engine with weights of its own reports them: the policy itself is sound."""
     policy = make_policy()
-    rollouts = hf.HfEngine(policy, max_num_seqs=256).generate(PROMPTS, SAMPLING)
+    rollouts = HFEngine(policy, max_num_seqs=256).generate(PROMPTS, SAMPLING)
     require_finite_logits(policy, rollouts)
     numbers = getattr(rollouts[3], column)
     rollouts[3] = replace(rollouts[3], **{column: [*numbers[:-1], value]})
@@ -76,9 +75,11 @@ def test_a_run_ends_with_one_message_that_says_when(
     evaluation: str,
     where: str,
 ) -> None:
-    monkeypatch.setattr("qerl_bench.experiment.build_policy", lambda *given: poisoned(build_policy(*given)))
+    monkeypatch.setattr("qerl_bench.session.build_policy", lambda *given: poisoned(build_policy(*given)))
     cfg = make_config("quant=nvfp4", "train.on_nonfinite=skip", evaluation, f"root={tmp_path}", "name=broken")
-    assert exit_code(lambda: run_experiment(build(cfg), cfg), "stopped") == 1
+    with pytest.raises(SystemExit) as end, exit_in_words("stopped"):
+        run_experiment(build(cfg), cfg)
+    assert end.value.code == 1
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith(where) and "post_attention_layernorm.weight" in printed
     assert not (tmp_path / "runs" / "broken" / "done.json").exists()
@@ -89,12 +90,3 @@ def test_only_what_stopped_a_run_is_told_where() -> None:
         raise TrainingStopped("no")
     with pytest.raises(ZeroDivisionError), during("step 3"):
         _ = 1 / 0
-
-
-def test_tensors_of_a_dump_may_share_memory(tmp_path: Path) -> None:
-    """As log-probabilities before and after the first of one update do."""
-    run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [])
-    values = torch.arange(6.0).view(2, 3)
-    dump(run, 1, NonFinite(what="loss", tensor="x", tensors={"logprobs": values, "old_logprobs": values}))
-    found = load_file(tmp_path / "nonfinite" / "step_000001" / "batch.safetensors")
-    assert torch.equal(found["logprobs"], values) and torch.equal(found["old_logprobs"], values)

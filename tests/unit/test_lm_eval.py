@@ -15,9 +15,9 @@ import torch
 from hydra.utils import instantiate
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
-from qerl_bench.eval.lm_eval.spec import LMEval, spec_of
+from qerl_bench.eval.lm_eval.spec import LMEval, config_node
 from qerl_bench.eval.task import TaskEvaluation
 from qerl_bench.records import RENDERED
 
@@ -38,7 +38,7 @@ def policy(make_policy):
 
 @pytest.fixture(scope="module")
 def engine(policy):
-    return HfEngine(policy, max_num_seqs=4)
+    return HFEngine(policy, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +194,9 @@ def test_what_it_leaves_behind_is_a_complete_task_of_lm_eval(policy, engine, tas
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "gsm8k", "aime24", "word_problems"])
-def test_the_judge_written_down_is_the_task(make_experiment, name):
+def test_the_task_written_down_is_the_task(make_experiment, name):
     spec = make_experiment(f"task={name}").task
-    assert instantiate(json.loads(json.dumps(spec_of(spec))), _convert_="all") == spec
+    assert instantiate(json.loads(json.dumps(config_node(spec))), _convert_="all") == spec
 
 
 @pytest.mark.parametrize("questions", [0, -1, 2.5, True, "all"])
@@ -207,7 +207,7 @@ def test_questions_is_a_count_or_null(questions):
 
 def test_without_lm_eval_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install 'qerl-bench\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install -e '\.\[eval\]'"):
         LMEval(name="lm_eval", protocol="held_out", questions=None).check(None)
 
 
@@ -264,7 +264,7 @@ def test_texts_end_at_the_first_stop_string_and_limits_are_kept(policy, engine, 
     [
         ({"do_sample": True, "temperature": 0.7}, r"ask for sampling \(.* temperature 0\.7\); set do_sample: false"),
         ({"temperature": 0.7}, "ask for sampling"),
-        ({"num_beams": 4}, "num_beams cannot be honoured"),
+        ({"num_beams": 4}, "num_beams are not supported"),
     ],
 )
 def test_what_is_not_greedy_is_refused(lm, options, message):
@@ -346,5 +346,5 @@ def test_a_context_too_long_loses_its_beginning_and_a_text_too_long_is_refused(p
     monkeypatch.setattr(policy.model.config, "max_position_embeddings", 8)
     (found,) = lm.loglikelihood([scoring("abcdefghij", "xyz")], disable_tqdm=True)
     assert found[0] == pytest.approx(by_hand(policy, lm.tok_encode("fghij"), lm.tok_encode("xyz"))[0], rel=1e-5)
-    with pytest.raises(ConfigError, match="a text of 8 tokens cannot be scored: the model reads 8"):
+    with pytest.raises(ConfigError, match="8 tokens cannot be scored: the model reads 8"):
         lm.loglikelihood([scoring("a", "stuvwxyz")], disable_tqdm=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -16,8 +17,9 @@ import pytest
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, spec
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.task.grader import latex
 
@@ -34,7 +36,7 @@ class Scripted:
     """Keeps what it is asked, and answers question i with `texts[i]` instead of what the engine writes."""
 
     def __init__(self, policy: Any, texts: list[str]) -> None:
-        self.engine, self.policy, self.texts = HfEngine(policy, max_num_seqs=8), policy, texts
+        self.engine, self.policy, self.texts = HFEngine(policy, max_num_seqs=8), policy, texts
         self.asked: list[str] = []
 
     def generate(self, prompts: list[Any], sampling: Any) -> list[Any]:
@@ -106,7 +108,7 @@ def test_its_numbers_are_named_and_recorded_with_their_gain(policy: Any, tmp_pat
     record_evaluation(run, "gsm8k", 0, first)  # type: ignore[arg-type]
     scores = record_evaluation(run, "gsm8k", 4, second)  # type: ignore[arg-type]
     found = metrics_of(scores)
-    assert set(found) == {name for name in metrics.STANDARD if "math_verify" not in name}
+    assert set(found) == {name for name in metrics.LM_EVAL if "math_verify" not in name}
     assert found["eval/gain_strict_match"] == pytest.approx(2 / 3)
     assert found["eval/gain_strict_match_stderr"] == pytest.approx(1 / 3)
 
@@ -130,13 +132,22 @@ def test_math500_as_minerva_asks_it_and_math_verify_counts_it(
     found = measured(policy, engine, task, tmp_path)
     assert [row["correct"] for row in found.samples] == [True, True, False, False]
     assert [score.metric for score in found.scores] == ["eval/lm_eval_math_verify"]
-    assert set(metrics_of(found.scores)) <= set(metrics.STANDARD)
+    assert set(metrics_of(found.scores)) <= set(metrics.LM_EVAL)
     for asked, (question, _) in zip(engine.asked, rows, strict=True):
         *shots, last = re.split(r"\n\nProblem:\n", asked.removeprefix("Problem:\n"))
         assert last == f"{question}\n\nSolution:"
         assert len(shots) == 4
         assert shots[1].startswith("If $\\det \\mathbf{A} = 2$") and "The final answer is $24$. I hope" in shots[1]
     assert found.settings["shots"] == 4
+
+
+def test_the_copied_examples_are_those_of_the_installed_lm_eval() -> None:
+    import lm_eval
+
+    source = (Path(lm_eval.__file__).parent / "tasks" / "minerva_math" / "utils.py").read_text(encoding="utf-8")
+    function = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "list_fewshot_samples")
+    returned = function.body[-1].value  # type: ignore[attr-defined]
+    assert minerva_math500()["fewshot_config"]["samples"] == ast.literal_eval(returned)
 
 
 def test_other_tasks_are_refused_before_training() -> None:
@@ -151,8 +162,6 @@ def test_the_rows_that_lm_eval_sees_are_those_of_the_file() -> None:
     folder = os.environ.get("QERL_DATA")
     if folder is None:
         pytest.skip("QERL_DATA names no folder with the real data files")
-    from qerl_bench.eval.lm_eval.standard import raw
-
     files = {split: Path(folder) / f"gsm8k_{split}.jsonl" for split in ("train", "test")}
     words = [f"task.train_file={files['train']}", f"task.eval_file={files['test']}"]
     task = spec(compose(["task=gsm8k", *words]), "task")

@@ -16,13 +16,13 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.device import PhaseTimer
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.record import record_evaluation
-from qerl_bench.experiment import sampled_batch, train_step
+from qerl_bench.experiment import collect_rollouts, train_step
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
-from qerl_bench.records import Prompt, Reward, Rollout
+from qerl_bench.records import Group, Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer
@@ -31,9 +31,10 @@ from qerl_kernels.loss_head import entropy_of
 PARTS = {"reward/correct", "reward/format"}  # reward/<part>, as task=arithmetic names its parts
 
 
-def _random_rollouts(draw: random.Random, groups: int, size: int) -> tuple[list[Rollout], list[Reward]]:
-    rollouts, rewards = [], []
-    for group in range(groups):
+def _random_groups(draw: random.Random, count: int, size: int) -> list[Group]:
+    groups = []
+    for group in range(count):
+        rollouts, rewards = [], []
         prompt = Prompt(id=f"p{group}", messages=(), answer="1")
         for sample in range(size):
             length = draw.randint(1, 9)
@@ -57,19 +58,22 @@ def _random_rollouts(draw: random.Random, groups: int, size: int) -> tuple[list[
                     parts={"correct": float(correct), "format": float(formed)},
                 )
             )
-    return rollouts, rewards
+        groups.append(Group(rollouts=rollouts, rewards=rewards))
+    return groups
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_metrics_of_rollouts_against_loops(seed: int) -> None:
-    groups, size = 4, 3
-    rollouts, rewards = _random_rollouts(random.Random(seed), groups, size)
-    found = metrics.of_rollouts(rollouts, rewards, size)
+    size = 3
+    groups = _random_groups(random.Random(seed), 4, size)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [reward for group in groups for reward in group.rewards]
+    found = metrics.rollout_metrics(groups)
     totals = [reward.total for reward in rewards]
     average = math.fsum(totals) / 12
     entropies = [entropy for rollout in rollouts for entropy in rollout.entropies]
     same = 0
-    for group in range(groups):
+    for group in range(4):
         first = totals[group * size]
         same += all(totals[group * size + i] == first for i in range(size))
     assert same >= 1  # group 0 is all wrong
@@ -78,7 +82,7 @@ def test_metrics_of_rollouts_against_loops(seed: int) -> None:
         "reward/std": math.sqrt(math.fsum((total - average) ** 2 for total in totals) / 11),
         "reward/correct": sum(reward.correct for reward in rewards) / 12,
         "reward/format": sum(reward.parts["format"] for reward in rewards) / 12,
-        "reward/frac_zero_std": same / groups,
+        "reward/frac_zero_std": same / 4,
         "accuracy": sum(reward.correct for reward in rewards) / 12,
         "entropy": math.fsum(entropies) / len(entropies),  # every token weighs the same, whoever its sequence
         "completions/tokens": sum(len(rollout.token_ids) for rollout in rollouts),
@@ -91,7 +95,7 @@ def test_metrics_of_rollouts_against_loops(seed: int) -> None:
 
 def test_entropy_of_a_step_weighs_tokens_not_sequences() -> None:
     """One token of 3 nats beside three of 1 nat: 1.5 per token, not the 2 that a mean of means would give."""
-    rollouts, rewards = _random_rollouts(random.Random(0), 1, 2)
+    (group,) = _random_groups(random.Random(0), 1, 2)
     values = ([3.0], [1.0, 1.0, 1.0])
     rollouts = [
         Rollout(
@@ -104,9 +108,9 @@ def test_entropy_of_a_step_weighs_tokens_not_sequences() -> None:
             text="",
             finished=True,
         )
-        for i, (r, e) in enumerate(zip(rollouts, values, strict=True))
+        for i, (r, e) in enumerate(zip(group.rollouts, values, strict=True))
     ]
-    assert metrics.of_rollouts(rollouts, rewards, 2)["entropy"] == 1.5
+    assert metrics.rollout_metrics([Group(rollouts=rollouts, rewards=group.rewards)])["entropy"] == 1.5
 
 
 def test_deviation_of_one_value_is_zero() -> None:
@@ -160,22 +164,22 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
         "mismatch/ess_sequence": math.fsum(map(math.exp, sequences)) ** 2
         / (len(sequences) * math.fsum(math.exp(2 * gap) for gap in sequences)),
     }
-    assert metrics.of_tokens(table, sampled=True) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert metrics.of_tokens(table, sampled=False) == pytest.approx(
+    assert metrics.token_metrics(table, on_policy=True) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert metrics.token_metrics(table, on_policy=False) == pytest.approx(
         {name: expected[name] for name in ("entropy_clean", "entropy_t1")}, rel=1e-12
     )
 
 
 def test_no_mismatch_and_total_mismatch() -> None:
     same = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
-    assert metrics.mismatch(same, same) == {
+    assert metrics.mismatch_metrics(same, same) == {
         "mismatch/kl": 0.0,
         "mismatch/logp_abs_mean": 0.0,
         "mismatch/logp_abs_max": 0.0,
         "mismatch/ess": 1.0,
     }
     trainer, sampler = torch.tensor([[0.0, -50.0, -50.0], [-50.0, 0.0, 0.0]], dtype=torch.float64)
-    one_token_counts = metrics.mismatch(trainer, sampler)
+    one_token_counts = metrics.mismatch_metrics(trainer, sampler)
     assert one_token_counts["mismatch/ess"] == pytest.approx(1 / 3)
 
 
@@ -184,7 +188,9 @@ def test_the_kl_estimate_has_the_right_sign_and_size() -> None:
     sampler, trainer = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.25, 0.25, 0.5]).double()
     tokens = torch.tensor([0, 0, 1, 2])
     kl = sum(float(p) * math.log(p / q) for p, q in zip(sampler, trainer, strict=True))
-    assert metrics.mismatch(trainer.log()[tokens], sampler.log()[tokens])["mismatch/kl"] == pytest.approx(kl, abs=1e-12)
+    assert metrics.mismatch_metrics(trainer.log()[tokens], sampler.log()[tokens])["mismatch/kl"] == pytest.approx(
+        kl, abs=1e-12
+    )
 
 
 def test_entropy_by_hand() -> None:
@@ -201,7 +207,7 @@ def test_entropy_by_hand() -> None:
 # --- a real step -----------------------------------------------------------------------------------------------------
 
 
-class Judge:
+class RewardForLetters:
     """The arithmetic task with a reward that an untrained model can earn: by how many distinct letters it wrote."""
 
     def __init__(self, task: Any) -> None:
@@ -219,10 +225,10 @@ class Judge:
 
 
 class Step:
-    """One tiny optimiser step, with what is needed to work its numbers out again."""
+    """One tiny optimizer step, with what is needed to work its numbers out again."""
 
     def __init__(self, experiment: Any, config: Any, folder: Path) -> None:
-        experiment = dataclasses.replace(experiment, task=Judge(experiment.task))
+        experiment = dataclasses.replace(experiment, task=RewardForLetters(experiment.task))
         self.experiment = experiment
         self.policy = self.fresh_policy()
         self.engine = experiment.engine.build(self.policy)
@@ -268,11 +274,11 @@ def sft(
 
 
 def test_the_documented_names_are_those_of_a_sampled_step(sampled: Step) -> None:
-    assert set(sampled.found) == set(metrics.SAMPLED) | set(metrics.TRAINED) | set(metrics.SPLIT) | PARTS
+    assert set(sampled.found) == set(metrics.ROLLOUT) | set(metrics.TRAIN) | set(metrics.MISMATCH_SPLIT) | PARTS
 
 
 def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:
-    assert set(sft.found) == set(metrics.TRAINED)
+    assert set(sft.found) == set(metrics.TRAIN)
 
 
 def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
@@ -285,9 +291,9 @@ def test_the_names_of_an_evaluation(sampled: Step, tmp_path: Path) -> None:
     experiment = sampled.experiment
     evaluation = experiment.eval.evaluate(sampled.policy, sampled.engine, experiment.task, sampled.run, experiment.seed)
     run: Any = SimpleNamespace(path=tmp_path)
-    assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(metrics.EVALUATED)
+    assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(metrics.EVAL)
     later = metrics_of(record_evaluation(run, "arithmetic", 3, evaluation))
-    assert set(later) == set(metrics.EVALUATED) | set(metrics.GAINED)
+    assert set(later) == set(metrics.EVAL) | set(metrics.EVAL_GAIN)
     assert {later[name] for name in ("eval/gain_greedy", "eval/gain_sampled")} == {0.0}
 
 
@@ -324,13 +330,13 @@ def _step_rollouts(step: Step) -> list[Rollout]:
     fresh = step.fresh_policy()
     caught: list[Rollout] = []
 
-    class Listening(HfEngine):
+    class Listening(HFEngine):
         def generate(self, prompts: Any, sampling: Any) -> list[Rollout]:
             caught.extend(super().generate(prompts, sampling))
             return caught
 
     engine = Listening(fresh, step.experiment.engine.max_num_seqs)
-    sampled_batch(step.experiment, fresh, engine, step.run, 3, PhaseTimer("cpu"))
+    collect_rollouts(step.experiment, fresh, engine, 3, PhaseTimer("cpu"))
     return caught
 
 

@@ -12,23 +12,21 @@ import pytest
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.algo.base import Terms
+from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.loss import objective
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer, update
 
 Maker = Callable[..., Any]
+NO_RUN: Any = None  # a run directory is needed only if something is not finite
 LENGTHS = (4, 1, 9, 6, 3, 12)
 
 
 def _spec(**changed: Any) -> ImportanceSampling:
-    usual = {"split": True, "weights": "truncate", "level": "token", "cap": 2.0, "floor": None, "warn_ess": 0.5}
+    usual = {"mode": "truncate", "level": "token", "clip_max": 2.0, "clip_min": None}
+    usual |= {"warn_ess": 0.5, "split_mismatch": True}
     return ImportanceSampling(**{**usual, **changed})
-
-
-def _refuse(case: Any) -> None:
-    raise AssertionError(case)
 
 
 def _state(policy: Any) -> torch.Tensor:
@@ -45,20 +43,20 @@ RATIOS = torch.tensor([[7.0, 2.0, 4.0, 0.125], [7.0, 3.0, 7.0, 7.0], [7.0, 7.0, 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"cap": 2.5}, [[1, 2, 2.5, 0.125], [1, 2.5, 1, 1]]),
-        ({"cap": 3.5, "weights": "mask"}, [[1, 2, 0, 0.125], [1, 3, 1, 1]]),
-        ({"cap": 3.5, "weights": "mask", "floor": 0.5}, [[1, 2, 0, 0], [1, 3, 1, 1]]),
-        ({"level": "sequence", "cap": 2.5}, [[1, 1, 1, 1], [1, 2.5, 1, 1]]),  # 2 x 4 / 8 = 1
-        ({"level": "sequence", "cap": 2.5, "weights": "mask"}, [[1, 1, 1, 1], [1, 0, 1, 1]]),
-        ({"level": "sequence", "cap": 3.5, "weights": "mask", "floor": 0.9}, [[1, 1, 1, 1], [1, 3, 1, 1]]),
+        ({"clip_max": 2.5}, [[1, 2, 2.5, 0.125], [1, 2.5, 1, 1]]),
+        ({"clip_max": 3.5, "mode": "mask"}, [[1, 2, 0, 0.125], [1, 3, 1, 1]]),
+        ({"clip_max": 3.5, "mode": "mask", "clip_min": 0.5}, [[1, 2, 0, 0], [1, 3, 1, 1]]),
+        ({"level": "sequence", "clip_max": 2.5}, [[1, 1, 1, 1], [1, 2.5, 1, 1]]),  # 2 x 4 / 8 = 1
+        ({"level": "sequence", "clip_max": 2.5, "mode": "mask"}, [[1, 1, 1, 1], [1, 0, 1, 1]]),
+        ({"level": "sequence", "clip_max": 3.5, "mode": "mask", "clip_min": 0.9}, [[1, 1, 1, 1], [1, 3, 1, 1]]),
     ],
     ids=str,
 )
 def test_weights_by_hand(changed: dict[str, Any], expected: list[list[float]]) -> None:
     sampler = -torch.rand(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
     spec = _spec(**changed)
-    raw = spec.raw(sampler + RATIOS.log(), sampler, MASK)
-    assert spec.bounded(raw).tolist() == [pytest.approx(row) for row in [*expected, [1, 1, 1, 1]]]
+    raw = spec.importance_weights(sampler + RATIOS.log(), sampler, MASK)
+    assert spec.clip_or_mask(raw).tolist() == [pytest.approx(row) for row in [*expected, [1, 1, 1, 1]]]
     assert (raw[~MASK] == 1).all()
     whole = [[1, 1, 1, 1], [1, 3, 1, 1], [1, 1, 1, 1]] if spec.level == "sequence" else torch.where(MASK, RATIOS, 1.0)
     assert torch.allclose(raw, torch.as_tensor(whole, dtype=torch.float64))
@@ -66,23 +64,23 @@ def test_weights_by_hand(changed: dict[str, Any], expected: list[list[float]]) -
 
 def test_the_bounds_themselves_are_kept() -> None:
     raw = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
-    assert _spec(weights="mask", floor=0.5).bounded(raw).tolist() == [0, 0.5, 1, 2, 0]
-    assert _spec(weights="mask").bounded(raw).tolist() == [0.25, 0.5, 1, 2, 0]
-    assert _spec().bounded(raw).tolist() == [0.25, 0.5, 1, 2, 2]
+    assert _spec(mode="mask", clip_min=0.5).clip_or_mask(raw).tolist() == [0, 0.5, 1, 2, 0]
+    assert _spec(mode="mask").clip_or_mask(raw).tolist() == [0.25, 0.5, 1, 2, 0]
+    assert _spec().clip_or_mask(raw).tolist() == [0.25, 0.5, 1, 2, 2]
 
 
-@pytest.mark.parametrize("weights", ["truncate", "mask"])
-def test_weights_too_large_for_numbers_are_bounded_like_any(weights: str) -> None:
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_weights_too_large_for_numbers_are_bounded_like_any(mode: str) -> None:
     mask = torch.ones(1, 50, dtype=torch.bool)
-    spec = _spec(level="sequence", weights=weights)
-    raw = spec.raw(torch.zeros(1, 50), torch.full((1, 50), -30.0), mask)  # exp(1500)
+    spec = _spec(level="sequence", mode=mode)
+    raw = spec.importance_weights(torch.zeros(1, 50), torch.full((1, 50), -30.0), mask)  # exp(1500)
     assert raw.isfinite().all()
-    assert spec.bounded(raw).tolist() == [[2.0 if weights == "truncate" else 0.0] * 50]
+    assert spec.clip_or_mask(raw).tolist() == [[2.0 if mode == "truncate" else 0.0] * 50]
 
 
 def test_metrics_of_weights_by_hand() -> None:
     raw = torch.tensor([2.0, 4.0, 0.5, 3.0], dtype=torch.float64)
-    assert metrics.weighting(raw.clamp(max=2.5), raw) == {
+    assert metrics.importance_metrics(raw.clamp(max=2.5), raw) == {
         "importance_sampling/weight_mean": (2 + 2.5 + 0.5 + 2.5) / 4,
         "importance_sampling/weight_max": 4.0,
         "importance_sampling/changed_frac": 0.5,
@@ -94,13 +92,13 @@ def test_the_loss_with_weights_by_hand(make_experiment: Maker) -> None:
     experiment = make_experiment("algo=grpo", "kl.coef=0.5", "kl.estimator=k2")
     old = torch.zeros(3, 4, dtype=torch.float64)
     leaf = old.clone().requires_grad_()
-    terms = Terms(
+    terms = LossInputs(
         logprobs=leaf,
         old_logprobs=old,
         advantages=torch.tensor([3.0, -2.0, 1.0]).double(),
         mask=MASK,
         reference_logprobs=torch.where(MASK, -1.0, 0.0).double(),
-        importance=_spec(cap=2.5).bounded(torch.where(MASK, RATIOS, 1.0)),
+        importance_weights=_spec(clip_max=2.5).clip_or_mask(torch.where(MASK, RATIOS, 1.0)),
     )
     loss, _ = objective(experiment.algo, experiment.kl, terms, experiment.algo.weights(MASK.sum(1)))
     mean = (-3 * (2 + 2.5 + 0.125) / 3 + 2 * 2.5) / 3
@@ -133,7 +131,7 @@ def _world(make_policy: Maker, make_experiment: Maker, *words: str, sigma: float
 
 def _run(experiment: Any, policy: Any, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
     optimizer = make_optimizer(policy, experiment.optim)
-    found = update(experiment, policy, optimizer, batch, 1, _refuse)
+    found = update(experiment, policy, optimizer, batch, NO_RUN, 1)
     moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in policy.trainable])
     return found, moments
 
@@ -148,7 +146,7 @@ def _loops(later: torch.Tensor, earlier: torch.Tensor, mask: torch.Tensor) -> di
     }
 
 
-@pytest.mark.parametrize("site", ["sampler", "old", "trainer"])
+@pytest.mark.parametrize("site", ["rollout", "rollout_and_old_logprobs", "rollout_and_training"])
 def test_the_mismatch_splits_into_kernel_and_noise(make_policy: Maker, make_experiment: Maker, site: str) -> None:
     experiment, policy, batch = _world(make_policy, make_experiment, f"noise.site={site}")
     with torch.no_grad():
@@ -156,14 +154,14 @@ def test_the_mismatch_splits_into_kernel_and_noise(make_policy: Maker, make_expe
         with policy.noise.for_rollout(1, 0):
             noisy = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     engine, mask = batch.sampler_logprobs, batch.mask
-    trains = noisy if site == "trainer" else clean
+    trains = noisy if site == "rollout_and_training" else clean
     found, _ = _run(experiment, policy, batch)
     kernel, noise = _loops(noisy, engine, mask), _loops(trains, noisy, mask)
     for name in ("kl", "logp_abs_max", "ess"):
         assert found[f"mismatch/kernel_{name}"] == pytest.approx(kernel[name], rel=1e-3, abs=1e-7)
         assert found[f"mismatch/noise_{name}"] == pytest.approx(noise[name], rel=1e-3, abs=1e-7)
         assert found[f"mismatch/{name}"] == pytest.approx(_loops(trains, engine, mask)[name], rel=1e-3, abs=1e-7)
-    if site == "trainer":
+    if site == "rollout_and_training":
         assert [found[f"mismatch/noise_{name}"] for name in ("kl", "logp_abs_max", "ess")] == [0, 0, 1]
     else:
         assert min(noise["kl"], kernel["kl"]) > 1e-3 and abs(noise["kl"] / kernel["kl"] - 1) > 0.1
@@ -211,10 +209,10 @@ def test_the_split_costs_one_forward_pass_with_noise_and_none_without(
     monkeypatch.setattr(policy, "token_stats", watched)
     found, _ = _run(experiment, policy, batch)
     assert len(seen) == passes
-    named = {name for name in found if name in metrics.SPLIT}
+    named = {name for name in found if name in metrics.MISMATCH_SPLIT}
     absent = "importance_sampling.split_mismatch=false" in words or "noise.cadence=group" in words
-    assert named == (set() if absent else set(metrics.SPLIT))
-    assert not set(found) & set(metrics.WEIGHTED)
+    assert named == (set() if absent else set(metrics.MISMATCH_SPLIT))
+    assert not set(found) & set(metrics.IMPORTANCE_SAMPLING)
 
 
 @pytest.mark.parametrize("words", [(), ("kl.coef=0.1", "train.updates_per_batch=2"), ("algo=rloo",)], ids=str)
@@ -228,7 +226,9 @@ def test_measuring_changes_nothing(make_policy: Maker, make_experiment: Maker, w
     ):
         experiment, policy, batch = _world(make_policy, make_experiment, *words, *more)
         found, _ = _run(experiment, policy, batch)
-        results.append(({name: value for name, value in found.items() if name not in metrics.SPLIT}, _state(policy)))
+        results.append(
+            ({name: value for name, value in found.items() if name not in metrics.MISMATCH_SPLIT}, _state(policy))
+        )
     (first, state), *others = results
     for found, other in others:
         assert found == first and torch.equal(other, state)
@@ -271,7 +271,7 @@ def test_a_step_with_weights_is_the_same_however_it_is_split(
 
 
 @BOUNDS
-@pytest.mark.parametrize("site", ["sampler", "old"])
+@pytest.mark.parametrize("site", ["rollout", "rollout_and_old_logprobs"])
 def test_the_weights_of_a_step_from_scratch(
     make_policy: Maker, make_experiment: Maker, bounds: tuple[str, ...], site: str
 ) -> None:
@@ -281,7 +281,7 @@ def test_the_weights_of_a_step_from_scratch(
     )
     with torch.no_grad():
         old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
-        if site == "old":
+        if site == "rollout_and_old_logprobs":
             with policy.noise.for_rollout(1, 0):
                 old = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
     raw, used = [], []
@@ -295,7 +295,7 @@ def test_the_weights_of_a_step_from_scratch(
         else:
             used += [min(w, 1.1) for w in weights]
     found, _ = _run(experiment, policy, batch)
-    assert {name: found[name] for name in metrics.WEIGHTED} == pytest.approx(
+    assert {name: found[name] for name in metrics.IMPORTANCE_SAMPLING} == pytest.approx(
         {
             "importance_sampling/weight_mean": math.fsum(used) / len(used),
             "importance_sampling/weight_max": max(raw),
@@ -312,13 +312,13 @@ def test_the_weights_of_a_step_from_scratch(
 def test_a_step_of_few_effective_tokens_is_named(caplog: pytest.LogCaptureFixture) -> None:
     spec = _spec(warn_ess=0.5)
     with caplog.at_level(logging.WARNING, logger="qerl_bench"):
-        spec.watch(6, {"mismatch/ess": 0.5})
-        spec.watch(7, {"mismatch/ess": 0.4321})
-        _spec(warn_ess=0.0).watch(8, {"mismatch/ess": 0.001})
+        spec.warn_if_low_ess(6, 0.5)
+        spec.warn_if_low_ess(7, 0.4321)
+        _spec(warn_ess=0.0).warn_if_low_ess(8, 0.001)
     (record,) = caplog.records
     assert "step 7: mismatch/ess is 0.432, below importance_sampling.warn_ess=0.5" in record.getMessage()
 
 
 def test_the_effective_share_by_hand() -> None:
-    assert metrics.effective_share(torch.log(torch.tensor([1.0, 1.0, 2.0]).double())) == pytest.approx(16 / 18)
-    assert metrics.effective_share(torch.tensor([1000.0, 0.0]).double()) == 0.5  # exp(1000) is no number
+    assert metrics.ess(torch.log(torch.tensor([1.0, 1.0, 2.0]).double())) == pytest.approx(16 / 18)
+    assert metrics.ess(torch.tensor([1000.0, 0.0]).double()) == 0.5  # exp(1000) is no number

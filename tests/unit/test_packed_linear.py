@@ -13,14 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
-from qerl_bench.quant.linear import PackedLinear, join, pack_linear, resident_bytes
+from qerl_bench.quant.concat import concat_rows_in_place
+from qerl_bench.quant.linear import PackedLinear, pack_linear, resident_bytes
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors")
-SPECS = [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False, backend="own")]
+MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even")
+NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own")
+SPECS = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -292,7 +295,7 @@ def test_relative_error_by_hand() -> None:
     linear = _linear(32, 1, bias=False)
     linear.weight.data = torch.tensor([[5.0, 4.0, *[0.0] * 30]])  # 5 rounds to 4 at scale 1
     model = torch.nn.Sequential(linear)
-    report = quantize_model(model, MXFP4(name="mxfp4", scale_rule="even"))["0"]
+    report = quantize_model(model, MXFP4_SPEC)["0"]
     assert (report.bytes, report.bits_per_weight) == (17, 4.25)
     assert report.relative_error == pytest.approx(1 / 41**0.5)
     linear.weight.data.zero_()
@@ -347,7 +350,7 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
     model = torch.nn.Sequential(_linear(64, 64))
     quantize_model(model, NVFP4_SPEC)
     with pytest.raises(ConfigError, match="0 is packed already"):
-        quantize_model(model, NF4(name="nf4", double_quant=False, backend="own"))
+        quantize_model(model, NF4_SPEC)
     adapted = get_peft_model(Block(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="q_proj carries an adapter"):
         quantize_model(adapted, NVFP4_SPEC)
@@ -356,50 +359,50 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
 def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^q_proj: .*bitsandbytes"):
-        quantize_model(Block(), NF4(name="nf4", double_quant=False, backend="own"))
+        quantize_model(Block(), NF4_SPEC)
 
 
-# --- joined layers ---------------------------------------------------------------------------------------------------
+# --- concatenated layers ----------------------------------------------------------------------------------------------
 
 TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao")
 
 
 @pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
-@dtypes
-def test_joined_layers_keep_their_own_tensor_scales(spec: Any, dtype: torch.dtype) -> None:
-    linears = [_linear(64, n, bias=i != 1, seed=i) for i, n in enumerate((48, 32, 32, 16))]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the kernels' bfloat16 needs a GPU
+def test_concatenated_layers_keep_their_own_tensor_scales(spec: Any, dtype: torch.dtype) -> None:
+    linears = [_linear(64, n, bias=i != 1, seed=i) for i, n in enumerate((64, 32, 32, 16))]
     for i, linear in enumerate(linears):
         linear.weight.data *= 1 + i / 3
     parts = [_packed(spec, linear) for linear in linears]
-    joined = join(parts)
-    assert (joined.out_features, joined.in_features) == (128, 64)
+    for part in parts:
+        part.use_kernels()
+    whole = concat_rows_in_place(parts)
+    assert isinstance(whole, PackedLinear) and (whole.out_features, whole.in_features) == (144, 64)
     if spec.name == "nvfp4":
-        assert [scale for _, scale in joined.row_scales] == [part.output_scale for part in parts]
-        assert [(rows.start, rows.stop) for rows, _ in joined.row_scales] == [(0, 48), (48, 80), (80, 112), (112, 128)]
-    assert torch.equal(joined.dequantized(), torch.cat([part.dequantized() for part in parts]))
+        assert [scale for _, scale in whole.row_scales] == [part.output_scale for part in parts]
+        assert [(rows.start, rows.stop) for rows, _ in whole.row_scales] == [(0, 64), (64, 96), (96, 128), (128, 144)]
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
     x = torch.randn(2, 5, 64).to(dtype).requires_grad_()
     apart = torch.cat([part(x) for part in parts], dim=-1)
     tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(joined(x), apart, rtol=tolerance, atol=tolerance)
-    grad = torch.randn(2, 5, 128).to(dtype)
-    (ours,) = torch.autograd.grad(joined(x), x, grad)
+    torch.testing.assert_close(whole(x), apart, rtol=tolerance, atol=tolerance)
+    grad = torch.randn(2, 5, 144).to(dtype)
+    (ours,) = torch.autograd.grad(whole(x), x, grad)
     (expected,) = torch.autograd.grad(apart, x, grad)
     torch.testing.assert_close(ours, expected, rtol=8 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
-    again = copy.deepcopy(joined)
-    again.load_state_dict(joined.state_dict())
-    assert torch.equal(again(x), joined(x))
 
 
-def test_layers_with_one_scale_in_common_join_to_one_scale() -> None:
+def test_layers_that_share_a_tensor_scale_concatenate_to_one_scale() -> None:
     linears = [_linear(64, 32, seed=i) for i in range(3)]
     amax = max(float(linear.weight.detach().abs().max()) for linear in linears)
-    parts = [pack_linear("a", linear, NVFP4_SPEC, amax) for linear in linears]
-    joined = join(parts)  # type: ignore[arg-type]
-    assert joined.packed()["weight_global_scale"].shape == (1,)
-    whole = torch.nn.Linear(64, 96)
-    whole.weight.data = torch.cat([linear.weight.detach() for linear in linears])
-    whole.bias.data = torch.cat([linear.bias.detach() for linear in linears])
-    assert _bits(joined) == _bits(_packed(NVFP4_SPEC, whole))
+    parts: list[Any] = [pack_linear("a", linear, NVFP4_SPEC, amax) for linear in linears]
+    for part in parts:
+        part.use_kernels()
+    whole = concat_rows_in_place(parts)
+    plain = torch.nn.Linear(64, 96)
+    plain.weight.data = torch.cat([linear.weight.detach() for linear in linears])
+    plain.bias.data = torch.cat([linear.bias.detach() for linear in linears])
+    assert isinstance(whole, PackedLinear) and _bits(whole) == _bits(_packed(NVFP4_SPEC, plain))
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

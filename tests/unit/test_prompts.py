@@ -14,7 +14,7 @@ from qerl_bench.config import spec as build_spec
 from qerl_bench.model.tokenizer import END_ID, TAGS, byte_tokenizer
 from qerl_bench.records import Prompt
 from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
-from qerl_bench.task.prompts import INSTRUCTIONS, PLACES, TEMPLATES, Wording, rendered, worked
+from qerl_bench.task.prompts import INSTRUCTIONS, PLACES, TEMPLATES, PromptTemplate, format_demonstration, render_prompt
 
 QUESTION = "What is 2+3?"
 
@@ -38,12 +38,12 @@ CHATML = (
 )
 
 
-def wording(answer_format: str, instruction: str = "system", template: str = "chat") -> Wording:
-    return Wording(answer_format=answer_format, instruction=instruction, template=template)
+def template_of(answer_format: str, instruction: str = "system", template: str = "chat") -> PromptTemplate:
+    return PromptTemplate(answer_format=answer_format, instruction=instruction, template=template)
 
 
 def asked(tokenizer: Any, *options: str) -> str:
-    return rendered(tokenizer, wording(*options).messages(QUESTION))
+    return render_prompt(tokenizer, template_of(*options).messages(QUESTION))
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,10 @@ def test_the_instructions_are_these() -> None:
 def test_the_places_of_the_instruction(answer_format: str) -> None:
     golden = GOLDEN[answer_format]
     question = {"role": "user", "content": QUESTION}
-    assert wording(answer_format, "system").messages(QUESTION) == ({"role": "system", "content": golden}, question)
+    assert template_of(answer_format, "system").messages(QUESTION) == ({"role": "system", "content": golden}, question)
     suffixed = {"role": "user", "content": f"{QUESTION}\n\n{golden}"}
-    assert wording(answer_format, "suffix").messages(QUESTION) == (suffixed,)
-    assert wording(answer_format, "none").messages(QUESTION) == (question,)
+    assert template_of(answer_format, "suffix").messages(QUESTION) == (suffixed,)
+    assert template_of(answer_format, "none").messages(QUESTION) == (question,)
 
 
 @FORMATS
@@ -137,8 +137,8 @@ def test_a_model_without_chat_template_needs_a_plain_prompt() -> None:
 @pytest.mark.parametrize("instruction", PLACES)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_token_ids_of_the_tiny_model(tiny_policy: Any, answer_format: str, instruction: str, template: str) -> None:
-    messages = wording(answer_format, instruction, template).messages(QUESTION)
-    text = rendered(tiny_policy.tokenizer, messages)
+    messages = template_of(answer_format, instruction, template).messages(QUESTION)
+    text = render_prompt(tiny_policy.tokenizer, messages)
     assert tiny_policy.prompt_ids(messages) == token_ids(text, TAG_IDS)
     assert END_ID not in tiny_policy.prompt_ids(messages)
 
@@ -150,7 +150,7 @@ def tiny_policy(make_policy: Any) -> Any:
 
 def test_some_token_ids_by_hand(tiny_policy: Any) -> None:
     """ASCII is numbered from "!" = 0; space and line feed stand for themselves in GPT-2's alphabet far behind."""
-    messages = wording("tags", "suffix").messages("2+3?")
+    messages = template_of("tags", "suffix").messages("2+3?")
     ids = tiny_policy.prompt_ids(messages)
     assert ids[:4] == [17, 10, 18, 30]
     newline = ids[4]
@@ -159,7 +159,7 @@ def test_some_token_ids_by_hand(tiny_policy: Any) -> None:
 
 
 def test_a_completion_ends_with_the_stop_token(tiny_policy: Any) -> None:
-    completion = worked("tags", "2+3=5", "5")
+    completion = format_demonstration("tags", "2+3=5", "5")
     ids = tiny_policy.completion_ids(completion)
     assert ids == [258, 17, 10, 18, 28, 20, 259, 260, 20, 261, END_ID]
     assert tiny_policy.stop_ids == {END_ID}
@@ -196,9 +196,9 @@ def test_a_worked_completion_is_what_its_instruction_asks_for(answer_format: str
         "colon": "2+3=5\nA: 5",
         "auto": "2+3=5\nA: 5",
     }
-    assert worked(answer_format, "2+3=5", "5") == golden[answer_format]
+    assert format_demonstration(answer_format, "2+3=5", "5") == golden[answer_format]
     for reasoning in ("2+3=5", ""):
-        completion = worked(answer_format, reasoning, "5")
+        completion = format_demonstration(answer_format, reasoning, "5")
         assert extract(completion, answer_format) == "5"
         assert well_formed(completion, answer_format)
 
@@ -221,6 +221,8 @@ def test_every_task_can_be_asked_in_every_way(name: str) -> None:
         answer="5",
         question=QUESTION,
     )
-    assert task.wording.prompt("x/test/1", QUESTION, "5") == expected
+    assert task.prompt_template.prompt("x/test/1", QUESTION, "5") == expected
     plain = build_spec(compose([f"task={name}", "task.template=plain", "task.instruction=none"]), "task")
-    assert plain.wording.prompt("y", QUESTION, "5").messages[0]["content"] == f"Question: {QUESTION}\n\nAnswer:\n"
+    assert (
+        plain.prompt_template.prompt("y", QUESTION, "5").messages[0]["content"] == f"Question: {QUESTION}\n\nAnswer:\n"
+    )

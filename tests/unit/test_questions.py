@@ -19,32 +19,32 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
-from qerl_bench.task import datafile, source
-from qerl_bench.task.datafile import epoch_order, read_rows, training_rows
-from qerl_bench.task.dataset import Questions
+from qerl_bench.task import datafile, sources
+from qerl_bench.task.datafile import epoch_order, read_rows, training_indices
+from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.grader.numbers import parse_number
 from qerl_bench.task.prompts import INSTRUCTIONS
-from qerl_bench.task.sources import normalised
+from qerl_bench.task.sources import normalize_question
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "assets" / "gsm8k_tiny.jsonl"
 
 
 @cache
-def task(*overrides: str) -> Questions:
+def task(*overrides: str) -> DatasetTask:
     """A task exactly as its YAML has it, but for `overrides`."""
     built = build_spec(compose(list(overrides)), "task")
-    assert isinstance(built, Questions)
+    assert isinstance(built, DatasetTask)
     return built
 
 
-def spec(train: Path | str | None, test: Path | str | None) -> Questions:
+def spec(train: Path | str | None, test: Path | str | None) -> DatasetTask:
     """task=gsm8k with these files."""
     return replace(task("task=gsm8k"), train_file=train and str(train), eval_file=test and str(test))
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Questions:
+def tiny(tmp_path: Path) -> DatasetTask:
     """The first eight invented problems to train on, the last four held out."""
     lines = TINY.read_text(encoding="utf-8").splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(lines[:8]), encoding="utf-8")
@@ -116,22 +116,22 @@ def test_the_order_stays_the_same_between_versions() -> None:
 @pytest.mark.parametrize("count", [1, 3, 8, 11, 20])
 def test_batches_read_one_epoch_after_the_other(count: int) -> None:
     steps = 24
-    stream = [row for step in range(1, steps + 1) for row in training_rows(step, count, seed=5, size=8)]
+    stream = [row for step in range(1, steps + 1) for row in training_indices(step, count, seed=5, size=8)]
     expected = [row for epoch in range(steps * count // 8 + 1) for row in epoch_order(5, epoch, 8)]
     assert stream == expected[: steps * count]
 
 
 def test_a_step_does_not_depend_on_the_steps_before_it() -> None:
-    late = training_rows(1_000_003, 4, seed=1, size=8)
+    late = training_indices(1_000_003, 4, seed=1, size=8)
     datafile.epoch_order.cache_clear()
-    assert training_rows(1_000_003, 4, seed=1, size=8) == late
-    assert training_rows(1_000_003, 4, seed=2, size=8) != late
+    assert training_indices(1_000_003, 4, seed=1, size=8) == late
+    assert training_indices(1_000_003, 4, seed=2, size=8) != late
 
 
 # --- prompts, demonstrations, reward ---
 
 
-def test_prompts_hold_the_instruction_and_the_bare_question(tiny: Questions) -> None:
+def test_prompts_hold_the_instruction_and_the_bare_question(tiny: DatasetTask) -> None:
     tiny.check()
     first = tiny.eval_prompts(1)[0]
     assert first.id == "gsm8k/test/1"
@@ -145,7 +145,7 @@ def test_prompts_hold_the_instruction_and_the_bare_question(tiny: Questions) -> 
     )
 
 
-def test_eval_prompts_are_the_test_file_in_order(tiny: Questions) -> None:
+def test_eval_prompts_are_the_test_file_in_order(tiny: DatasetTask) -> None:
     prompts = tiny.eval_prompts(None)
     assert [(prompt.id, prompt.answer) for prompt in prompts] == [
         ("gsm8k/test/1", "68"),
@@ -159,13 +159,13 @@ def test_eval_prompts_are_the_test_file_in_order(tiny: Questions) -> None:
             tiny.eval_prompts(count)
 
 
-def test_train_prompts_follow_the_epoch_order(tiny: Questions) -> None:
+def test_train_prompts_follow_the_epoch_order(tiny: DatasetTask) -> None:
     ids = [prompt.id for step in range(1, 5) for prompt in tiny.train_prompts(step, 4, seed=3)]
     lines = [row + 1 for epoch in (0, 1) for row in epoch_order(3, epoch, 8)]
     assert ids == [f"gsm8k/train/{line}" for line in lines]
 
 
-def test_a_demonstration_is_the_solution_without_annotations(tiny: Questions) -> None:
+def test_a_demonstration_is_the_solution_without_annotations(tiny: DatasetTask) -> None:
     demonstrations = {demo.prompt.id: demo.completion for demo in tiny.demonstrations(1, 8, seed=0)}
     assert demonstrations["gsm8k/train/5"] == (
         "<think>A pen costs 9 / 6 = $1.5 in shop A.\nA pen costs 10 / 5 = $2 in shop B.\n"
@@ -174,7 +174,7 @@ def test_a_demonstration_is_the_solution_without_annotations(tiny: Questions) ->
     assert demonstrations["gsm8k/train/3"] == "<think>There are 25 * 50 = 1,250 seats.</think><answer>1,250</answer>"
 
 
-def test_demonstrations_go_with_the_prompts_of_their_step_and_earn_everything(tiny: Questions) -> None:
+def test_demonstrations_go_with_the_prompts_of_their_step_and_earn_everything(tiny: DatasetTask) -> None:
     for step in range(1, 4):
         demonstrations = tiny.demonstrations(step, 5, seed=7)
         assert [demo.prompt for demo in demonstrations] == tiny.train_prompts(step, 5, seed=7)
@@ -194,7 +194,7 @@ def test_demonstrations_go_with_the_prompts_of_their_step_and_earn_everything(ti
     ],
 )
 def test_the_reward_adds_its_weighted_parts(
-    tiny: Questions, completion: str, total: float, parts: tuple[float, float]
+    tiny: DatasetTask, completion: str, total: float, parts: tuple[float, float]
 ) -> None:
     reward = tiny.reward(tiny.eval_prompts(1)[0], completion)
     assert reward.total == pytest.approx(total, abs=1e-12)
@@ -202,20 +202,20 @@ def test_the_reward_adds_its_weighted_parts(
     assert reward.correct is bool(parts[0])
 
 
-def test_the_weights_of_the_spec_are_used(tiny: Questions) -> None:
+def test_the_weights_of_the_spec_are_used(tiny: DatasetTask) -> None:
     heavy = replace(tiny, correct_weight=2.0, format_weight=0.0)
     completion = "<think>a</think><answer>68</answer>"
     assert heavy.reward(heavy.eval_prompts(1)[0], completion).total == 2.0
 
 
-def test_rows_are_read_once(tiny: Questions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_once(tiny: DatasetTask, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
 
     def counted(path: str) -> list[dict[str, object]]:
         reads.append(Path(path).name)
         return read_rows(path)
 
-    monkeypatch.setattr(source, "read_rows", counted)
+    monkeypatch.setattr(sources, "read_rows", counted)
     tiny.check()
     tiny.train_prompts(1, 2, seed=0)
     replace(tiny, format_weight=0.5).eval_prompts(None)
@@ -236,7 +236,7 @@ def test_a_question_in_both_splits_is_refused_with_count_and_examples(tmp_path: 
     with pytest.raises(ConfigError) as refusal:
         spec(*files).check()
     message = str(refusal.value)
-    assert message.startswith("2 of 4 training questions of task=gsm8k are also in its test split, none may be")
+    assert message.startswith("2 of 4 training questions of task=gsm8k are also in its test split")
     assert "train line 2 = test line 3: 'What is  2 + 2?'; train line 3 = test line 2: 'Why?'" in message
     assert "task.leaks=drop" in message
 
@@ -248,14 +248,14 @@ def test_leaked_questions_can_be_left_out_of_training(tmp_path: Path, caplog: py
     assert {prompt.question for prompt in dropping.train_prompts(1, 2, seed=0)} == {"How many?", "Where"}
     assert len(dropping.eval_prompts(None)) == 3
     (warning,) = caplog.messages
-    assert warning.startswith("2 of 4 training questions of task=gsm8k are also in its test split and left out")
+    assert warning.startswith("2 of 4 training questions of task=gsm8k are also in its test split")
     assert "train line 2 = test line 3" in warning
 
 
 def test_the_same_file_twice_is_refused_and_dropping_it_leaves_nothing() -> None:
     with pytest.raises(ConfigError, match="12 of 12 training questions"):
         spec(TINY, TINY).check()
-    with pytest.raises(ConfigError, match=r"12 of 12 .*: nothing is left to train on"):
+    with pytest.raises(ConfigError, match=r"12 of 12 .*use another train_file"):
         replace(spec(TINY, TINY), leaks="drop").check()
 
 
@@ -289,7 +289,12 @@ def test_the_competition_sets_as_stored_are_asked_without_their_line(tmp_path: P
 
 
 def test_a_line_is_part_of_a_question_that_is_nothing_else() -> None:
-    assert normalised(LINE, [LINE]) == normalised(LINE) != normalised(f"Why? {LINE}", [LINE]) == "why"
+    assert (
+        normalize_question(LINE, [LINE])
+        == normalize_question(LINE)
+        != normalize_question(f"Why? {LINE}", [LINE])
+        == "why"
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,21 +302,21 @@ def test_a_line_is_part_of_a_question_that_is_nothing_else() -> None:
     [("What is 2+2?", "what is  2 + 2"), ("$\\frac{1}{2}$", "\\frac 1 2"), ("①", "1"), ("Größe", "GRÖSSE")],
 )
 def test_questions_are_compared_by_their_letters_and_digits(text: str, other: str) -> None:
-    assert normalised(text) == normalised(other)
+    assert normalize_question(text) == normalize_question(other)
 
 
 def test_other_numbers_make_another_question() -> None:
-    assert len({normalised(text) for text in ("2 + 2?", "2 + 3?", "22?", "2.2 apples?", "2.2 pears?")}) == 5
+    assert len({normalize_question(text) for text in ("2 + 2?", "2 + 3?", "22?", "2.2 apples?", "2.2 pears?")}) == 5
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         (problem("  ", "1"), "1 with an empty question (line 2)"),
-        (problem("How many?", "ten"), "1 with an answer that nothing can equal (line 2: 'ten')"),
+        (problem("How many?", "ten"), "1 with an answer that no completion can equal (line 2: 'ten')"),
         (problem("How many?", ""), "1 with an empty answer (line 2)"),
-        (problem("How many?", "3 or 4"), "an answer that nothing can equal (line 2: '3 or 4')"),
-        (problem("How many?", "3 #### 4"), "an answer that nothing can equal (line 2: '3 #### 4')"),
+        (problem("How many?", "3 or 4"), "an answer that no completion can equal (line 2: '3 or 4')"),
+        (problem("How many?", "3 #### 4"), "an answer that no completion can equal (line 2: '3 #### 4')"),
         ({"question": "How many?", "answer": "3"}, "1 with no #### before the final answer (line 2: ...'3')"),
         ({"question": "How many?"}, "1 with no 'answer' (line 2 has 'question')"),
         ({"question": None, "answer": "#### 1"}, "1 with no 'question' (line 2 has 'question', 'answer')"),
@@ -333,10 +338,9 @@ def test_faults_are_counted_by_kind_with_three_examples(tmp_path: Path) -> None:
     rows = [problem("", "1")] * 5 + [problem("When?", "x"), problem("Who?", "1")]
     with pytest.raises(ConfigError) as refusal:
         spec(write(tmp_path / "a", *rows), TINY).check()
-    assert str(refusal.value).endswith(
-        "a: 7 rows, of them 5 with an empty question (line 1; line 2; line 3; ...), "
-        "1 with an answer that nothing can equal (line 6: 'x'); repair or remove these rows"
-    )
+    message = str(refusal.value)
+    assert "a: 7 rows, of them 5 with an empty question (line 1; line 2; line 3; ...), 1 with " in message
+    assert "(line 6: 'x')" in message
 
 
 def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
@@ -371,6 +375,7 @@ def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> No
     questions.check()
     shown = {prompt.id: prompt.question for prompt in questions.train_prompts(1, 2, seed=0)}
     assert shown == {"bigmath/train/1": "123456789", "bigmath/train/3": "Box it.?"}
+    assert questions.train is not None
     with pytest.raises(ConfigError, match="all 3 questions have more than 3 characters"):
         narrow = replace(questions.train, max_question_characters=3)
         replace(questions, train=narrow).check()
@@ -413,7 +418,7 @@ def test_sets_without_solutions_have_no_demonstrations(tmp_path: Path) -> None:
 
 def test_solutions_that_break_the_format_are_no_demonstrations(tmp_path: Path) -> None:
     train = write(tmp_path / "a", {"question": "How many?", "answer": "a</think>b\n#### 3"})
-    with pytest.raises(ConfigError, match=r"gsm8k/train/1: the solution holds marks of task.answer_format=tags"):
+    with pytest.raises(ConfigError, match=r"gsm8k/train/1: .* task.answer_format=tags"):
         spec(train, TINY).demonstrations(1, 1, 0)
     assert replace(spec(train, TINY), answer_format="boxed").demonstrations(1, 1, 0)[0].completion.endswith("boxed{3}")
 
@@ -426,15 +431,15 @@ def test_held_out_questions_need_no_training_data(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number of at least 1, got 0"),
-        ({"correct_weight": 0.0}, "correct_weight > 0"),
-        ({"correct_weight": float("nan")}, "finite"),
-        ({"format_weight": -0.1}, "format_weight=-0.1"),
-        ({"format_weight": float("inf")}, "finite"),
+        ({"correct_weight": 0.0}, "task.correct_weight .* got 0.0"),
+        ({"correct_weight": float("nan")}, "task.correct_weight .* got nan"),
+        ({"format_weight": -0.1}, "task.format_weight .* got -0.1"),
+        ({"format_weight": float("inf")}, "task.format_weight .* got inf"),
         ({"leaks": "allow"}, "task.leaks must be one of refuse, drop, got 'allow'"),
         ({"instruction": "prefix"}, "task.instruction must be one of system, suffix, none, got 'prefix'"),
         ({"template": "raw"}, "task.template must be one of chat, plain, got 'raw'"),
         ({"answer_format": "xml"}, "task.answer_format must be one of"),
-        ({"train_on": "bigmath"}, "task.train_on is for sets that have no task.train"),
+        ({"train_on": "bigmath"}, "task.train_on"),
     ],
 )
 def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
@@ -460,7 +465,7 @@ def play_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split] | Excepti
     module = ModuleType("datasets")
     module.__dict__["load_dataset"] = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    source._hub_rows.cache_clear()
+    sources._hub_rows.cache_clear()
     return calls
 
 
@@ -543,7 +548,7 @@ def test_bigmath_comes_in_the_two_levels_of_the_paper() -> None:
 
 def test_without_the_datasets_package_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    source._hub_rows.cache_clear()
+    sources._hub_rows.cache_clear()
     with pytest.raises(ConfigError, match=r"pip install datasets, or set task\.train_file"):
         spec(None, None).check()
 
@@ -574,14 +579,14 @@ def real_file(name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def real() -> Questions:
+def real() -> DatasetTask:
     return spec(real_file("gsm8k_train.jsonl"), real_file("gsm8k_test.jsonl"))
 
 
-def test_no_real_test_question_of_gsm8k_is_in_training_not_even_with_other_numbers(real: Questions) -> None:
+def test_no_real_test_question_of_gsm8k_is_in_training_not_even_with_other_numbers(real: DatasetTask) -> None:
     """The check itself finds none (see the next test); this is a second count, by sets, of a wider net."""
     sides = [
-        {re.sub("[0-9]+", "0", normalised(prompt.question)) for prompt in prompts}
+        {re.sub("[0-9]+", "0", normalize_question(prompt.question)) for prompt in prompts}
         for prompts in (real.train_prompts(1, 7473, seed=0), real.eval_prompts(None))
     ]
     assert sides[0] & sides[1] == set()
@@ -614,31 +619,31 @@ def test_no_real_competition_problem_stands_in_two_of_them() -> None:
     seen: dict[str, str] = {}
     for name, (file, _) in COMPETITIONS.items():
         for prompt in replace(task(f"task={name}"), eval_file=str(real_file(file))).eval_prompts(None):
-            assert seen.setdefault(normalised(prompt.question), prompt.id) == prompt.id
+            assert seen.setdefault(normalize_question(prompt.question), prompt.id) == prompt.id
 
 
 @pytest.mark.parametrize("answer_format", ["hash", "boxed", "colon"])
-def test_real_demonstrations_earn_everything_in_other_formats_too(real: Questions, answer_format: str) -> None:
+def test_real_demonstrations_earn_everything_in_other_formats_too(real: DatasetTask, answer_format: str) -> None:
     other = replace(real, answer_format=answer_format)
     for demo in other.demonstrations(1, 500, seed=0):
         assert other.reward(demo.prompt, demo.completion).parts == {"correct": 1.0, "format": 1.0}, demo
 
 
-def test_real_files_pass_the_check_and_have_the_known_sizes(real: Questions) -> None:
+def test_real_files_pass_the_check_and_have_the_known_sizes(real: DatasetTask) -> None:
     real.check()
     assert len(real.eval_prompts(None)) == 1319
     ids = [prompt.id for prompt in real.train_prompts(1, 7473, seed=0)]
     assert len(set(ids)) == 7473
 
 
-def test_real_demonstrations_all_earn_the_full_reward_and_carry_no_annotation(real: Questions) -> None:
+def test_real_demonstrations_all_earn_the_full_reward_and_carry_no_annotation(real: DatasetTask) -> None:
     for demo in real.demonstrations(1, 7473, seed=0):
         reward = real.reward(demo.prompt, demo.completion)
         assert reward.parts == {"correct": 1.0, "format": 1.0}, demo
         assert "<<" not in demo.completion and ">>" not in demo.completion and "####" not in demo.completion, demo
 
 
-def test_every_real_gold_answer_matches_itself_and_only_equal_ones_match_the_next_question(real: Questions) -> None:
+def test_every_real_gold_answer_matches_itself_and_only_equal_ones_match_the_next_question(real: DatasetTask) -> None:
     prompts = real.eval_prompts(None)
     own = [real.reward(prompt, f"<think>So.</think><answer>{prompt.answer}</answer>") for prompt in prompts]
     assert all(reward.parts == {"correct": 1.0, "format": 1.0} for reward in own)
@@ -660,7 +665,7 @@ def test_every_real_gold_answer_matches_itself_and_only_equal_ones_match_the_nex
     assert matches == equal == [(f"gsm8k/test/{line}", gold) for line, gold in EQUAL_NEIGHBOURS]
 
 
-def test_a_constant_answer_earns_only_its_own_share_of_the_real_test_split(real: Questions) -> None:
+def test_a_constant_answer_earns_only_its_own_share_of_the_real_test_split(real: DatasetTask) -> None:
     prompts = real.eval_prompts(None)
     golds = Counter(int(prompt.answer.replace(",", "")) for prompt in prompts)
     hits = sum(real.reward(prompt, "<think>So.</think><answer>18</answer>").correct for prompt in prompts)

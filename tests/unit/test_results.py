@@ -406,7 +406,7 @@ def test_answers_are_shares_by_question_and_step(tmp_path: Path) -> None:
 
 def test_a_thousand_runs_of_a_thousand_steps_take_less_than_a_minute(tmp_path: Path) -> None:
     """At the rate of eight of them, in processor time of one core; the best of two, as others use this machine too."""
-    names = [*metrics.SAMPLED, *metrics.TRAINED]
+    names = [*metrics.ROLLOUT, *metrics.TRAIN]
     lines = [
         {"kind": "train", "step": step, **{name: 1 / (step + place) for place, name in enumerate(names)}}
         for step in range(1, 1001)

@@ -17,12 +17,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.environment import code_digest, cpu_name
 from qerl_bench.rundir import (
     RunDir,
     check_checkpoint,
     check_run_dir,
-    code_digest,
-    cpu_name,
     is_finished,
     last_checkpoint,
     write_atomically,
@@ -52,13 +51,11 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
         yield opened
 
 
-def _write(text: str = "weights") -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
+def _save(run: RunDir, step: int) -> None:
+    with run.checkpoint(step) as folder:
         (folder / "adapter").mkdir()
-        (folder / "adapter" / "weights.bin").write_text(text)
+        (folder / "adapter" / "weights.bin").write_text("weights")
         (folder / "state.json").write_text("{}")
-
-    return write
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -113,7 +110,7 @@ def _history(run: RunDir, last: int) -> None:
 
 def test_a_resume_keeps_what_came_before_the_checkpoint_and_nothing_else(run: RunDir) -> None:
     _history(run, 7)
-    run.save_checkpoint(5, _write())
+    _save(run, 5)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "step": 8, "lo')
     with open(run.path / "rollouts.jsonl", "a") as file:
@@ -131,7 +128,7 @@ def test_a_resume_keeps_what_came_before_the_checkpoint_and_nothing_else(run: Ru
 def test_half_a_line_is_dropped_even_if_it_could_be_read(run: RunDir, half: str) -> None:
     """Without its newline a line was not written to its end, whatever it looks like."""
     _history(run, 4)
-    run.save_checkpoint(5, _write())
+    _save(run, 5)
     with open(run.path / "metrics.jsonl", "a") as file:
         file.write(half)
     run.resume_step()
@@ -142,7 +139,7 @@ def test_half_a_line_is_dropped_even_if_it_could_be_read(run: RunDir, half: str)
 def test_an_evaluation_at_the_checkpoint_is_done_again(run: RunDir) -> None:
     """It is written after the last checkpoint: a run that dies before done.json evaluates again and records once."""
     _history(run, 5)
-    run.save_checkpoint(5, _write())
+    _save(run, 5)
     run.append("metrics.jsonl", [{"kind": "eval", "step": 5, "eval/accuracy_greedy": 0.9}])
     run.resume_step()
     assert [(record["kind"], record["step"]) for record in run.metrics()][-1] == ("train", 5)
@@ -163,7 +160,7 @@ def test_a_fresh_run_resumes_at_zero(run: RunDir) -> None:
 
 def test_resuming_twice_changes_nothing(run: RunDir) -> None:
     _history(run, 7)
-    run.save_checkpoint(5, _write())
+    _save(run, 5)
     run.resume_step()
     first = (run.path / "metrics.jsonl").read_bytes(), (run.path / "rollouts.jsonl").read_bytes()
     run.resume_step()
@@ -174,7 +171,7 @@ def test_resuming_twice_changes_nothing(run: RunDir) -> None:
 
 
 def test_a_checkpoint_is_sealed_by_a_manifest(run: RunDir) -> None:
-    run.save_checkpoint(5, _write())
+    _save(run, 5)
     folder = run.path / "checkpoints" / "step_000005"
     assert last_checkpoint(run.path) == folder
     assert _names(folder) == ["adapter/weights.bin", "manifest.json", "state.json"]
@@ -188,27 +185,23 @@ def test_a_checkpoint_is_sealed_by_a_manifest(run: RunDir) -> None:
 
 def test_the_newest_checkpoint_is_the_largest_number(run: RunDir) -> None:
     for step in (5, 10, 9, 999_999, 1_000_000):
-        run.save_checkpoint(step, _write())
+        _save(run, step)
         newest = last_checkpoint(run.path)
         assert newest is not None and int(newest.name.removeprefix("step_")) == max(step, 10 if step == 9 else step)
     assert run.resume_step() == 1_000_000
 
 
 def test_a_crash_while_saving_leaves_the_checkpoint_before_it(run: RunDir) -> None:
-    run.save_checkpoint(5, _write("five"))
-
-    def fail(folder: Path) -> None:
+    _save(run, 5)
+    with pytest.raises(KeyboardInterrupt), run.checkpoint(10) as folder:
         (folder / "half").write_text("x")
         raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.save_checkpoint(10, fail)
     newest = last_checkpoint(run.path)
     assert newest is not None and newest.name == "step_000005"
     check_run_dir(run.path, CFG)
     assert run.resume_step() == 5
     assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step_000005"]
-    run.save_checkpoint(10, _write("ten"))
+    _save(run, 10)
     assert _names(run.path / "checkpoints" / "step_000010") == ["adapter/weights.bin", "manifest.json", "state.json"]
 
 
@@ -232,8 +225,8 @@ def test_a_damaged_checkpoint_is_refused_with_a_remedy(
     tmp_path: Path, damage: Callable[[Path], object], says: str
 ) -> None:
     with RunDir(tmp_path / "run", CFG) as run:
-        run.save_checkpoint(5, _write())
-        run.save_checkpoint(10, _write())
+        _save(run, 5)
+        _save(run, 10)
     folder = tmp_path / "run" / "checkpoints" / "step_000010"
     damage(folder)
     before = _names(tmp_path)
@@ -420,8 +413,8 @@ def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, m
         monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == name else b""))
         return code_digest()
 
-    assert edited("nvfp4.py") != first["code"] != edited("train/update.py")
-    assert edited("stats.py") == first["code"]
+    assert edited("nvfp4.py") != first["code"] != edited("update.py")
+    assert edited("style.py") == first["code"]
 
 
 def test_the_environment_tells_which_kernel_tables_count(

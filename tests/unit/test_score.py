@@ -1,4 +1,4 @@
-"""`python -m qerl_bench.eval.score`: completions made elsewhere, judged line by line."""
+"""`qerl-bench score`: completions made elsewhere, graded line by line."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ GOOD = {"id": "gsm8k/test/1", "completion": "x"}
             r"line 2: id 'gsm8k/test/999' is none of the 12 .*ids are",
         ),
         ([{"question": "Why?", "completion": "x"}], r"line 1: question 'Why\?' is none of the 12"),
-        ([{"completion": "x"}], r"line 1: the key 'id' or 'question' must say .* the line has 'completion'"),
+        ([{"completion": "x"}], r"line 1: the key 'id' or 'question' .* the line has 'completion'"),
         (
             [GOOD, {"id": "gsm8k/test/2"}],
-            r"line 2: the key 'completion' must be there and hold text; the line has 'id'",
+            r"line 2: the key 'completion' .* the line has 'id'",
         ),
-        ([{"id": "gsm8k/test/2", "completion": 18}], r"line 1: the key 'completion' must be there and hold text"),
-        ([GOOD, GOOD], r"line 2: gsm8k/test/1 is completed on line 1 already.*different 'sample'"),
+        ([{"id": "gsm8k/test/2", "completion": 18}], r"line 1: the key 'completion'"),
+        ([GOOD, GOOD], r"line 2: gsm8k/test/1 .* line 1.*different 'sample'"),
         ([GOOD | {"sample": "a"}], r"line 1: sample must be a whole number from 0, got 'a'"),
         ([GOOD, [1]], r"line 2: a JSON object"),
         ([], "is empty"),
@@ -125,8 +125,8 @@ def test_what_cannot_be_scored_is_refused_with_its_line(tmp_path: Path, lines: l
     [
         (["task=gsm8k"], "completions= and out= must be given; usage"),
         (["task=gsm8k", "out=x", "completions"], "'completions' is not key=value; usage"),
-        (["out=x", "out=y", "completions=z"], "out= is there twice"),
-        (["quant=nf4", "out=x", "completions=z"], "depends on the task alone, not on quant=nf4"),
+        (["out=x", "out=y", "completions=z"], "out= is given twice"),
+        (["quant=nf4", "out=x", "completions=z"], "not on quant=nf4"),
         ([*TASK, "out=x", "completions=no/such/file"], "cannot read the data file no/such/file"),
     ],
 )
@@ -145,7 +145,7 @@ def test_questions_that_differ_in_signs_alone_are_told_apart(tmp_path: Path) -> 
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores.jsonl").read_text().splitlines()]
     assert [(row["gold"], row["correct"]) for row in rows] == [("7", 1.0), ("15", 0.0)]
     unclear = write(tmp_path / "d.jsonl", {"question": "11 5 9", "completion": "<answer>7</answer>"})
-    with pytest.raises(ConfigError, match=r"line 1: by its letters and digits, question '11 5 9' is any of 2 "):
+    with pytest.raises(ConfigError, match=r"line 1: question '11 5 9' matches 2 .* 'id'"):
         score.main(["task=arithmetic", f"out={tmp_path / 'none'}", unclear])
 
 
@@ -165,12 +165,12 @@ def test_an_option_may_be_added_to_the_task(tmp_path: Path) -> None:
 
 def test_as_a_command_without_torch(tmp_path: Path) -> None:
     file = write(tmp_path / "c.jsonl", {"id": "gsm8k/test/1", "completion": "#### 1"})
-    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench.eval.score", *TASK, file, f"out={tmp_path / 'o'}"]
+    command = [sys.executable, "-X", "importtime", "-m", "qerl_bench", "score", *TASK, file, f"out={tmp_path / 'o'}"]
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "1 completions of 1 questions, 11 of the task without one" in done.stdout
     assert " torch\n" not in done.stderr and " transformers\n" not in done.stderr
-    refused = subprocess.run([*command[:5], "task=gsm8k"], capture_output=True, text=True, env=environment)
+    refused = subprocess.run([*command[:6], "task=gsm8k"], capture_output=True, text=True, env=environment)
     assert refused.returncode == 2
     assert "error: completions= and out= must be given" in refused.stderr

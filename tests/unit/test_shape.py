@@ -15,10 +15,10 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import Experiment, build, compose
-from qerl_bench.engine import hf, hf_graph
-from qerl_bench.engine.base import Sampling, new_tokens
-from qerl_bench.engine.hf import HfEngine
-from qerl_bench.engine.vllm.spec import VllmEngine
+from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine.base import Sampling, exact_lengths
+from qerl_bench.engine.hf import HFEngine
+from qerl_bench.engine.vllm.engine import VLLMEngine
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.shape import RandomWeights
@@ -116,7 +116,7 @@ def test_there_is_nothing_to_hold_out_imitate_or_judge() -> None:
         task.eval_prompts(3)
     with pytest.raises(ConfigError, match="other than sft"):
         task.demonstrations(1, 1, 0)
-    with pytest.raises(ConfigError, match="rewards are drawn"):
+    with pytest.raises(ConfigError, match="task=shape cannot grade"):
         task.reward(task.train_prompts(1, 1, 0)[0], "text")
 
 
@@ -135,10 +135,10 @@ def policy() -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("how", [hf.decode, hf_graph.decode])
+@pytest.mark.parametrize("how", [hf_reference.decode, hf_graph.decode])
 @pytest.mark.parametrize("max_num_seqs", [3, 256])
 def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, how: Any, max_num_seqs: int) -> None:
-    engine = HfEngine(policy, max_num_seqs)
+    engine = HFEngine(policy, max_num_seqs)
     engine.decode = how
     prompts = _task(completion_tokens=9).train_prompts(1, 5, seed=0)
     rollouts = engine.generate(prompts, _sampling())
@@ -151,7 +151,7 @@ def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, ho
     assert any(token in policy.stop_ids for rollout in rollouts for token in rollout.token_ids[:-1])
 
 
-@pytest.mark.parametrize("how", [hf.decode, hf_graph.decode])
+@pytest.mark.parametrize("how", [hf_reference.decode, hf_graph.decode])
 def test_an_exact_length_cuts_and_extends_but_changes_no_token(policy: Policy, how: Any) -> None:
     """The tokens are those that the same request draws without stop tokens, and stop where the length says."""
     prompts = [list(prompt.token_ids or ()) for prompt in _task().train_prompts(1, 2, seed=0)]
@@ -170,7 +170,8 @@ def test_both_ways_to_decode_agree_on_ragged_lengths(policy: Policy) -> None:
     lengths = [1, 2, 3, 20, 1, 1, 1, 1, 19, 2, 2, 2, 4, 9, 9, 1]
     with torch.inference_mode():
         one, other = (
-            how(policy, prompts, _sampling(), list(range(16)), lengths) for how in (hf.decode, hf_graph.decode)
+            how(policy, prompts, _sampling(), list(range(16)), lengths)
+            for how in (hf_reference.decode, hf_graph.decode)
         )
     assert [ids for ids, _, _ in one] == [ids for ids, _, _ in other]
     assert [len(ids) for ids, _, _ in one] == lengths
@@ -192,12 +193,12 @@ def test_decoding_ends_with_the_longest_exact_length(policy: Policy, monkeypatch
 def test_lengths_that_cannot_be_sampled_are_refused(policy: Policy, lengths: tuple[int, ...], says: str) -> None:
     prompt = Prompt(id="a", messages=(), answer="01", token_ids=(1, 2), new_tokens=lengths)
     with pytest.raises(ConfigError, match=says):
-        HfEngine(policy, 8).generate([prompt], _sampling(samples=2))
+        HFEngine(policy, 8).generate([prompt], _sampling(samples=2))
 
 
 def test_a_prompt_without_lengths_ends_at_a_stop_token() -> None:
     prompt = Prompt(id="a", messages=(), answer="")
-    assert new_tokens(prompt, range(2, 5), _sampling()) == [None, None, None]
+    assert exact_lengths(prompt, range(2, 5), _sampling()) == [None, None, None]
 
 
 class FakeVllm:
@@ -221,9 +222,9 @@ class FakeVllm:
 
 def test_vllm_is_asked_for_exact_lengths_sample_by_sample(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    engine: Any = object.__new__(VllmEngine)
+    engine: Any = object.__new__(VLLMEngine)
     engine.policy, engine.llm, engine.max_model_len, engine.asleep = policy, FakeVllm(), 4096, False
-    engine.spec = SimpleNamespace(score_batch_size=8)
+    engine.options = SimpleNamespace(score_batch_size=8)
     engine.mirror = SimpleNamespace(current=True, request=None)
     prompts = _task().train_prompts(1, 2, seed=0)
     exact = engine.generate(prompts, _sampling())

@@ -1,4 +1,4 @@
-"""analysis/table2.py: the average over four sets, from records as `python -m qerl_bench.eval` leaves them."""
+"""analysis/table2.py: the average over four sets, from records as `qerl-bench eval` leaves them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.eval.base import Score
-from qerl_bench.eval.reevaluate import asked_again
+from qerl_bench.eval.reevaluate import apply_overrides
 from qerl_bench.study.four_sets import SETS, rows
 from qerl_bench.study.load import load_run
 
@@ -52,7 +52,7 @@ def record(folder: Path, config: DictConfig, name: str, **settings: Any) -> None
 def configs() -> dict[str, DictConfig]:
     trained = compose(["experiment=paper/table2", "recipe=method/nvfp4"])
     words = {name: [f"task={name}", "task.instruction=suffix"] for name in RIGHT}
-    return {"run": trained} | {name: asked_again(trained, asked) for name, asked in words.items()}
+    return {"run": trained} | {name: apply_overrides(trained, asked) for name, asked in words.items()}
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_sets_that_were_asked_in_other_ways_are_not_averaged(run: Path, key: str
 
 
 def test_another_prompt_is_another_way(run: Path, configs: dict[str, DictConfig]) -> None:
-    config = asked_again(configs["run"], ["task=aime24"])  # its own prompt, not the run's
+    config = apply_overrides(configs["run"], ["task=aime24"])  # its own prompt, not the run's
     (run / "evals" / "aime24" / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     with pytest.raises(ConfigError, match=r"aime24 and math500 differ in task\.instruction \(system, suffix\)"):
         rows(load_run(run))

@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_bench.algo.base import Terms
+from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.loss import objective
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
-from qerl_bench.experiment import not_finite
 from qerl_bench.model_setup import build_policy
 from qerl_bench.train.batch import make_batch
-from qerl_bench.train.nonfinite import NonFinite, dump
+from qerl_bench.train.nonfinite import NonFiniteError, dump
 from qerl_bench.train.update import make_optimizer, update
 
 Maker = Callable[..., Any]
+NO_RUN: Any = None  # a run directory is needed only if something is not finite
 
 
 def _batch(policy: Any, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0, -1.5, 0.0)) -> Any:
@@ -32,10 +32,6 @@ def _batch(policy: Any, advantages: tuple[float, ...] = (1.0, -0.5, 0.0, 2.0, -1
     completions = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (4, 1, 9, 6, 3, 12)]
     logprobs = [[-5.0] * len(completion) for completion in completions]
     return make_batch(prompts, completions, policy.pad_id, policy.device, logprobs, torch.tensor(advantages))
-
-
-def _refuse(case: NonFinite) -> None:
-    raise AssertionError(case)
 
 
 def _state(policy: Any) -> list[torch.Tensor]:
@@ -60,7 +56,7 @@ def test_three_updates_are_three_steps_against_the_same_old_policy(
     experiment = make_experiment("quant=nvfp4", *words)
     policy, fresh = (make_policy(*words, sharp=True, adapted=True) for _ in range(2))
     batch = _batch(fresh)
-    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, NO_RUN, 1)
 
     optimizer = make_optimizer(fresh, experiment.optim)
     weights = experiment.algo.weights(batch.mask.sum(1))
@@ -71,7 +67,7 @@ def test_three_updates_are_three_steps_against_the_same_old_policy(
     assert (old - reference).abs().max() > 0.05
     losses, norms, sums = [], [], dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "kl"), 0.0)
     for _ in range(3):
-        terms = Terms(
+        terms = LossInputs(
             logprobs=fresh.token_stats(batch.input_ids, batch.mask, 1.0).logprobs,
             old_logprobs=old,
             advantages=batch.advantages,
@@ -109,7 +105,7 @@ def test_the_first_update_is_on_policy_to_the_bit(make_policy: Maker, make_exper
     """With one update, not one token is clipped, however narrow the clip."""
     experiment = make_experiment("quant=nvfp4", "algo=gspo", "algo.epsilon_low=1e-9", "algo.epsilon_high=1e-9")
     policy = make_policy(adapted=True)
-    found = update(experiment, policy, make_optimizer(policy, experiment.optim), _batch(policy), 1, _refuse)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), _batch(policy), NO_RUN, 1)
     assert found["clip_ratio/low_mean"] == found["clip_ratio/high_mean"] == 0
 
 
@@ -135,7 +131,7 @@ def test_rows_without_advantage_are_left_out_of_the_backward_pass_and_nothing_el
     expected = torch.autograd.grad(loss, policy.trainable)
     monkeypatch.setattr(policy, "token_stats", watched)
     optimizer = make_optimizer(policy, experiment.optim)
-    found = update(experiment, policy, optimizer, batch, 1, _refuse)
+    found = update(experiment, policy, optimizer, batch, NO_RUN, 1)
     assert seen == [(True, 4), (False, 2)]
     for parameter, gradient in zip(policy.trainable, expected, strict=True):
         first_moment = optimizer.state[parameter]["exp_avg"] / 0.1
@@ -150,7 +146,7 @@ def test_every_row_is_trained_on_where_advantages_are_not_all_that_counts(
     experiment = make_experiment("quant=nvfp4", *words)
     policy = make_policy(adapted=True)
     batch = _batch(policy, (0.0,) * 6)
-    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
+    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, NO_RUN, 1)
     assert found["grad_norm"] > 1e-3
 
 
@@ -166,18 +162,18 @@ def test_adamw_8bit_keeps_its_states_in_bytes_and_continues_from_a_checkpoint(
     make: Callable[[], Any] = lambda: build_policy(experiment, None, "cpu")  # noqa: E731
     straight = make()
     optimizer = make_optimizer(straight, experiment.optim)
-    first = update(experiment, straight, optimizer, _batch(straight), 1, _refuse)
+    first = update(experiment, straight, optimizer, _batch(straight), NO_RUN, 1)
     states = [optimizer.state[parameter] for parameter in straight.trainable if parameter.numel() >= 4096]
     assert states and all(state["state1"].dtype == state["state2"].dtype == torch.uint8 for state in states)
 
     straight.save(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    second = update(experiment, straight, optimizer, _batch(straight), 2, _refuse)
+    second = update(experiment, straight, optimizer, _batch(straight), NO_RUN, 2)
     resumed = make()
     resumed.load(tmp_path)
     again = make_optimizer(resumed, experiment.optim)
     again.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    assert update(experiment, resumed, again, _batch(resumed), 2, _refuse) == second
+    assert update(experiment, resumed, again, _batch(resumed), NO_RUN, 2) == second
     assert second["loss"] < first["loss"]
     assert all(torch.equal(a, b) for a, b in zip(_state(straight), _state(resumed), strict=True))
 
@@ -202,7 +198,7 @@ def test_trained_norms_learn_are_saved_and_stay_out_of_the_base(
         base = logprobs()
     optimizer = make_optimizer(policy, experiment.optim)
     for step in (1, 2):
-        update(experiment, policy, optimizer, batch, step, _refuse)
+        update(experiment, policy, optimizer, batch, NO_RUN, step)
     assert all(scale is norm.weight for scale, norm in zip(scales, policy.norms.values(), strict=True))
     assert all(0 < float((scale.detach() - 1).abs().max()) < 0.01 for scale in scales)  # steps that BF16 would lose
     with policy.without_adapter():
@@ -235,7 +231,7 @@ def test_norms_are_frozen_unless_asked_for(make_policy: Maker) -> None:
         (["train.updates_per_batch=2", "lora.dropout=0.1"], "lora.dropout=0"),
         (["train.updates_per_batch=0"], "train.updates_per_batch"),
         (["optim.optimizer=lion"], "adamw"),
-        (["train.on_nonfinite=ignore"], "stop or skip"),
+        (["train.on_nonfinite=ignore"], "train.on_nonfinite .*stop.*skip"),
         (["train.packing=1"], "train.packing"),
         (["lora.train_norms=2"], "lora.train_norms"),
         (["kl.estimator=k5"], "k1, k2 or k3"),
@@ -262,73 +258,71 @@ def _broken(make_policy: Maker, what: str) -> tuple[Any, str]:
         return policy, "output of model.layers.1.mlp.gate_proj"
 
 
-@pytest.mark.parametrize("what", ["weight", "activation"])
-def test_the_first_tensor_that_is_not_finite_is_named(make_policy: Maker, make_experiment: Maker, what: str) -> None:
-    policy, name = _broken(make_policy, what)
-    experiment = make_experiment("quant=bf16", "algo=grpo", "train.micro_batch_size=2")
-    batch, cases = _batch(policy), []
-    before = _state(policy)
-    found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, cases.append)
-    assert len(cases) == 1 and cases[0].what == "loss"
-    assert cases[0].tensor.startswith(name)
-    assert cases[0].tensors["input_ids"].shape[0] == 2
-    assert found["updates_skipped"] == 1 and not math.isfinite(found["loss"])
-    assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
-    assert all(parameter.grad is None for parameter in policy.trainable)
-    assert not policy.model.training
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """A run directory with two lines of metrics."""
+    return SimpleNamespace(path=tmp_path, metrics=lambda: [{"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.2}])
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(
-    make_policy: Maker, make_experiment: Maker
-) -> None:
-    policy = make_policy(adapted=True)
-    experiment = make_experiment("quant=nvfp4", "algo=grpo")
-    names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
-    target = next(name for name in names if "layers.0.self_attn.q_proj.lora_A" in name)
-    handle = dict(policy.model.named_parameters())[target].register_hook(lambda gradient: gradient * math.inf)
-    before, cases = _state(policy), []
-    optimizer = make_optimizer(policy, experiment.optim)
-    found = update(experiment, policy, optimizer, _batch(policy), 1, cases.append)
-    assert [case.what for case in cases] == ["gradient"] and cases[0].tensor == f"gradient of {target}"
-    assert torch.equal(cases[0].tensors["input_ids"], _batch(policy).input_ids)
-    assert set(cases[0].tensors) == {"input_ids", "mask", "lengths", "advantages", "sampler_logprobs"}
-    assert found["updates_skipped"] == 1 and math.isfinite(found["loss"]) and not math.isfinite(found["grad_norm"])
-    assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
-    handle.remove()
-    assert update(experiment, policy, optimizer, _batch(policy), 2, _refuse)["updates_skipped"] == 0
-    assert not all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
+def _dumped(run: Any, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    folder = run.path / "nonfinite" / f"step_{step:06d}"
+    return json.loads((folder / "report.json").read_text()), load_file(folder / "batch.safetensors")
 
 
 @pytest.mark.parametrize("mode", ["stop", "skip"])
-def test_what_was_not_finite_is_written_down(
-    make_experiment: Maker, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", ["weight", "activation"])
+def test_the_first_tensor_that_is_not_finite_is_named(
+    make_policy: Maker, make_experiment: Maker, run: Any, what: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experiment = make_experiment(f"train.on_nonfinite={mode}")
-    run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [{"step": 6, "loss": 0.1}, {"step": 7, "loss": 0.2}])
-    case = NonFinite(what="loss", tensor="output of lm_head", tensors={"input_ids": torch.arange(6).view(2, 3).t()})
+    policy, name = _broken(make_policy, what)
+    words = ("quant=bf16", "algo=grpo", "train.micro_batch_size=2", f"train.on_nonfinite={mode}")
+    experiment = make_experiment(*words)
+    before = _state(policy)
+    optimizer = make_optimizer(policy, experiment.optim)
     if mode == "stop":
-        with pytest.raises(
-            TrainingStopped, match=r"step 8: the loss is not finite\. First: output of lm_head"
-        ) as stopped:
-            not_finite(experiment, run, 8, case)
-        assert "train.on_nonfinite=skip" in str(stopped.value)
+        with pytest.raises(TrainingStopped, match=rf"step 8: the loss .*First: {name}.*train\.on_nonfinite=skip"):
+            update(experiment, policy, optimizer, _batch(policy), run, 8)
     else:
-        not_finite(experiment, run, 8, case)
-        assert "left out" in caplog.text
-    folder = tmp_path / "nonfinite" / "step_000008"
-    assert load_file(folder / "batch.safetensors")["input_ids"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    report = json.loads((folder / "report.json").read_text())
-    assert report == {
-        "step": 8,
-        "what": "loss",
-        "first": "output of lm_head",
-        "last_metrics": {"step": 7, "loss": 0.2},
-    }
+        step_metrics = update(experiment, policy, optimizer, _batch(policy), run, 8)
+        assert step_metrics["updates_skipped"] == 1 and not math.isfinite(step_metrics["loss"])
+        assert "skipped" in caplog.text
+        assert all(parameter.grad is None for parameter in policy.trainable)
+        assert not policy.model.training
+    report, tensors = _dumped(run, 8)
+    assert report.pop("first").startswith(name)
+    assert report == {"step": 8, "what": "loss", "last_metrics": {"step": 7, "loss": 0.2}}
+    assert tensors["input_ids"].shape[0] == 2 and {"weights", "old_logprobs", "logprobs"} <= set(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
 
 
-def test_a_dump_before_any_metrics(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_named_and_its_update_left_out(
+    make_policy: Maker, make_experiment: Maker, run: Any
+) -> None:
+    policy = make_policy(adapted=True)
+    experiment = make_experiment("quant=nvfp4", "algo=grpo", "train.on_nonfinite=skip")
+    names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    target = next(name for name in names if "layers.0.self_attn.q_proj.lora_A" in name)
+    handle = dict(policy.model.named_parameters())[target].register_hook(lambda gradient: gradient * math.inf)
+    before, optimizer = _state(policy), make_optimizer(policy, experiment.optim)
+    skipped = update(experiment, policy, optimizer, _batch(policy), run, 1)
+    report, tensors = _dumped(run, 1)
+    assert (report["what"], report["first"]) == ("gradient", f"gradient of {target}")
+    assert torch.equal(tensors["input_ids"], _batch(policy).input_ids)
+    assert set(tensors) == {"input_ids", "mask", "lengths", "advantages", "sampler_logprobs"}
+    assert skipped["updates_skipped"] == 1 and math.isfinite(skipped["loss"])
+    assert not math.isfinite(skipped["grad_norm"])
+    assert all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
+    handle.remove()
+    assert update(experiment, policy, optimizer, _batch(policy), NO_RUN, 2)["updates_skipped"] == 0
+    assert not all(torch.equal(a, b) for a, b in zip(_state(policy), before, strict=True))
+
+
+def test_a_dump_before_any_metrics_of_tensors_that_are_not_contiguous_or_share_memory(tmp_path: Path) -> None:
+    """Log-probabilities before and after the first of one update share memory."""
     run: Any = SimpleNamespace(path=tmp_path, metrics=lambda: [])
-    dump(run, 1, NonFinite(what="gradient", tensor="x", tensors={"lengths": torch.tensor([3, 2])}))
-    folder = tmp_path / "nonfinite" / "step_000001"
-    assert json.loads((folder / "report.json").read_text())["last_metrics"] is None
-    assert load_file(folder / "batch.safetensors")["lengths"].tolist() == [3, 2]
+    values = torch.arange(6.0).view(2, 3)
+    tensors = {"logprobs": values, "old_logprobs": values, "input_ids": values.t()}
+    assert str(tmp_path / "nonfinite" / "step_000001") in dump(run, 1, NonFiniteError("gradient", "x", tensors))
+    report, loaded = _dumped(run, 1)
+    assert report == {"step": 1, "what": "gradient", "first": "x", "last_metrics": None}
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

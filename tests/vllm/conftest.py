@@ -12,7 +12,7 @@ from qerl_bench.engine.vllm.install import installed
 from qerl_bench.records import Prompt
 
 if TYPE_CHECKING:
-    from qerl_bench.engine.vllm.spec import VllmEngine
+    from qerl_bench.engine.vllm.engine import VLLMEngine
 
 # The distribution for CPUs runs one half of them, that for GPUs the other.
 collect_ignore_glob = [
@@ -49,21 +49,21 @@ def make_prompts() -> Callable[..., list[Prompt]]:
 
 
 @pytest.fixture(scope="session")
-def serving(make_experiment: Callable[..., Any]) -> Callable[..., AbstractContextManager[VllmEngine]]:
+def serving(make_experiment: Callable[..., Any]) -> Callable[..., AbstractContextManager[VLLMEngine]]:
     """serving(policy, "engine.dequantize=true", packed=True): a running engine in this process, closed at the end.
 
     `packed` hands the codes over although vLLM has no kernel for them on a CPU: the test must have registered one.
     """
 
     @contextmanager
-    def serve(policy: Any, *words: str, packed: bool = False) -> Iterator[VllmEngine]:
-        from qerl_bench.engine.vllm.base import Base
-        from qerl_bench.engine.vllm.spec import VllmEngine
+    def serve(policy: Any, *words: str, packed: bool = False) -> Iterator[VLLMEngine]:
+        from qerl_bench.engine.vllm.checkpoint import BaseCheckpoint
+        from qerl_bench.engine.vllm.engine import VLLMEngine
 
         spec = make_experiment(*SMALL, "engine.isolation=same", *words).engine
         if packed:
-            weight_format = Base.of(policy.model, True, "cpu").weight_format
-            engine = VllmEngine(spec, policy, Base(policy.model, weight_format, packed=True), "test")
+            weight_format = BaseCheckpoint.from_model(policy.model, True, "cpu").weight_format
+            engine = VLLMEngine(spec, policy, BaseCheckpoint(policy.model, weight_format, packed=True), "test")
         else:
             engine = spec.build(policy)
         try:

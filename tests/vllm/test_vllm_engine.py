@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.records import Rollout
 from qerl_bench.train.batch import make_batch
 
@@ -79,7 +79,7 @@ def _tokens(rollouts: list[Rollout]) -> list[list[int]]:
 def test_greedy_completions_are_those_of_the_other_engine(policy: Any, engine: Any, make_prompts: Any) -> None:
     """Token ids go in and come out, so that no tokenizer but the policy's has a say."""
     sampling = _sampling(samples=1, temperature=0.0)
-    ours, theirs = (e.generate(make_prompts(), sampling) for e in (HfEngine(policy, 8), engine))
+    ours, theirs = (e.generate(make_prompts(), sampling) for e in (HFEngine(policy, 8), engine))
     for a, b in zip(ours, theirs, strict=True):
         assert (a.prompt.id, a.sample, a.prompt_ids, a.token_ids) == (b.prompt.id, b.sample, b.prompt_ids, b.token_ids)
         assert (a.text, a.finished) == (b.text, b.finished)

@@ -10,7 +10,7 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 
 GREEDY = Sampling(samples=1, temperature=0.0, max_tokens=12, seed=0)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -85,7 +85,7 @@ def test_packed_weights_are_handed_over_as_they_are(
         assert len(inner) == 8 and all(found.endswith(f" / {kernel}") for found in inner.values())
         with make_noise(policy.norms, 0.1).for_rollout(1, 0):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
-            ours, theirs = (e.generate(make_prompts(), GREEDY) for e in (HfEngine(policy, 8), engine))
+            ours, theirs = (e.generate(make_prompts(), GREEDY) for e in (HFEngine(policy, 8), engine))
     assert [r.token_ids for r in theirs] == [r.token_ids for r in ours]
 
 
@@ -101,7 +101,7 @@ def test_nf4_is_handed_over_as_values_and_says_so(
             "UnquantizedEmbeddingMethod",  # lm_head, which is the tied embedding
         }
         engine.sync(make_prompts())
-        ours, theirs = (e.generate(make_prompts(), GREEDY) for e in (HfEngine(policy, 8), engine))
+        ours, theirs = (e.generate(make_prompts(), GREEDY) for e in (HFEngine(policy, 8), engine))
     assert [r.token_ids for r in theirs] == [r.token_ids for r in ours]
 
 

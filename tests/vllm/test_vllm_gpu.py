@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.vllm.process import device_memory_gib, is_running
 from qerl_bench.model_setup import build_policy
 from qerl_bench.train.batch import make_batch
@@ -80,7 +80,7 @@ def test_greedy_completions_part_only_at_ties(
     prompts, greedy = make_prompts(8), Sampling(samples=1, temperature=0.0, max_tokens=24, seed=0)
     with make_noise(policy.norms, sigma).for_rollout(1, 0) as report:
         assert engine.sync(prompts)["sync/norms_changed"] == report.norms_perturbed == (2 * BLOCKS if sigma else 0)
-        ours, theirs = (e.generate(prompts, greedy) for e in (HfEngine(policy, 8), engine))
+        ours, theirs = (e.generate(prompts, greedy) for e in (HFEngine(policy, 8), engine))
         agreed = 0
         for a, b in zip(ours, theirs, strict=True):
             pairs = list(zip(a.token_ids, b.token_ids, strict=False))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from qerl_bench.engine.base import Sampling
-from qerl_bench.engine.hf import HfEngine
+from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.vllm.process import PREFIX, SHARED_MEMORY, is_running
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_tensor_parallel_workers_serve_with_the_same_noise_and_end_with_the_engi
         with make_noise(policy.norms, 0.1).for_rollout(1, 0):
             assert engine.sync(make_prompts())["sync/norms_changed"] == 4
             sampling = Sampling(samples=1, temperature=0.0, max_tokens=8, seed=1)
-            ours, theirs = (e.generate(make_prompts(), sampling) for e in (HfEngine(policy, 8), engine))
+            ours, theirs = (e.generate(make_prompts(), sampling) for e in (HFEngine(policy, 8), engine))
         assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     finally:
         engine.close()

@@ -8,12 +8,10 @@ import logging
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus
@@ -22,9 +20,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from qerl_bench.cli import Point, SweepFailed, check_points
+from qerl_bench.installation import run_command
 
 log = logging.getLogger(__name__)
-RUN_PY = Path(__file__).resolve().parents[2] / "run.py"
 
 
 @dataclass
@@ -39,18 +37,18 @@ ConfigStore.instance().store(
 
 
 class ProcessLauncher(Launcher):
-    """Start `python src/run.py` once for each point of the sweep."""
+    """Start a process for each point of the sweep."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config = config
+        self.search_path = search_path(config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
-        points = check_points(job_overrides)
+        points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
         todo = [point for point in points if not point.finished]
         log.info(
             "sweep of %d runs: %d finished before, %d to do, %d at a time",
@@ -93,6 +91,16 @@ class ProcessLauncher(Launcher):
         return [finished_job(overrides) for overrides in job_overrides]
 
 
+def search_path(config: DictConfig) -> list[str]:
+    """The override that adds the user's own folders of options, which Hydra leaves out of the points; none without."""
+    places = [
+        f"'{source.schema}://{source.path}'"
+        for source in config.hydra.runtime.config_sources
+        if source.provider not in ("hydra", "main", "schema")
+    ]
+    return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
+
+
 def start(point: Point, slot: int, slots: int, gpus: list[str]) -> subprocess.Popen[bytes]:
     """Start one run. Alone it talks to this terminal; runs side by side write to launch.log in their folders."""
     environment = dict(os.environ)
@@ -100,7 +108,7 @@ def start(point: Point, slot: int, slots: int, gpus: list[str]) -> subprocess.Po
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     if slots > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
-    command = [sys.executable, str(RUN_PY), *point.overrides]
+    command = [*run_command(), *point.overrides]
     if slots == 1:
         return subprocess.Popen(command, env=environment)
     point.run_dir.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class LossInputs:
     """What a loss may look at: right-padded completions side by side."""
 
     logprobs: torch.Tensor  # (B, T) of the policy being trained, with gradient
@@ -24,7 +24,7 @@ class Terms:
     advantages: torch.Tensor  # (B,)
     mask: torch.Tensor  # (B, T) true on completion tokens
     reference_logprobs: torch.Tensor | None = None  # (B, T) of the base without its adapter, for a KL penalty
-    importance: torch.Tensor | None = None  # (B, T) weight of each token for having been sampled by another policy
+    importance_weights: torch.Tensor | None = None  # (B, T) old over sampler probability, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Algorithm(Protocol):
 
     @property
     def max_resampling_rounds(self) -> int:
-        """How often a step may sample again to replace groups without signal (`algo/dynamic.py`); 0 keeps all."""
+        """How often a step may sample again to replace groups without signal; 0: never, all are kept."""
         ...
 
     @property
@@ -65,6 +65,6 @@ class Algorithm(Protocol):
         """What each token of a completion counts in the step's loss (N,), from the lengths (N,) of all completions."""
         ...
 
-    def token_loss(self, terms: Terms) -> TokenLoss:
+    def token_loss(self, terms: LossInputs) -> TokenLoss:
         """The loss of every token, before weights."""
         ...

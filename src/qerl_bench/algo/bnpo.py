@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import Terms, TokenLoss
+from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.clip import require_advantage_eps, require_clip
 from qerl_bench.checks import require
 
@@ -53,7 +53,7 @@ class BNPO:
         chunks = lengths.split(self.chunk)
         return torch.cat([token_mean_weights(chunk) for chunk in chunks]) / len(chunks)
 
-    def token_loss(self, terms: Terms) -> TokenLoss:
+    def token_loss(self, terms: LossInputs) -> TokenLoss:
         from qerl_bench.algo.group import clipped_surrogate, token_ratio
 
         ratio = token_ratio(terms.logprobs, terms.old_logprobs, terms.mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import Terms, TokenLoss
+from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.clip import require_advantage_eps, require_clip
 from qerl_bench.checks import require
 
@@ -71,7 +71,7 @@ class DAPO:
 
         return token_mean_weights(lengths)
 
-    def token_loss(self, terms: Terms) -> TokenLoss:
+    def token_loss(self, terms: LossInputs) -> TokenLoss:
         from qerl_bench.algo.group import clipped_surrogate, token_ratio
 
         ratio = token_ratio(terms.logprobs, terms.old_logprobs, terms.mask)

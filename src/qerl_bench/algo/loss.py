@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from qerl_bench.algo.base import Algorithm, Terms
+from qerl_bench.algo.base import Algorithm, LossInputs
 from qerl_bench.algo.kl import KLPenalty
 
 
 def objective(
-    algo: Algorithm, kl: KLPenalty, terms: Terms, weights: torch.Tensor
+    algo: Algorithm, kl: KLPenalty, terms: LossInputs, weights: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This micro-batch's share of the step's loss, and per-token columns (B, T) to be averaged as metrics.
 
@@ -22,8 +22,8 @@ def objective(
     """
     found = algo.token_loss(terms)
     loss, columns = found.loss, found.indicators
-    if terms.importance is not None:
-        loss = loss * terms.importance
+    if terms.importance_weights is not None:
+        loss = loss * terms.importance_weights
     if terms.reference_logprobs is not None:
         estimate = kl.estimate(terms.logprobs, terms.reference_logprobs, terms.mask)
         columns = {**columns, "kl": estimate}

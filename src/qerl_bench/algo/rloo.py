@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import Terms, TokenLoss
+from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.clip import require_clip
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RLOO:
 
         return torch.full(lengths.shape, 1.0 / len(lengths), dtype=torch.float64, device=lengths.device)
 
-    def token_loss(self, terms: Terms) -> TokenLoss:
+    def token_loss(self, terms: LossInputs) -> TokenLoss:
         """The completion's loss in equal parts on its tokens, so that their sum is it."""
         from qerl_bench.algo.group import clipped_surrogate, sequence_ratio
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import Terms, TokenLoss
+from qerl_bench.algo.base import LossInputs, TokenLoss
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ class SFT:
 
         return token_mean_weights(lengths)
 
-    def token_loss(self, terms: Terms) -> TokenLoss:
+    def token_loss(self, terms: LossInputs) -> TokenLoss:
         import torch
 
         return TokenLoss(loss=-terms.logprobs * terms.mask, ratio=torch.ones_like(terms.logprobs), indicators={})

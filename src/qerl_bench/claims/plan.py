@@ -1,6 +1,6 @@
 """How many bases and seeds would decide a claim, and what they cost, given the spread of existing runs.
 
-    python -m qerl_bench.claims.plan runs/ --effect 1 --power 0.8
+    qerl-bench plan runs/ effect=1 power=0.8
 
 For each training claim it takes the spread of the primary contrast over seeds, and over bases if there are several, and
 prints the design with the fewest runs that finds the effect (in margins) with that power, at the strictest level of
@@ -20,7 +20,7 @@ from qerl_bench.claims.evaluate import DIRECTION, ClaimResult, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import guarded, parser_for
+from qerl_bench.study.script import parser_for
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)
 SEEDS = (1, 2, 4, 8, 16)
@@ -120,4 +120,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    guarded(main)
+    raise SystemExit("usage: qerl-bench plan RUNS ... [effect=1 power=0.8]")

@@ -1,4 +1,4 @@
-"""What an evaluation is: held-out questions answered by the clean policy, with a standard error on every number."""
+"""The Evaluator protocol: scores of the policy without noise on held-out questions, each with a standard error."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from qerl_bench.model.policy import Policy
     from qerl_bench.rundir import RunDir
 
-BESIDE = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
+DETAILS = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One number of an evaluation; None where something was not measured. `stderr` is over questions: samples of one
-    question are not independent. An accuracy comes with the completions that were cut at the token limit, and with
-    those in which the answer format finds no answer."""
+    """One number of an evaluation; None means not measured. `stderr` is over questions, because samples of one question
+    are not independent. An accuracy has the shares of completions cut at the token limit (`truncated`) and without an
+    answer (`format_failed`)."""
 
     metric: str  # as in metrics.jsonl
     value: float
@@ -32,7 +32,7 @@ class Score:
     format_failed: float | None = None  # share of completions
 
     @classmethod
-    def of(cls, metric: str, estimate: Estimate, **shares: float) -> Score:
+    def from_estimate(cls, metric: str, estimate: Estimate, **shares: float) -> Score:
         return cls(
             metric=metric,
             value=estimate.value,
@@ -49,7 +49,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The scores of one policy, one row per question and sample, and what was set."""
+    """The scores of one policy, one row per question and sample, and the settings."""
 
     scores: list[Score] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -63,17 +63,17 @@ class Evaluator(Protocol):
     def name(self) -> str: ...
 
     def check(self, task: Task) -> None:
-        """Raise ConfigError if this evaluation cannot run here, or not on this task; called before training."""
+        """Raise ConfigError if this evaluation cannot run here or on this task. Called before training."""
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
-        """Evaluate the policy as it is now, without noise. None means: nothing to evaluate."""
+        """Evaluate the policy as it is now, without noise; None if there is nothing to evaluate."""
         ...
 
 
 def metrics_of(scores: list[Score]) -> dict[str, float]:
-    """Each score under its name, and what was measured beside it under name_stderr and so on."""
-    found = {score.metric: score.value for score in scores}
+    """Each score under its name, and its details under <name>_stderr and so on."""
+    metrics = {score.metric: score.value for score in scores}
     for score in scores:
-        beside = {f"{score.metric}_{name}": getattr(score, name) for name in BESIDE}
-        found |= {name: value for name, value in beside.items() if value is not None}
-    return found
+        details = {f"{score.metric}_{name}": getattr(score, name) for name in DETAILS}
+        metrics |= {name: value for name, value in details.items() if value is not None}
+    return metrics

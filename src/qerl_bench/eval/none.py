@@ -21,7 +21,7 @@ class NoEvaluation:
     name: str
 
     def check(self, task: Task) -> None:
-        """Needs nothing."""
+        """Works with every task."""
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
         return None

@@ -1,6 +1,6 @@
-"""Two evaluations of the same questions, compared question by question: what is hard for both cancels.
+"""Compares two evaluations of the same questions, question by question, so that the questions' difficulty cancels.
 
-Used for the gain of a run over its own quantized base, and for two runs against each other:
+Used for the gain of a run over its own quantized base, and to compare two runs:
 
     paired(read_samples("runs/a"), read_samples("runs/b"), "sampled")
 """
@@ -18,37 +18,39 @@ from qerl_bench.statistics import Estimate, paired_difference
 
 
 def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.DataFrame:
-    """The rows of samples.parquet of one step, by default the last, of a run or of a later evaluation of it."""
+    """The rows of samples.parquet at one step, by default the last, of a run or of a later evaluation of it."""
     path = Path(folder) / "samples.parquet"
-    require(path.is_file(), f"{folder} holds no evaluated questions: it has no samples.parquet (eval=none writes none)")
+    require(path.is_file(), f"{folder} has no samples.parquet, so nothing was evaluated (eval=none writes none)")
     rows = pd.read_parquet(path)
     steps = sorted(set(rows["step"]))
     wanted = steps[-1] if step is None else step
-    require(wanted in steps, f"{path} holds the steps {', '.join(map(str, steps))}, not {wanted}")
+    require(wanted in steps, f"{path} has the steps {', '.join(map(str, steps))}, not {wanted}")
     return rows.loc[rows["step"] == wanted]
 
 
 def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str) -> Estimate:
-    """Accuracy of `second` minus that of `first`, with the error of the difference. Raises ConfigError unless both asked
-    the same questions in that mode (greedy or sampled)."""
+    """Accuracy of `second` minus that of `first`, with the standard error of the difference.
+
+    Raises ConfigError unless both have the same questions in `mode` (greedy or sampled).
+    """
     before, after = (_answers(rows, mode) for rows in (first, second))
-    only = sorted(set(before) ^ set(after))
+    unpaired = sorted(set(before) ^ set(after))
     require(
-        bool(before) and not only,
-        f"only answers to the same questions can be paired, but of the {mode} ones {len(set(before) & set(after))} are "
-        f"in both and {len(only)} in one alone ({', '.join(only[:3])}); evaluate both with the same eval.questions: "
-        "python -m qerl_bench.eval RUN_DIR eval=...",
+        bool(before) and not unpaired,
+        f"only the same questions can be compared, but {len(set(before) & set(after))} {mode} questions are in both "
+        f"and {len(unpaired)} in one alone ({', '.join(unpaired[:3])}); evaluate both with the same eval.questions: "
+        "qerl-bench eval RUN_DIR eval=...",
     )
     return paired_difference([before[question] for question in before], [after[question] for question in before])
 
 
 def gains(first: pd.DataFrame, second: pd.DataFrame) -> list[Score]:
-    """The paired difference in every mode, as eval/gain_<mode>."""
-    return [Score.of(f"eval/gain_{mode}", paired(first, second, mode)) for mode in first["mode"].unique()]
+    """The paired difference in each mode, as eval/gain_<mode>."""
+    return [Score.from_estimate(f"eval/gain_{mode}", paired(first, second, mode)) for mode in first["mode"].unique()]
 
 
 def _answers(rows: pd.DataFrame, mode: str) -> dict[str, list[float]]:
-    """For each question, whether each of its samples is right."""
+    """For each question, 1 for each correct sample and 0 for others."""
     chosen = rows.loc[rows["mode"] == mode].sort_values("sample", kind="stable")
     grouped = chosen.groupby("question", sort=False)["correct"]
     return {str(question): [float(value) for value in values] for question, values in grouped}

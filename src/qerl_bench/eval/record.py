@@ -1,4 +1,4 @@
-"""Writing an evaluation into the run directory: eval.json and samples.parquet, one entry per evaluated step."""
+"""Writes evaluations to the run directory: eval.json and samples.parquet, with one entry per evaluated step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import asdict
 
 import pandas as pd
 
+from qerl_bench.environment import versions
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.eval.paired import gains
-from qerl_bench.rundir import RunDir, versions, write_atomically
+from qerl_bench.rundir import RunDir, write_atomically
 
 
 def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:
-    """Add (or, after a resume, replace) what was measured at `step`; other steps stay as they are.
+    """Add the evaluation at `step`, or replace it after a resume.
 
-    Returns the scores with, after step 0, the gain over step 0 behind them: the same questions, asked of the quantized
-    base before any training.
+    Returns its scores and, after step 0, the gains over step 0: the quantized base on the same questions.
     """
     path = run.path / "samples.parquet"
     rows = pd.DataFrame([{"step": step, **row} for row in evaluation.samples])
@@ -27,9 +27,9 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
         base = before.loc[before["step"] == 0]
         scores += gains(base, rows) if len(base) else []
         rows = pd.concat([before[before["step"] != step], rows], ignore_index=True)
-    beside = path.with_name(".samples.parquet.writing")
-    rows.to_parquet(beside, index=False)
-    os.replace(beside, path)
+    temporary = path.with_name(".samples.parquet.writing")
+    rows.to_parquet(temporary, index=False)
+    os.replace(temporary, path)
 
     path = run.path / "eval.json"
     others = (

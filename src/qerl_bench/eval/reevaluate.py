@@ -1,4 +1,4 @@
-"""A finished run, evaluated under another protocol; `python -m qerl_bench.eval` is the command."""
+"""Evaluate a finished run under another protocol; `qerl-bench eval` is the command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import json
 import logging
-from contextlib import ExitStack
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, build, canonical, compose, plain
-from qerl_bench.option_names import is_label
+from qerl_bench.option_names import is_fixed
+from qerl_bench.renamed_keys import require_current
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
@@ -26,21 +26,22 @@ from qerl_bench.rundir import (
     write_atomically,
 )
 
-ASKED = ("eval", "task", "engine", "device", "seed")  # what another evaluation of the same policy may change
+CHANGEABLE = ("eval", "task", "engine", "device", "seed")  # keys that another evaluation of the same policy may change
 
 log = logging.getLogger(__name__)
 
 
 def stored_config(run_dir: Path) -> DictConfig:
-    """The config of a finished run, its root being where it lies now. Raises ConfigError unless there is one."""
+    """The config of a finished run, with the root it has now. Raises ConfigError if there is no finished run."""
     require((run_dir / "config.yaml").is_file(), f"{run_dir} is not a run: it has no config.yaml")
     require(
         is_finished(run_dir),
-        f"{run_dir} is not finished (it has no done.json): there is no last policy to evaluate. The command that "
-        "started it continues it; env.json has it under argv",
+        f"{run_dir} is not finished (it has no done.json), so there is no final policy to evaluate. The command that "
+        "started it, argv in env.json, continues it",
     )
     cfg = OmegaConf.load(run_dir / "config.yaml")
     assert isinstance(cfg, DictConfig)
+    require_current(as_dict(cfg), run_dir)
     places = Path("runs", cfg.name).parts
     here = run_dir.resolve()
     if here.parts[-len(places) :] == places:
@@ -48,23 +49,24 @@ def stored_config(run_dir: Path) -> DictConfig:
     return cfg
 
 
-def asked_again(stored: DictConfig, words: list[str]) -> DictConfig:
-    """`stored` with what `words` change: options are chosen first (eval=task), then values in them (eval.samples=8).
+def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
+    """`stored` with the overrides `words`: first the options (eval=task), then values in them (eval.samples=8).
 
-    Raises ConfigError for words that would change the policy, and for keys that are not there.
+    Raises ConfigError for keys that do not exist and for words that would change the policy.
     """
     cfg = stored.copy()
-    parsed = OverridesParser.create().parse_overrides(words)
+    search_path = [word for word in words if word.startswith("hydra.searchpath=")]
+    parsed = OverridesParser.create().parse_overrides([word for word in words if word not in search_path])
     for override in parsed:
         word, key = str(override.input_line), override.key_or_group
         require(
-            key.split(".")[0] in ASKED,
-            f"{word} would change what was trained; another evaluation changes {', '.join(ASKED)} only",
+            key.split(".")[0] in CHANGEABLE,
+            f"{word} would change what was trained; another evaluation can change only {', '.join(CHANGEABLE)}",
         )
         plain_word = not (override.is_add() or override.is_delete() or override.is_sweep_override())
-        require(plain_word, f"{word}: one plain value for each key, please; a sweep takes a command for each of them")
+        require(plain_word, f"{word}: give one plain value for each key; to sweep, run the command for each value")
     options = [override for override in parsed if (CONF_DIR / override.key_or_group).is_dir()]
-    composed = compose([str(override.input_line) for override in options])
+    composed = compose([*search_path, *(str(override.input_line) for override in options)])
     for override in options:
         cfg[override.key_or_group] = composed[override.key_or_group]
     for override in (override for override in parsed if override not in options):
@@ -75,70 +77,51 @@ def asked_again(stored: DictConfig, words: list[str]) -> DictConfig:
         place, _, key = override.key_or_group.rpartition(".")
         target = OmegaConf.select(cfg, f"{place}._target_") if place else None
         require(
-            target is None or not is_label(key, target),
-            f"{override.input_line} would change what {place} is called and not what it is; leave it out, and choose "
-            f"another option by its name: {place}=...",
+            target is None or not is_fixed(key, target),
+            f"{override.input_line} would change the name of {place} and not the option; leave it out, and choose "
+            f"another option with {place}=...",
         )
         OmegaConf.update(cfg, override.key_or_group, override.value())
     return cfg
 
 
-def name_of(cfg: DictConfig) -> str:
-    """<evaluation>-<first 8 hex digits of the SHA-256 of everything in ASKED>."""
-    asked = {key: plain(cfg, key) for key in ASKED}
-    return f"{cfg.eval.name}-{hashlib.sha256(json.dumps(canonical(asked), sort_keys=True).encode()).hexdigest()[:8]}"
+def evaluation_name(cfg: DictConfig) -> str:
+    """<evaluation>-<first 8 hex digits of the SHA-256 of the config under the keys CHANGEABLE>."""
+    config = {key: plain(cfg, key) for key in CHANGEABLE}
+    return f"{cfg.eval.name}-{hashlib.sha256(json.dumps(canonical(config), sort_keys=True).encode()).hexdigest()[:8]}"
 
 
-def evaluate_again(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) -> None:
-    """Evaluate base and policy of the run in `run_dir` as `cfg` says, and leave the record in `out`.
+def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) -> None:
+    """Evaluate base and final policy of the run in `run_dir` under the protocol of `cfg`, with the record in `out`.
 
-    Does nothing if that record is there. Raises ConfigError if it cannot be made.
+    Does nothing if `out` has a complete record. Raises ConfigError if the evaluation is not possible.
     """
-    trained, asked = build(stored), build(cfg)
-    asked.eval.check(asked.task)  # faulty data are found before anything is written
-    asked.engine.check(asked)
-    require(asked.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
-    require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself, whose record is not to be touched")
+    trained, protocol = build(stored), build(cfg)
+    protocol.eval.check(protocol.task)  # find faulty data before anything is written
+    protocol.engine.check(protocol.device, protocol.quant)
+    require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
+    require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself; its record must not change")
     checkpoint = last_checkpoint(run_dir)
     require(checkpoint is not None, f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
     assert checkpoint is not None
     check_checkpoint(checkpoint)
 
-    import torch
+    from qerl_bench.session import evaluate, prepare_device, session
 
-    from qerl_bench.device import resolve_device
-    from qerl_bench.eval.record import record_evaluation
-    from qerl_bench.model.digest import digest_of
-    from qerl_bench.model_setup import base_checkpoint, build_policy
-    from qerl_bench.train.nonfinite import during
-
-    device = resolve_device(asked.device)
-    reason = trained.quant.unsupported_reason(device)
-    require(reason is None, f"quant={trained.quant.name} cannot run here: {reason}")
-    if device == "cpu":
-        torch.use_deterministic_algorithms(True)
-    with ExitStack() as stack:
-        record = stack.enter_context(RunDir(out, cfg, "out=DIR"))
+    device = prepare_device(protocol.device, trained.quant)
+    with RunDir(out, cfg, "out=DIR") as record:
         if record.finished:
-            log.info("evaluated before (delete the folder to do it again)")
+            log.info("evaluated before (delete the folder to repeat it)")
             return
-        base = base_checkpoint(trained.model, trained.task, trained.root)
-        record.write_environment(device, digest_of(trained.model, base))
-        policy = build_policy(trained, base, device)
-        engine = asked.engine.build(policy)
-        stack.callback(engine.close)
-        for step in (0, step_of(checkpoint)):
-            if step > 0:
-                policy.load(checkpoint)
-            with during(f"evaluation after step {step}"):
-                found = asked.eval.evaluate(policy, engine, asked.task, record, asked.seed)
-            scores = record_evaluation(record, asked.task.name, step, found)
-            log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
+        with session(trained, protocol.engine, record, device) as (policy, engine):
+            evaluate(protocol, policy, engine, record, step=0)
+            policy.load(checkpoint)
+            evaluate(protocol, policy, engine, record, step=step_of(checkpoint))
         write_atomically(out / "done.json", json.dumps({"run": str(run_dir.resolve())}, indent=1))
 
 
 def render(out: Path) -> str:
-    """The scores of eval.json as aligned text."""
+    """The scores of eval.json as a table of text."""
     lines = [f"{'step':>6}  {'metric':28}  {'value':>7}  {'s.e.':>6}  {'cut':>6}  {'no answer':>9}  questions"]
     for entry in json.loads((out / "eval.json").read_text()):
         shares = ["-" if entry[key] is None else f"{entry[key]:.1%}" for key in ("truncated", "format_failed")]

@@ -1,22 +1,21 @@
-"""`python -m qerl_bench.eval.score task=gsm8k completions=FILE.jsonl out=DIR`: judge completions made elsewhere.
+"""Grade completions made elsewhere.
 
-So that the judge can be held against other people's labels. Every line of FILE is an object with `completion` and
-either `id` (as samples.parquet has it under `question`) or `question` (its text; case, spacing and punctuation make no
-difference where that leaves one question), and a number `sample` if a question is completed several times. Any task=...
-and task.<key>=... of a run can stand beside it. DIR gets scores.jsonl, a line for each completion, and totals.json.
-Neither torch nor, with task.eval_file=..., a network is needed.
+This allows comparing the grader with other people's labels. Each line of FILE is an object with `completion`, either
+`id` (the column `question` of samples.parquet) or `question` (its text; case, spacing and punctuation are ignored
+unless that makes it ambiguous), and a number `sample` if a question has several completions. Any task=... and
+task.<key>=... of a run may be given. DIR gets scores.jsonl, one line per completion, and totals.json. Needs no torch
+and, with task.eval_file=..., no network.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.cli import exit_code, options
+from qerl_bench.cli import options
 from qerl_bench.config import compose, spec
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt
@@ -25,53 +24,53 @@ from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
 
-USAGE = "usage: python -m qerl_bench.eval.score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
+USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
 
 def main(argv: list[str]) -> None:
     words, chosen = options(argv, ("completions", "out"), USAGE)
-    other = [word for word in words if not word.lstrip("+").startswith(("task=", "task."))]
-    require(not other, f"scoring depends on the task alone, not on {' '.join(other)}; {USAGE}")
+    ignored = [word for word in words if not word.lstrip("+").startswith(("task=", "task.", "hydra.searchpath="))]
+    require(not ignored, f"scoring depends only on the task, not on {' '.join(ignored)}; {USAGE}")
     task: Task = spec(compose(words), "task")
-    rows = judged(task, chosen["completions"])
-    found = totals(task, rows) | {"options": words}
+    rows = grade_file(task, chosen["completions"])
+    result = totals(task, rows) | {"options": words}
     out = Path(chosen["out"])
     require(not out.is_file(), f"out={out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "scores.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write_atomically(out / "totals.json", json.dumps(found, indent=1))
+    write_atomically(out / "totals.json", json.dumps(result, indent=1))
     print(
-        f"{found['completions']} completions of {found['questions']} questions, {found['unscored']} of the task "
-        f"without one: accuracy {found['accuracy']:.4f} +- {found['stderr']:.4f}, no answer found in "
-        f"{found['format_failed']:.1%}\n{out / 'scores.jsonl'}\n{out / 'totals.json'}"
+        f"{result['completions']} completions of {result['questions']} questions, {result['unscored']} of the task "
+        f"without one: accuracy {result['accuracy']:.4f} +- {result['stderr']:.4f}, no answer found in "
+        f"{result['format_failed']:.1%}\n{out / 'scores.jsonl'}\n{out / 'totals.json'}"
     )
 
 
-def judged(task: Task, file: str) -> list[dict[str, Any]]:
-    """One row for each line of `file`: what it answers, whether that is right, and every column of the reward.
+def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
+    """One row for each line of `file`: its answer and every part of its reward.
 
-    Raises ConfigError, naming the line, for a key that is missing, a question that is none or several of the task's
-    held-out ones, and a completion that is there twice.
+    Raises ConfigError, with the line number, for a missing key, a question that matches no held-out question of the
+    task or several, and a repeated completion.
     """
     prompts = task.eval_prompts(None)
     by_id = {prompt.id: prompt for prompt in prompts}
     by_question: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        for text in {prompt.question, task.normalised(prompt.question)}:
+        for text in {prompt.question, task.normalize(prompt.question)}:
             by_question[text].append(prompt)
     lines: dict[tuple[str, int], int] = {}
     rows = []
-    for line, given in enumerate(read_rows(file), start=1):
+    for line, entry in enumerate(read_rows(file), start=1):
         where = f"{file}, line {line}"
-        prompt = _prompt(given, by_id, by_question, f"{where}: ", task)
-        text, sample = given.get("completion"), given.get("sample", 0)
-        require(isinstance(text, str), f"{where}: the key 'completion' must be there and hold text; {_has(given)}")
+        prompt = _prompt(entry, by_id, by_question, f"{where}: ", task)
+        text, sample = entry.get("completion"), entry.get("sample", 0)
+        require(isinstance(text, str), f"{where}: the key 'completion' must hold text; {_keys(entry)}")
         require(type(sample) is int and sample >= 0, f"{where}: sample must be a whole number from 0, got {sample!r}")
         earlier = lines.setdefault((prompt.id, sample), line)
         require(
             earlier == line,
-            f"{where}: {prompt.id} is completed on line {earlier} already; keep one of the two, or give several "
-            "completions of a question a different 'sample' each: 0, 1, ...",
+            f"{where}: {prompt.id} is already completed on line {earlier}; keep one of the two, or give each "
+            "completion of a question a different 'sample': 0, 1, ...",
         )
         reward = task.reward(prompt, str(text))
         rows.append(
@@ -89,7 +88,7 @@ def judged(task: Task, file: str) -> list[dict[str, Any]]:
 
 
 def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over questions of the means over samples, and what they are of. Only a full score counts as right."""
+    """Accuracy (mean over questions of the mean over samples), its errors and counts. Only a full score is right."""
     by_question: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_question[row["id"]].append(row)
@@ -110,33 +109,33 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(
-    given: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, task: Task
+    entry: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, task: Task
 ) -> Prompt:
     for key in ("id", "question"):
-        if given.get(key) is None:
+        if entry.get(key) is None:
             continue
-        value = str(given[key])
+        value = str(entry[key])
         if key == "id":
-            found = [by_id[value]] if value in by_id else []
+            matches = [by_id[value]] if value in by_id else []
         else:
-            found = by_question.get(value) or by_question.get(task.normalised(value)) or []
+            matches = by_question.get(value) or by_question.get(task.normalize(value)) or []
         require(
-            bool(found),
+            bool(matches),
             f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={task.name}; their "
             f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
         )
         require(
-            len(found) == 1,
-            f"{where}by its letters and digits, question {value[:80]!r} is any of {len(found)} held-out questions "
-            f"({', '.join(repr(prompt.id) for prompt in found[:3])}); give the 'id' of the one that is meant",
+            len(matches) == 1,
+            f"{where}question {value[:80]!r} matches {len(matches)} held-out questions, punctuation ignored "
+            f"({', '.join(repr(prompt.id) for prompt in matches[:3])}); give its 'id' instead",
         )
-        return found[0]
-    raise ConfigError(f"{where}the key 'id' or 'question' must say what is completed; {_has(given)}")
+        return matches[0]
+    raise ConfigError(f"{where}the key 'id' or 'question' must name the question; {_keys(entry)}")
 
 
-def _has(given: dict[str, Any]) -> str:
-    return f"the line has {', '.join(map(repr, given)) or 'no keys'}"
+def _keys(entry: dict[str, Any]) -> str:
+    return f"the line has {', '.join(map(repr, entry)) or 'no keys'}"
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(lambda: main(sys.argv[1:]), "stopped; nothing was written"))
+    raise SystemExit(USAGE)

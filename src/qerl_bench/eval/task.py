@@ -1,4 +1,4 @@
-"""eval=task: the task's held-out questions, judged by its own reward; greedy once and sampled several times."""
+"""eval=task: the task's held-out questions, graded by its own reward, with greedy and with sampled completions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import positive, require, require_completions, require_count, temperature
+from qerl_bench.checks import check_fields, count, number, optional, require, require_completions, temperature
+from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
-from qerl_bench.eval.adapter_check import adapter_probe
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt, Rollout
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class TaskEvaluation:
     """Accuracy on held-out questions: greedy, mean over samples (pass@1), maj@n of all samples, and pass@k.
 
-    The sampling seeds are the same at every evaluation, and so are the questions: differences are paired.
+    Questions and sampling seeds are the same at every evaluation, so differences are paired.
     """
 
     name: str
@@ -38,24 +38,24 @@ class TaskEvaluation:
     max_tokens: int | None
 
     def __post_init__(self) -> None:
-        if self.questions is not None:
-            require_count("eval.questions", self.questions)
-        if self.max_tokens is not None:
-            require_count("eval.max_tokens", self.max_tokens)
-        require_count("eval.samples", self.samples)
-        if self.k is not None:
-            require_count("eval.k", self.k)
+        check_fields(
+            self,
+            "eval",
+            questions=optional(count()),
+            samples=count(),
+            k=optional(count()),
+            temperature=temperature,
+            top_p=number(above=0, most=1),
+            max_tokens=optional(count()),
+        )
         require(
             (self.k or 1) <= self.samples,
-            f"eval.k={self.k} asks for pass@k of eval.samples={self.samples} completions; k can be at most that many",
+            f"eval.k={self.k} (of pass@k) must be at most eval.samples={self.samples}",
         )
         require_completions("eval.questions x eval.samples", self.questions or 1, self.samples)
-        temperature("eval.temperature", self.temperature)
-        positive("eval.top_p", self.top_p)
-        require(self.top_p <= 1, f"eval.top_p must be above 0 and at most 1 (1 = all tokens), got {self.top_p}")
 
     def check(self, task: Task) -> None:
-        """Raise ConfigError unless the task has so many held-out questions."""
+        """Raise ConfigError unless the task has `questions` held-out questions."""
         task.eval_prompts(self.questions)
 
     def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
@@ -64,24 +64,24 @@ class TaskEvaluation:
         k = self.k or self.samples
         scores: list[Score] = []
         rows: list[dict[str, Any]] = []
-        probe: dict[str, float] = {}
+        adapter_gaps: dict[str, float] = {}
         decoding = (("greedy", 1, 0.0, 1.0), ("sampled", self.samples, self.temperature, self.top_p))
-        for mode, samples, temperature, top_p in decoding:
+        for mode, samples, sampling_temperature, top_p in decoding:
             sampling = Sampling(
                 samples=samples,
-                temperature=temperature,
+                temperature=sampling_temperature,
                 max_tokens=limit,
                 seed=derive(seed, "eval", mode),
                 top_p=top_p,
             )
             rollouts = engine.generate(prompts, sampling)
-            judged = judge(task, rollouts, mode)
-            scores += scored(judged, mode, samples, k)
-            rows += judged
-            # Greedy tokens are near certain with and without the adapter, so sampled ones show it better; but with
-            # top-p an engine may report log-probabilities of the tokens kept.
+            graded = grade_rollouts(task, rollouts, mode)
+            scores += scores_of(graded, mode, samples, k)
+            rows += graded
+            # Sampled tokens show the adapter better than greedy ones, which are almost certain with and without it. But
+            # with top-p an engine may report log-probabilities over the kept tokens only.
             if top_p == 1:
-                probe = adapter_probe(policy, rollouts, temperature or 1.0)
+                adapter_gaps = check_completions(policy, rollouts, sampling_temperature or 1.0)
         settings = {
             "samples": self.samples,
             "k": k,
@@ -89,17 +89,17 @@ class TaskEvaluation:
             "top_p": self.top_p,
             "max_tokens": limit,
         }
-        return Evaluation(scores=scores, samples=rows, settings=settings | probe)
+        return Evaluation(scores=scores, samples=rows, settings=settings | adapter_gaps)
 
 
-def judge(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:
-    """One row for each rollout: what was asked and answered, and every part of the reward in a column of its own."""
+def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:
+    """One row of samples.parquet for each rollout, with a column for each part of the reward."""
     rows = []
     for rollout in rollouts:
         reward = task.reward(rollout.prompt, rollout.text)
         rows.append(
             {
-                **asked(mode, rollout.prompt, rollout.sample),
+                **sample_key(mode, rollout.prompt, rollout.sample),
                 "correct": reward.correct,
                 "reward": reward.total,
                 **{f"reward_{part}": value for part, value in reward.parts.items()},
@@ -112,26 +112,26 @@ def judge(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, 
     return rows
 
 
-def asked(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:
-    """The columns of samples.parquet by which a row is found again."""
+def sample_key(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:
+    """The columns that identify a row of samples.parquet."""
     return {"mode": mode, "question": prompt.id, "sample": sample, "gold": prompt.answer}
 
 
-def scored(rows: list[dict[str, Any]], mode: str, samples: int, k: int) -> list[Score]:
-    """The scores of `rows`, the `samples` of one question side by side; maj@n and pass@k of sampled ones only."""
-    found = [accuracy(f"eval/accuracy_{mode}", rows, samples)]
+def scores_of(rows: list[dict[str, Any]], mode: str, samples: int, k: int) -> list[Score]:
+    """The scores of `rows`, `samples` adjacent rows for each question; maj@n and pass@k only if mode is sampled."""
+    scores = [accuracy_score(f"eval/accuracy_{mode}", rows, samples)]
     if mode == "sampled":
         correct, answers = by_question(rows, "correct", samples), by_question(rows, "answer", samples)
-        found += [
-            Score.of("eval/majority", majority(answers, correct)),
-            Score.of("eval/pass_at_k", pass_at_k(correct, k)),
+        scores += [
+            Score.from_estimate("eval/majority", majority(answers, correct)),
+            Score.from_estimate("eval/pass_at_k", pass_at_k(correct, k)),
         ]
-    return found
+    return scores
 
 
-def accuracy(metric: str, rows: list[dict[str, Any]], samples: int) -> Score:
-    """Mean over questions of the mean over samples, with the shares that were cut or hold no answer."""
-    return Score.of(
+def accuracy_score(metric: str, rows: list[dict[str, Any]], samples: int) -> Score:
+    """Mean over questions of the mean over samples, with the shares of completions cut or without an answer."""
+    return Score.from_estimate(
         metric,
         over_samples(by_question(rows, "correct", samples)),
         truncated=mean([float(not row["finished"]) for row in rows]),

@@ -1,4 +1,4 @@
-"""The error of each packed layer as a figure, drawn by analysis/error_anatomy.py from layers.parquet of runs."""
+"""The error of each packed layer, as a figure: analysis/error_decomposition.py draws it from the files of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUANTIZERS = ("rtn", "mse", "awq", "gptq")
 
 
 def one_of_each(table: pd.DataFrame) -> pd.DataFrame:
-    """One row for each packed layer. Raises ConfigError if files disagree about a layer, as for two models."""
+    """One row for each packed layer. Raises ConfigError if files tell different things of a layer, as of two models."""
     key = ["quant", "quantizer", "layer"]
     first = table.drop_duplicates(key)
     both = table.merge(first, on=key, suffixes=("", "_first"))
@@ -35,9 +35,9 @@ def one_of_each(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame) -> Figure:
-    """A column per format and a row of dots per quantizer: above the error of the weights, below that of the outputs.
+    """A column per format, a row of dots per quantizer: above the error of the weights, below that of the outputs.
 
-    Small points are layers. Output errors are missing if no text was run through the layers.
+    Small points are layers. Output errors are missing where no text was run through the layers.
     """
     quants = sorted(set(table["quant"]), key=format_order)
     quantizers = sorted(set(table["quantizer"]), key=lambda name: [*QUANTIZERS, name].index(name))
@@ -75,7 +75,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 
 def _notes(table: pd.DataFrame) -> list[str]:
-    """What is drawn, and the parts of the squared error, which would be too small to see."""
+    """What is drawn, and how much of the squared error is of which kind: too little to be seen beside the rest."""
     parts = []
     for part, name in PARTS.items():
         shares = []

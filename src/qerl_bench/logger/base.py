@@ -1,18 +1,22 @@
-"""Where metrics go. The local record comes first; a mirror may fail without failing the run."""
+"""A logger option: a mirror of metrics.jsonl. The run directory keeps its own record whatever the logger is."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
-from qerl_bench.rundir import RunDir
 
+class Mirror:
+    """Receives every record of metrics.jsonl. This one ignores them. Use as a context manager."""
 
-class Sink(Protocol):
-    """Takes one record per step and kind."""
+    def __enter__(self) -> Mirror:
+        return self
 
-    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """End the mirror; `kind` is None if the run succeeded."""
 
-    def close(self, failed: bool) -> None: ...
+    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Mirror the metrics of one step; `kind` is "train" or "eval". Must not fail the run."""
 
 
 class LoggerSpec(Protocol):
@@ -24,6 +28,9 @@ class LoggerSpec(Protocol):
     def check(self) -> None:
         """Raise ConfigError if this logger cannot work here; called before training."""
 
-    def build(self, run: RunDir, config: dict[str, Any]) -> list[Sink]:
-        """The sinks of one run; `config` is its resolved config as plain data."""
+    def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> Mirror:
+        """Start the mirror of the run in `run_dir`.
+
+        `records` are the lines of metrics.jsonl so far, not empty after a resume; `config` is the resolved config.
+        """
         ...

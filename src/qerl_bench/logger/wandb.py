@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require, require_package
-from qerl_bench.logger.base import Sink
-from qerl_bench.logger.jsonl import JsonlSink
-from qerl_bench.rundir import RunDir
+from qerl_bench.checks import ConfigError, check_fields, one_of, require_package
+from qerl_bench.logger.base import Mirror
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandB:
-    """Mirror a run under its own name. In a sweep the agent decides the run's id."""
+    """Mirror a run under its own name. In a W&B sweep the agent chooses the id."""
 
     name: str
     project: str
@@ -25,33 +24,33 @@ class WandB:
     mode: str
 
     def __post_init__(self) -> None:
-        require(self.mode in ("online", "offline"), f"logger.mode must be online or offline, got {self.mode!r}")
+        check_fields(self, "logger", mode=one_of("online", "offline"))
 
     def check(self) -> None:
         require_package("wandb", "logger=wandb", "wandb")
 
-    def build(self, run: RunDir, config: dict[str, Any]) -> list[Sink]:
-        return [JsonlSink(run), WandbSink(self, run, config)]
+    def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> Mirror:
+        return WandbMirror(self, run_dir, records, config)
 
 
-class WandbSink:
-    """A mirror that is switched off, with a warning, at its first failure.
+class WandbMirror(Mirror):
+    """A W&B run with the steps of ours. At its first failure it warns and switches itself off.
 
-    Our step is W&B's own. After a kill W&B may hold steps that are repeated now, or lack steps that are not: what the
-    local record holds is sent again, and of that the steps that W&B has are left out.
+    After a kill, W&B may hold steps that the resumed run repeats, or lack steps that the resumed run keeps. So all
+    local records are sent again at the start, except for the steps that W&B has.
     """
 
-    def __init__(self, spec: WandB, run: RunDir, config: dict[str, Any]) -> None:
+    def __init__(self, spec: WandB, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> None:
         import wandb
         from wandb.errors import Error
 
-        identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run.path.name, "resume": "allow"}
+        identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run_dir.name, "resume": "allow"}
         try:
-            self.mirror = wandb.init(
+            self.run = wandb.init(
                 project=spec.project,
                 entity=spec.entity,
-                name=run.path.name,
-                dir=str(run.path),
+                name=run_dir.name,
+                dir=str(run_dir),
                 mode=spec.mode,  # type: ignore[arg-type]
                 config=config,
                 **identity,  # type: ignore[arg-type]
@@ -61,26 +60,26 @@ class WandbSink:
                 f"logger=wandb cannot start: {str(error).rstrip('.')}. Log in with `wandb login`, or use "
                 "logger.mode=offline"
             ) from error
-        for record in run.metrics():
+        for record in records:
             metrics = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
             self.log(record["kind"], record["step"], metrics)
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        if self.mirror is None:
+        if self.run is None:
             return
         try:
-            if step >= self.mirror.starting_step:
-                self.mirror.log(metrics, step=step)
-            if kind == "eval":  # the last step may have been closed by a kill during its evaluation
-                self.mirror.summary.update(metrics)
-        except Exception as error:  # a mirror may break in any way; the run and its local record go on
+            if step >= self.run.starting_step:
+                self.run.log(metrics, step=step)
+            if kind == "eval":  # if the run was killed during this evaluation, W&B has closed the step
+                self.run.summary.update(metrics)
+        except Exception as error:  # a mirror may break in any way; the run goes on
             log.warning("logger=wandb failed at step %d and is off from here on: %s", step, error)
-            self.mirror = None
+            self.run = None
 
-    def close(self, failed: bool) -> None:
-        if self.mirror is None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if self.run is None:
             return
         try:
-            self.mirror.finish(exit_code=int(failed))
-        except Exception as error:  # as in `log`
-            log.warning("logger=wandb failed at its end: %s", error)
+            self.run.finish(exit_code=int(kind is not None))
+        except Exception as failure:  # as in `log`
+            log.warning("logger=wandb failed at its end: %s", failure)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from peft.tuners import lora
 
-from qerl_bench.quant.linear import PackedLinear, join_in_place, join_plain_in_place
+from qerl_bench.quant.concat import concat_rows_in_place
+from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.decode import MOST_TOKENS, supported
 from qerl_kernels.training_linear import Adapter, packed_linear
 
@@ -95,7 +96,7 @@ def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], 
     adapters = [layer.cast_adapter if isinstance(layer, LoRALinear) else None for layer in layers]
     present = [adapter for adapter in adapters if adapter is not None]
     plain = all(layer.disable_adapters or layer.cast_adapter is not None for layer in adapted)
-    fused = _fuse(bases) if plain and len({adapter.scaling for adapter in present}) <= 1 else None
+    fused = concat_rows_in_place(bases) if plain and len({adapter.scaling for adapter in present}) <= 1 else None
     if fused is None:
         return lambda x: tuple(layer(x) for layer in layers)
     sizes, adapter = [base.out_features for base in bases], None
@@ -104,14 +105,6 @@ def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], 
         blocks = [empty(size, 0) if part is None else part.b for part, size in zip(adapters, sizes, strict=True)]
         adapter = Adapter(torch.cat([part.a for part in present]), torch.block_diag(*blocks), present[0].scaling)
     return lambda x: linear_with_lora(fused, x, adapter).split(sizes, dim=-1)
-
-
-def _fuse(bases: Sequence[Any]) -> torch.nn.Linear | None:
-    """One layer that holds the rows of all `bases`; None if they are not stored in the same way."""
-    packed = [base for base in bases if isinstance(base, PackedLinear)]
-    if not packed:
-        return join_plain_in_place(bases)
-    return join_in_place(packed) if len(packed) == len(bases) else None
 
 
 def why_not_fused(kernel: str, device: torch.device) -> str | None:
@@ -142,7 +135,7 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
 
 
 def _kernel_of(base: torch.nn.Linear, kernel: str, compute_dtype: torch.dtype) -> str:
-    if isinstance(base, PackedLinear) and base.by_bitsandbytes:
+    if isinstance(base, PackedLinear) and base.uses_bitsandbytes:
         return BITSANDBYTES
     device = next(base.buffers()).device if isinstance(base, PackedLinear) else base.weight.device
     if why_not_fused(kernel, device) is not None or compute_dtype != torch.bfloat16:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import require
 from qerl_bench.model.shape import RandomWeights, ShapeModel
-from qerl_bench.quant.checkpoint import Weights, quantization_config, read_packed, skeleton
+from qerl_bench.quant.checkpoint import CheckpointReader, quantization_config, read_packed, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
-from qerl_bench.quant.linear import PackedLinear, resident_bytes
+from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ def load_packed(
         )
         model = read_packed(folder, quant, getattr(torch, spec.dtype), device)
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
-        reports = {
-            name: unpacked_report(resident_bytes(layer), layer.out_features * layer.in_features)
-            for name, layer in layers.items()
-        }
+        reports = {name: unpacked_report(layer) for name, layer in layers.items()}
         return model.to(device), spec.tokenizer(), reports
 
     model: Any
@@ -56,7 +53,7 @@ def load_packed(
     if isinstance(spec, ShapeModel):
         model, source = spec.without_weights(), RandomWeights(spec.seed, device)
     elif folder is not None and packs:
-        checkpoint, model = Weights(folder, device), skeleton(folder, getattr(torch, spec.dtype))
+        checkpoint, model = CheckpointReader(folder, device), skeleton(folder, getattr(torch, spec.dtype))
         if checkpoint.covers(model):
             source = checkpoint
         else:

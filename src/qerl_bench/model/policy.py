@@ -22,7 +22,7 @@ from qerl_bench.model.lm_head import TokenStats, token_stats
 from qerl_bench.model.packing import enable_packing
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.records import Message, Prompt
-from qerl_bench.task.prompts import rendered
+from qerl_bench.task.prompts import render_prompt
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Policy:
 
     def prompt_text(self, messages: tuple[Message, ...]) -> str:
         """The prompt in the tokenizer's chat format, ready for the completion to follow."""
-        return rendered(self.tokenizer, messages)
+        return render_prompt(self.tokenizer, messages)
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""

@@ -1,13 +1,14 @@
-"""What a weight format is: how one matrix is packed, and how its matmul operand is rebuilt.
+"""Base classes of weight formats: how one matrix is packed, and how its matmul operand is rebuilt.
 
-A format spec is a frozen dataclass named by `_target_` in conf/quant/*.yaml. Specs import torch only inside their
-methods, so the whole config grid composes without it. Bit-level work lives in `qerl_kernels`, beside the fast kernels.
+A format is a frozen dataclass named by `_target_` in conf/quant/*.yaml. Formats import torch only inside their methods,
+so that composing a config needs no torch. The bit-level code is in `qerl_kernels`, next to the fast kernels.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from qerl_bench.checks import ConfigError, require
 
@@ -15,86 +16,74 @@ if TYPE_CHECKING:
     import torch
 
 
-class WeightFormat(Protocol):
-    """A storage format for the frozen linear weights W (N, K) of a model, K the input width."""
+class WeightFormat:
+    """How the frozen linear weights of a model are stored. The defaults are those of a format that packs nothing."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def bits_per_weight(self) -> float | None:
-        """Resident bits per weight, scales included; None for a format that leaves the layers as they are."""
-        ...
+    name: str
+    bits_per_weight: float | None = None  # resident, scales included; None if the layers stay as they are
+    kernel_layout: str | None = None  # name of the format in `qerl_kernels.layout`; None without fused kernels
 
     def unsupported_reason(self, device: str) -> str | None:
         """Why this format cannot run on `device` ("cpu" or "cuda") on this machine, or None if it can."""
-        ...
+        return None
 
     def check_width(self, name: str, in_features: int) -> None:
-        """Raise ConfigError if the layer `name` has an input width that this format's blocks do not divide."""
-        ...
+        """Raise ConfigError if blocks do not divide the input width of the layer `name`."""
 
-    @property
-    def block(self) -> int:
-        """How many neighbouring inputs share a scale; 0 for a format that leaves the layers as they are."""
-        ...
 
-    @property
-    def kernel_layout(self) -> str | None:
-        """The name under which `qerl_kernels.layout` knows this format, None if the fused kernels cannot read it."""
-        ...
+class BlockFormat(WeightFormat, ABC):
+    """A format that packs W (N, K): a low-bit code per weight, and a scale per `block` neighboring inputs."""
 
+    block: int
+
+    def check_width(self, name: str, in_features: int) -> None:
+        require(
+            in_features % self.block == 0,
+            f"{name}: {type(self).__name__} quantizes blocks of {self.block} inputs, which do not divide this layer's "
+            f"input width {in_features}; choose a model whose widths are multiples of {self.block}, or quant=bf16",
+        )
+
+    def require_finite(self, weight: torch.Tensor) -> None:
+        """Raise ConfigError if a weight is NaN or infinite, which no 4-bit code can express."""
+        low, high = weight.aminmax()  # several times faster than isfinite; NaN if any weight is NaN
+        if math.isfinite(float(low)) and math.isfinite(float(high)):
+            return
+        count = weight.numel() - int(weight.isfinite().sum())
+        raise ConfigError(
+            f"{count} of {weight.numel()} weights are NaN or infinite as {weight.dtype}, which {type(self).__name__} "
+            "cannot store; repair the checkpoint, or choose a dtype of wider range if they overflowed"
+        )
+
+    @abstractmethod
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """The scale tensors of W (N, K) by the format's rule: from the maximum of each block, times `stretch`.
 
-        `tensor_amax` is the largest |w| over the matrices that share one tensor-wide scale with W, None if W has one of
-        its own; formats without such a scale ignore it. Raises ConfigError if W holds NaN or infinity.
+        `tensor_amax` is the largest |w| of all matrices that share a tensor scale with W, None if W has its own.
+        Formats without a tensor scale ignore it. Raises ConfigError if W holds NaN or infinity.
         """
-        ...
 
+    @abstractmethod
     def unit(self, scales: dict[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-        """What a grid value of 1 stands for under `scales`, FP32 (N, K/block): a weight is `unit` x a grid value."""
-        ...
+        """The weight that a grid value of 1 means under `scales`, FP32 (N, K/block): weight = unit x grid value."""
 
+    @abstractmethod
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
         """The grid value nearest to each FP32 value, rounded and saturated as the format does it."""
-        ...
 
+    @abstractmethod
     def encode(self, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """W (N, K) rounded under `scales` to the tensors that stay resident, named as the format's checkpoints do."""
-        ...
+        """W (N, K) rounded under `scales`: the resident tensors, under the names of the format's checkpoints."""
 
     def pack(self, weight: torch.Tensor, tensor_amax: float | None = None) -> dict[str, torch.Tensor]:
-        """W (N, K) rounded to nearest under its own scales: `encode` after `scales`, nothing else."""
-        ...
+        """W (N, K) rounded to nearest under the scales of its block maxima."""
+        return self.encode(weight, self.scales(weight, tensor_amax))
 
+    @abstractmethod
     def operand(self, packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """The matmul operand (N, K) in `dtype`: W without its tensor-wide scale; W is `output_scale` times it."""
-        ...
+        """The matmul operand (N, K) in `dtype`: W divided by `output_scale`."""
 
     def output_scale(self, packed: dict[str, torch.Tensor]) -> float:
-        """The tensor-wide scale, applied once to the matmul's output in FP32; 1.0 where the format has none."""
-        ...
-
-
-def require_blocks(name: str, in_features: int, block: int, format_name: str) -> None:
-    """Raise ConfigError unless blocks of `block` inputs divide the width of the layer `name`."""
-    require(
-        in_features % block == 0,
-        f"{name}: {format_name} quantizes blocks of {block} inputs, which do not divide this layer's input width "
-        f"{in_features}; choose a model whose widths are multiples of {block}, or quant=bf16",
-    )
-
-
-def require_finite(weight: torch.Tensor, format_name: str) -> None:
-    """Raise ConfigError if a weight is NaN or infinite, which no 4-bit code can express."""
-    low, high = weight.aminmax()  # several times faster than isfinite, and NaN if there is one
-    if math.isfinite(float(low)) and math.isfinite(float(high)):
-        return
-    count = weight.numel() - int(weight.isfinite().sum())
-    raise ConfigError(
-        f"{count} of {weight.numel()} weights are NaN or infinite as {weight.dtype}, and {format_name} has no code for "
-        "them; repair the checkpoint, or choose a dtype of wider range if they overflowed"
-    )
+        """The tensor scale, which multiplies the output of the matmul in FP32; 1.0 for formats without one."""
+        return 1.0

@@ -1,8 +1,8 @@
-"""Reading checkpoint folders tensor by tensor: plain ones block by block, packed ones without unpacking anything.
+"""Reads checkpoint folders of safetensors, tensor by tensor: plain ones block by block, packed ones as they are.
 
-Only safetensors. Every header is read first, and a file that is cut short or does not fit the model is refused with the
-name of a tensor, before the caller has got anything. Tensors are copied out of the file, so that its pages do not stay
-resident. Left out: checkpoints whose tensor names differ from the model's (fused experts); those are loaded whole.
+All headers are read first. A file that is cut short or does not fit the model is refused, with the name of a tensor,
+before anything is returned. Tensors are copied out of the file, so that its pages do not stay in memory. Left out:
+checkpoints whose tensor names differ from the model's (fused experts); those are loaded whole.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nf4 import BLOCK as NF4_BLOCK
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 
@@ -28,28 +27,28 @@ _STATE = ".quant_state.bitsandbytes__nf4"
 _REMEDY = "download or write the checkpoint again"
 
 
-class Weights:
-    """The tensors of a checkpoint folder, by name. `device` is where `read` puts them."""
+class CheckpointReader:
+    """The tensors of a checkpoint folder by name; `read` puts them on `device`."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self.folder, self.device = folder, device
-        self.headers: dict[str, dict[str, Any]] = {}  # tensor -> its entry in the file's header
+        self.headers: dict[str, dict[str, Any]] = {}  # tensor name -> its entry in the file's header
         self.files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             for name, entry in _header(path).items():
-                require(name not in self.files, f"{folder}: tensor {name} stands in two files; {_REMEDY}")
+                require(name not in self.files, f"{folder}: tensor {name} is in two files; {_REMEDY}")
                 self.headers[name], self.files[name] = entry, path
-        for name in self._indexed():
-            require(name in self.files, f"{folder}: the index names a tensor {name} that is in no file; {_REMEDY}")
+        for name in self._names_in_index():
+            require(name in self.files, f"{folder}: the index lists the tensor {name}, which is in no file; {_REMEDY}")
 
-    def _indexed(self) -> list[str]:
+    def _names_in_index(self) -> list[str]:
         path = self.folder / "model.safetensors.index.json"
         if not path.is_file():
             return []
         try:
             return list(json.loads(path.read_text())["weight_map"])
         except (json.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(f"{path} is no index of tensors; {_REMEDY}") from None
+            raise ConfigError(f"{path} is not an index of tensors; {_REMEDY}") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -70,11 +69,11 @@ class Weights:
         return tensor.to(self.device, copy=True)
 
     def covers(self, model: torch.nn.Module) -> bool:
-        """Whether every parameter of `model` is here under its own name."""
+        """Whether the checkpoint has every parameter of `model`, under the name that the model uses."""
         return all(name in self for name, _ in model.named_parameters())
 
     def fill(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Give the parameters `names` of a model on the meta device their values, in the dtype that they have there."""
+        """Load those of the parameters `names` that are on the meta device, in the dtype that they have there."""
         for name in names:
             parent, _, leaf = name.rpartition(".")
             module = model.get_submodule(parent)
@@ -86,7 +85,7 @@ class Weights:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file: dtype, shape and data_offsets by name, all checked against the file's size."""
+    """dtype, shape and data_offsets of each tensor in a safetensors file, checked against the size of the file."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -99,12 +98,12 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     header.pop("__metadata__", None)
     for name, entry in header.items():
         end = 8 + length + entry["data_offsets"][1]
-        require(end <= size, f"{path} is cut short: tensor {name} ends at byte {end} and the file at {size}; {_REMEDY}")
+        require(end <= size, f"{path} is cut short: tensor {name} ends at byte {end}, the file at {size}; {_REMEDY}")
     return header
 
 
 def skeleton(folder: Path, dtype: torch.dtype) -> Any:
-    """The model that config.json describes, its parameters on the meta device and its buffers real."""
+    """The model that config.json describes: parameters on the meta device, real buffers."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -120,84 +119,88 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """What config.json says about packed weights, None for a plain checkpoint."""
+    """`quantization_config` of config.json, None for a plain checkpoint."""
     try:
         return json.loads((folder / "config.json").read_text()).get("quantization_config")
     except (OSError, json.JSONDecodeError):
         raise ConfigError(f"{folder} has no readable config.json; {_REMEDY}") from None
 
 
-def check_format(folder: Path, wanted: WeightFormat) -> None:
-    """Raise ConfigError unless the packed checkpoint in `folder` holds weights of the format `wanted`."""
+def check_format(folder: Path, requested: WeightFormat) -> None:
+    """Raise ConfigError unless the packed checkpoint in `folder` holds weights of the format `requested`."""
     config = quantization_config(folder) or {}
     method = config.get("quant_method")
     group = next(iter(config.get("config_groups", {}).values()), {})
     if method == "compressed-tensors":
         name = config.get("format") or group.get("format")
-        found = PACK_FORMATS.get(str(name))
+        stored = PACK_FORMATS.get(str(name))
         require(
             not group.get("input_activations"),
             f"{folder} quantizes activations too, which this harness does not; use a weight-only checkpoint (W4A16)",
         )
     else:
         name = config.get("bnb_4bit_quant_type")
-        found = NF4 if method == "bitsandbytes" and config.get("load_in_4bit") and name == "nf4" else None
+        stored = NF4 if method == "bitsandbytes" and config.get("load_in_4bit") and name == "nf4" else None
+    if stored is None:
+        raise ConfigError(
+            f"{folder} is packed as {name} by {method}; readable are {', '.join(PACK_FORMATS)} of compressed-tensors "
+            "and nf4 of bitsandbytes"
+        )
     require(
-        found is not None,
-        f"{folder} is packed as {name} by {method}; readable are {', '.join(PACK_FORMATS)} of compressed-tensors "
-        "and nf4 of bitsandbytes",
+        isinstance(requested, stored),
+        f"{folder} is packed as {name}, and the run asks for quant={requested.name}; "
+        f"use quant={stored.__name__.lower()}",
     )
-    assert found is not None
-    require(
-        isinstance(wanted, found),
-        f"{folder} is packed as {name}, and the run asks for quant={wanted.name}; use quant={found.__name__.lower()}",
-    )
-    if isinstance(wanted, NF4):
+    if isinstance(requested, NF4):
         double = bool(config.get("bnb_4bit_use_double_quant"))
         require(
-            wanted.double_quant == double,
+            requested.double_quant == double,
             f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
         )
 
 
 def read_packed(folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str) -> Any:
-    """The model of a packed checkpoint: its packed layers byte for byte, everything else in `dtype`.
+    """The model of a packed checkpoint: packed layers byte for byte, everything else in `dtype`.
 
-    Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format; nothing is returned then.
+    Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format.
     """
     check_format(folder, weight_format)
-    weights = Weights(folder, device)
+    assert isinstance(weight_format, BlockFormat)
+    reader = CheckpointReader(folder, device)
     model = skeleton(folder, dtype)
-    read = _read_nf4 if isinstance(weight_format, NF4) else _read_fp4
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            packed = read(weights, name, module, weight_format)
-            if packed is not None:
-                bias = None
-                if module.bias is not None:
-                    bias = weights.read(f"{name}.bias", module.bias.shape).to(dtype)
-                shape = (module.out_features, module.in_features)
-                model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
-    weights.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, torch.nn.Linear):
+            continue
+        if isinstance(weight_format, NF4):
+            packed = _read_nf4(reader, name, linear, weight_format)
+        else:
+            packed = _read_fp4(reader, name, linear, weight_format)
+        if packed is not None:
+            bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
+            shape = (linear.out_features, linear.in_features)
+            model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
+    reader.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     return model
 
 
 def _read_fp4(
-    weights: Weights, name: str, linear: torch.nn.Linear, weight_format: WeightFormat
+    reader: CheckpointReader, name: str, linear: torch.nn.Linear, weight_format: BlockFormat
 ) -> dict[str, torch.Tensor] | None:
-    if f"{name}.weight_packed" not in weights:
+    """The packed tensors of a layer in NVFP4 or MXFP4, None if it is not packed."""
+    if f"{name}.weight_packed" not in reader:
         return None
     weight_format.check_width(name, linear.in_features)
     rows, width = linear.out_features, linear.in_features
     nvfp4 = isinstance(weight_format, NVFP4)
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "weight_packed": ((rows, width // 2), torch.uint8),
         "weight_scale": ((rows, width // weight_format.block), torch.float8_e4m3fn if nvfp4 else torch.uint8),
     }
     if nvfp4:
-        wanted["weight_global_scale"] = ((1,), torch.float32)
-    packed = {key: weights.read(f"{name}.{key}", shape) for key, (shape, _) in wanted.items()}
-    for key, (_, dtype) in wanted.items():
+        expected["weight_global_scale"] = ((1,), torch.float32)
+    packed = {}
+    for key, (shape, dtype) in expected.items():
+        packed[key] = reader.read(f"{name}.{key}", shape)
         require(packed[key].dtype == dtype, f"{name}.{key} is stored as {packed[key].dtype}, not as {dtype}; {_REMEDY}")
     if nvfp4:
         scale = float(packed["weight_global_scale"])
@@ -207,36 +210,35 @@ def _read_fp4(
 
 
 def _read_nf4(
-    weights: Weights, name: str, linear: torch.nn.Linear, weight_format: WeightFormat
+    reader: CheckpointReader, name: str, linear: torch.nn.Linear, weight_format: NF4
 ) -> dict[str, torch.Tensor] | None:
+    """The packed tensors of a layer in NF4, None if it is not packed."""
     key = f"{name}.weight"
-    if key + _STATE not in weights:
+    if key + _STATE not in reader:
         return None
     weight_format.check_width(name, linear.in_features)
-    count = linear.out_features * linear.in_features
+    shape = (linear.out_features, linear.in_features)
     try:
-        state = json.loads(bytes(weights.read(key + _STATE).cpu().tolist()))
+        state = json.loads(bytes(reader.read(key + _STATE).cpu().tolist()))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{weights.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
+        raise ConfigError(f"{reader.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
     double = "nested_offset" in state
     require(
-        state.get("blocksize") == NF4_BLOCK
-        and tuple(state.get("shape", ())) == (linear.out_features, linear.in_features)
+        state.get("blocksize") == NF4.block
+        and tuple(state.get("shape", ())) == shape
         and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
-        and double == getattr(weight_format, "double_quant", False),
-        f"{key} is packed with {state}; readable are blocks of {NF4_BLOCK}, nested blocks of {NESTED_BLOCK}, and a "
-        f"shape of ({linear.out_features}, {linear.in_features})",
+        and double == weight_format.double_quant,
+        f"{key} is packed with {state}; readable are blocks of {NF4.block}, nested blocks of {NESTED_BLOCK}, and the "
+        f"shape {shape}",
     )
+    blocks = shape[0] * shape[1] // NF4.block
     packed = {
-        "weight": weights.read(key, (count // 2, 1)),
-        "absmax": weights.read(f"{key}.absmax", (count // NF4_BLOCK,)),
+        "weight": reader.read(key, (shape[0] * shape[1] // 2, 1)),
+        "absmax": reader.read(f"{key}.absmax", (blocks,)),
     }
     if double:
-        nested = -(-(count // NF4_BLOCK) // NESTED_BLOCK)
-        packed["nested_absmax"] = weights.read(f"{key}.nested_absmax", (nested,))
+        packed["nested_absmax"] = reader.read(f"{key}.nested_absmax", (-(-blocks // NESTED_BLOCK),))
         packed["nested_offset"] = torch.tensor([state["nested_offset"]], device=packed["absmax"].device)
-    expected = torch.uint8 if double else torch.float32
-    require(
-        packed["absmax"].dtype == expected, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {expected}"
-    )
+    dtype = torch.uint8 if double else torch.float32
+    require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
     return packed

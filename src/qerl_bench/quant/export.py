@@ -1,8 +1,8 @@
-"""`python -m qerl_bench.quant.export model=PATH_OR_ID quant=nvfp4 out=DIR`: pack a model for other programs to read.
+"""Write a packed model for other programs.
 
-Options are those of conf/ (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 become
-compressed-tensors checkpoints, which transformers and vLLM read; nf4 becomes one of bitsandbytes. The folder appears
-under its name only when it is complete.
+Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 are written as
+compressed-tensors checkpoints, which transformers and vLLM read; nf4 as bitsandbytes checkpoints. The folder gets its
+name only when it is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,27 +26,28 @@ from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.nvfp4 import NVFP4
 
 SHARD_BYTES = 5 * 10**9
+USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
 
 
 def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
-    """Write a packed `model` and its tokenizer to the new folder `out`. Raises ConfigError if `out` holds something."""
-    check_place(out)
-    beside = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    tokenizer.save_pretrained(beside)
-    left = [name for name, m in model.named_modules() if type(m) is torch.nn.Linear]
-    entry = config_entry(weight_format, left, str(model.dtype).removeprefix("torch."))
-    write_model(model, dict(checkpoint_tensors(model)), entry, beside)
+    """Write a packed `model` and its tokenizer to the folder `out`. Raises ConfigError unless `out` is new or empty."""
+    check_new_folder(out)
+    partial = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tokenizer.save_pretrained(partial)
+    unpacked = [name for name, m in model.named_modules() if type(m) is torch.nn.Linear]
+    entry = config_entry(weight_format, unpacked, str(model.dtype).removeprefix("torch."))
+    write_model(model, dict(checkpoint_tensors(model)), entry, partial)
     if out.is_dir():
         out.rmdir()
-    os.replace(beside, out)
+    os.replace(partial, out)
 
 
 def write_model(
     model: Any, tensors: dict[str, torch.Tensor], quantization: dict[str, Any] | None, folder: Path
 ) -> None:
-    """Write config and weights: `tensors` under their checkpoint names, `quantization` as config.json tells of them."""
+    """Write config.json, with the entry `quantization`, and the weights `tensors` under their checkpoint names."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
@@ -59,27 +59,27 @@ def write_model(
     _write_shards(tensors, folder)
 
 
-def check_place(out: Path) -> None:
+def check_new_folder(out: Path) -> None:
     """Raise ConfigError unless `out` is a new or empty folder."""
     require(
         not out.exists() or (out.is_dir() and not any(out.iterdir())),
-        f"out={out} exists and is not an empty folder; choose a new one, nothing there is overwritten",
+        f"out={out} exists and is not an empty folder; choose a new one, since nothing is overwritten",
     )
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model under the name that its checkpoint format gives it; tied ones once."""
+    """Every tensor of the model under its checkpoint name; tied tensors once."""
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     for name, layer in packed.items():
         if layer.bias is not None:
             yield f"{name}.bias", layer.bias.detach()
-        yield from _of_layer(name, layer)
+        yield from _packed_tensors(name, layer)
     for name, parameter in model.named_parameters():
         if name.rpartition(".")[0] not in packed:
             yield name, parameter.detach()
 
 
-def _of_layer(name: str, layer: PackedLinear) -> Iterator[tuple[str, torch.Tensor]]:
+def _packed_tensors(name: str, layer: PackedLinear) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = layer.packed()
     if isinstance(layer.weight_format, NF4):
         state = quant_state(tensors, (layer.out_features, layer.in_features), torch.bfloat16, with_code=True)
@@ -107,10 +107,8 @@ def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> 
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ignore,
         }
-    require(
-        isinstance(weight_format, NVFP4 | MXFP4),
-        f"quant={weight_format.name} packs nothing that could be exported; use quant=nvfp4, mxfp4 or nf4",
-    )
+    if not isinstance(weight_format, NVFP4 | MXFP4):
+        raise ConfigError(f"quant={weight_format.name} packs nothing to export; use quant=nvfp4, mxfp4 or nf4")
     nvfp4 = isinstance(weight_format, NVFP4)
     pack_format = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
     weights = {
@@ -144,29 +142,29 @@ def _write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
         return
-    places: dict[str, str] = {}
+    file_of_tensor: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(shard, file)
+        file_of_tensor |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def overrides_of(words: list[str]) -> tuple[list[str], Path]:
-    """The config overrides behind the command's words, and the folder `out`. A model that conf/model does not know is
-    taken as a hub id or a local folder."""
+def parse_words(words: list[str]) -> tuple[list[str], Path]:
+    """The config overrides and the folder `out` from the words of the command.
+
+    A model without a file in conf/model is a hub id or a local folder.
+    """
     given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    require(
-        "out" in given and "model" in given, "usage: model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
-    )
+    require("out" in given and "model" in given, USAGE)
     model = given["model"]
-    chosen = ["model.dtype=bfloat16", f"model={model}"]
+    overrides = ["model.dtype=bfloat16", f"model={model}"]
     if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
         some_hub_model = next(p.stem for p in sorted((CONF_DIR / "model").glob("*.yaml")) if p.stem != "tiny")
-        chosen = [f"model={some_hub_model}", f"model.id={model}", "model.dtype=bfloat16"]
-    return [*chosen, *(word for word in words if word.partition("=")[0] not in ("out", "model"))], Path(given["out"])
+        overrides = [f"model={some_hub_model}", f"model.id={model}", "model.dtype=bfloat16"]
+    return [*overrides, *(word for word in words if word.partition("=")[0] not in ("out", "model"))], Path(given["out"])
 
 
 def main(words: list[str]) -> None:
@@ -175,10 +173,10 @@ def main(words: list[str]) -> None:
     from qerl_bench.model_setup import base_checkpoint
     from qerl_bench.quant.error_decomposition import write_layers
 
-    overrides, out = overrides_of(words)
+    overrides, out = parse_words(words)
     experiment = build(compose(overrides))
-    config_entry(experiment.quant, [], "bfloat16")  # refuses a format that packs nothing before any work
-    check_place(out)
+    config_entry(experiment.quant, [], "bfloat16")  # refuses formats that pack nothing, before any work
+    check_new_folder(out)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     device, quantizer = resolve_device(experiment.device), experiment.quantizer
     model, tokenizer, layers = load_packed(experiment.model, experiment.quant, quantizer, experiment.task, base, device)
@@ -191,8 +189,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    raise SystemExit(USAGE)

@@ -1,9 +1,9 @@
-"""quantizer=awq: make the inputs that carry much signal larger before rounding, and divide the layer before by as much.
+"""quantizer=awq: enlarge the inputs that carry much signal before rounding, and shrink the layer before by as much.
 
-Lin et al., arXiv 2306.00978, with a search that packs every candidate in the real format: a block scale shared by 16 or
-32 inputs reacts to scaling in a way that an integer stand-in does not show. The factors are s = rms(x)^a, normalised,
-with `a` on a grid; a = 0 is plain rounding, so the measured output error never gets worse. They are folded into what
-feeds the layer: a norm's scale, the value projection, or the up projection. Left out: clipping.
+Lin et al., arXiv 2306.00978, but the search packs every candidate in the real format: a block scale shared by 16 or 32
+inputs reacts to rescaling in a way that an integer stand-in does not show. The input scales are rms(x)^a, normalized,
+with `a` on a grid; a = 0 is plain rounding, so the measured output error never gets worse. They are folded into the
+norm, the value projection or the up projection before the layer. Left out: clipping.
 """
 
 from __future__ import annotations
@@ -11,55 +11,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, count
+from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl_bench.quant.base import WeightFormat
-    from qerl_bench.quantizer.calibrate import Group
+    from qerl_bench.quant.base import BlockFormat
+    from qerl_bench.quantizer.calibrate import InputGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class AWQ:
-    """`steps` exponents are tried for each group of layers that share their input: 0, 1/steps, ... below 1."""
+class AWQ(Quantizer):
+    """`steps` exponents are tried for each group of layers with the same input: 0, 1/steps, ... below 1."""
 
     name: str
     steps: int
     calibration: Calibration
 
     def __post_init__(self) -> None:
-        require(self.name != "", "quantizer.name is empty; give it a name, for example awq")
-        require(
-            isinstance(self.steps, int) and self.steps >= 2,
-            f"quantizer.steps must be a whole number of at least 2, got {self.steps!r}; 20 is usual",
-        )
+        check_fields(self, "quantizer", steps=count(2))
 
-    def prepare(self, groups: list[Group], weight_format: WeightFormat) -> None:
+    def prepare(self, groups: list[InputGroup], weight_format: BlockFormat) -> None:
         for group in groups:
             if group.foldable:
-                group.rescale(self.search(group, weight_format))
+                group.fold_scales(self.best_scales(group, weight_format))
 
-    def search(self, group: Group, weight_format: WeightFormat) -> torch.Tensor:
-        """The factors (K,) under which the group's layers lose the least of their output."""
+    def best_scales(self, group: InputGroup, weight_format: BlockFormat) -> torch.Tensor:
+        """The input scales (K,) with the smallest output error of the group's layers."""
         import torch
 
-        rms = group.moment.diagonal().sqrt().clamp(min=1e-8)  # (K,)
+        rms = group.second_moment.diagonal().sqrt().clamp(min=1e-8)  # (K,)
         best, least = torch.ones_like(rms), None
         for step in range(self.steps):
-            factors = group.shared(rms.pow(step / self.steps))
-            factors = factors / (factors.max() * factors.min()).sqrt()
-            loss = sum(group.losses(factors, weight_format))
-            if least is None or loss < least:
-                best, least = factors, loss
+            scales = group.averaged_over_repeats(rms.pow(step / self.steps))
+            scales = scales / (scales.max() * scales.min()).sqrt()
+            error = group.squared_output_error(scales, weight_format)
+            if least is None or error < least:
+                best, least = scales, error
         return best
-
-    def pack(
-        self,
-        weight: torch.Tensor,
-        weight_format: WeightFormat,
-        tensor_amax: float | None,
-        moment: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor]:
-        return weight_format.pack(weight, tensor_amax)

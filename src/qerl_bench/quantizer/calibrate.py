@@ -1,8 +1,8 @@
-"""Running calibration text through a model one transformer block at a time, and what a quantizer learns from it.
+"""Runs calibration text through a model one transformer block at a time, and measures what reaches each linear layer.
 
-A block sees what the packed blocks before it make of the text, so later layers can answer for earlier errors. Only the
-hidden states of the text and one block are needed at a time. Nothing is inferred from a model's name: which layers
-share an input, and which norm feeds them, is seen from the tensors themselves.
+Each block receives the outputs of the packed blocks before it, so later layers can correct earlier errors. Memory holds
+the hidden states of the text and one block. Nothing is inferred from a model's name: which layers share an input, and
+which norm feeds them, is read off the tensors.
 """
 
 from __future__ import annotations
@@ -15,82 +15,82 @@ from typing import Any
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.base import BlockFormat
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, pack_linear
 
-# Layers whose input is linear in another layer's output, up to factors that do not depend on it: (before, after).
+# (previous, layer): each output of `previous` scales inputs of `layer` and nothing else.
 CHAINS = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
 
 
 @dataclass
-class State:
-    """One batch of calibration text on its way through the model."""
+class BlockInputs:
+    """One batch of calibration text between two blocks of the model."""
 
     hidden: torch.Tensor  # (B, T, H)
     mask: torch.Tensor  # (B, T), true for real tokens
-    arguments: list[dict[str, Any]]  # of each block: positions, attention mask and the like
+    arguments: list[dict[str, Any]]  # of each block: positions, attention mask and so on
 
 
 @dataclass
-class Group:
-    """The layers of one block that read the same input, the second moment of that input, and what feeds it."""
+class InputGroup:
+    """The layers of one block that read the same input x (K,), its second moment, and the module that produces it."""
 
     layers: dict[str, torch.nn.Linear]
-    moment: torch.Tensor  # mean of x x^T, FP32 (K, K)
-    norm: torch.nn.Module | None = None  # its output is the input
-    previous: torch.nn.Linear | None = None  # the input is linear in its output
-    repeats: int = 1  # how many inputs each output of `previous` feeds (grouped-query attention, head by head)
-    head_size: int = 0  # known where repeats > 1
+    second_moment: torch.Tensor  # mean of x x^T, FP32 (K, K); GPTQ's Hessian
+    norm: torch.nn.Module | None = None  # x is its output
+    previous: torch.nn.Linear | None = None  # x is linear in its output
+    repeats: int = 1  # inputs per output of `previous` (grouped-query attention, head by head)
+    head_size: int = 0  # set if repeats > 1
 
     @property
     def foldable(self) -> bool:
         return self.norm is not None or self.previous is not None
 
-    def shared(self, factors: torch.Tensor) -> torch.Tensor:
-        """`factors` (K,) made equal wherever several inputs come from one output, as their geometric mean."""
+    def averaged_over_repeats(self, scales: torch.Tensor) -> torch.Tensor:
+        """`scales` (K,) with the geometric mean wherever several inputs come from one output of `previous`."""
         if self.repeats == 1:
-            return factors
-        return self._by_head(factors).log().mean(1, keepdim=True).exp().expand(-1, self.repeats, -1).reshape(-1)
+            return scales
+        return self._by_head(scales).log().mean(1, keepdim=True).exp().expand(-1, self.repeats, -1).reshape(-1)
 
-    def _by_head(self, factors: torch.Tensor) -> torch.Tensor:
+    def _by_head(self, scales: torch.Tensor) -> torch.Tensor:
         assert self.previous is not None and self.head_size > 0
-        return factors.view(-1, self.repeats, self.head_size)
+        return scales.view(-1, self.repeats, self.head_size)
 
-    def rescale(self, factors: torch.Tensor) -> None:
-        """Multiply the layers' inputs by `factors` (K,) in their weights, and divide what feeds them by as much."""
+    def fold_scales(self, scales: torch.Tensor) -> None:
+        """Multiply the layers' weights by the input scales (K,), and divide the module that produces x by them."""
         for linear in self.layers.values():
-            linear.weight.copy_(linear.weight.to(torch.float32) * factors)
+            linear.weight.copy_(linear.weight.to(torch.float32) * scales)
         if self.norm is not None:
             for parameter in self.norm.parameters(recurse=False):
-                parameter.copy_(parameter.to(torch.float32) / factors)
+                parameter.copy_(parameter.to(torch.float32) / scales)
         elif self.previous is not None:
-            by_output = self._by_head(factors)[:, 0].reshape(-1) if self.repeats > 1 else factors
+            by_output = self._by_head(scales)[:, 0].reshape(-1) if self.repeats > 1 else scales
             weight, bias = self.previous.weight, self.previous.bias
             weight.copy_(weight.to(torch.float32) / by_output.unsqueeze(1))
             if bias is not None:
                 bias.copy_(bias.to(torch.float32) / by_output)
-        self.moment = self.moment / torch.outer(factors, factors)
+        self.second_moment = self.second_moment / torch.outer(scales, scales)
 
-    def losses(self, factors: torch.Tensor, weight_format: WeightFormat) -> list[float]:
-        """Mean squared output error of each layer when packed with its inputs multiplied by `factors` (K,)."""
+    def squared_output_error(self, scales: torch.Tensor, weight_format: BlockFormat) -> float:
+        """Mean squared output error, summed over the layers, if they are packed under these input scales (K,)."""
         scaled = {
-            name: (linear.weight.detach().to(torch.float32) * factors).to(linear.weight.dtype)
+            name: (linear.weight.detach().to(torch.float32) * scales).to(linear.weight.dtype)
             for name, linear in self.layers.items()
         }
         amax = shared_amax({name: float(weight.abs().max()) for name, weight in scaled.items()})
-        found = []
+        errors = []
         for name, weight in scaled.items():
-            plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
-            packed = pack_linear(name, plain, weight_format, amax.get(name))
+            linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+            packed = pack_linear(name, linear, weight_format, amax.get(name))
             assert isinstance(packed, PackedLinear)
-            error = packed.dequantized() / factors - self.layers[name].weight.detach().to(torch.float32)
-            found.append(float(((error @ self.moment) * error).sum()))
-        return found
+            error = packed.dequantized() / scales - self.layers[name].weight.detach().to(torch.float32)
+            errors.append(float(((error @ self.second_moment) * error).sum()))
+        return sum(errors)
 
 
 def shared_amax(amax: dict[str, float]) -> dict[str, float]:
-    """For each layer that runs fused with siblings (`FUSED_SIBLINGS`), the largest |w| of all of them."""
+    """For each layer that engines fuse with siblings (`FUSED_SIBLINGS`), the largest |w| of all of them."""
     shared: dict[str, float] = {}
     for siblings in FUSED_SIBLINGS:
         for name in amax:
@@ -102,7 +102,7 @@ def shared_amax(amax: dict[str, float]) -> dict[str, float]:
 
 
 def decoder_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList] | None:
-    """The list of transformer blocks and its name: the first one as long as the config says; None if there is none."""
+    """Name and list of the transformer blocks: the first list as long as the config says, None if there is none."""
     count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
@@ -111,14 +111,14 @@ def decoder_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList] | 
 
 
 @torch.no_grad()
-def first_states(
+def first_block_inputs(
     model: Any, blocks: torch.nn.ModuleList, batches: list[tuple[torch.Tensor, torch.Tensor]]
-) -> list[State]:
-    """What reaches the first block, and the arguments that the model passes to each. The blocks are not run.
+) -> list[BlockInputs]:
+    """The input of the first block, and the arguments that the model passes to each block. The blocks are not run.
 
-    Padding sits behind every real token, so causal attention alone keeps it out.
+    Padding follows the real tokens, so causal attention alone hides it.
     """
-    states = []
+    inputs = []
     device = model.get_input_embeddings().weight.device
     for ids, mask in batches:
         calls: list[tuple[torch.Tensor, dict[str, Any]]] = []
@@ -128,15 +128,15 @@ def first_states(
             calls.append((hidden, kwargs))
             return hidden
 
-        with _forwards_replaced(blocks, record):
+        with _replaced_forwards(blocks, record):
             model.base_model(input_ids=ids.to(device), use_cache=False)
         assert len(calls) == len(blocks)
-        states.append(State(calls[0][0], mask.to(device), [kwargs for _, kwargs in calls]))
-    return states
+        inputs.append(BlockInputs(calls[0][0], mask.to(device), [kwargs for _, kwargs in calls]))
+    return inputs
 
 
 @contextmanager
-def _forwards_replaced(blocks: torch.nn.ModuleList, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+def _replaced_forwards(blocks: torch.nn.ModuleList, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
     for block in blocks:
         block.forward = forward
     try:
@@ -147,58 +147,59 @@ def _forwards_replaced(blocks: torch.nn.ModuleList, forward: Callable[..., torch
 
 
 @torch.no_grad()
-def run_block(block: torch.nn.Module, index: int, state: State) -> torch.Tensor:
+def run_block(block: torch.nn.Module, index: int, inputs: BlockInputs) -> torch.Tensor:
     """The block's output hidden states (B, T, H)."""
-    output = block(state.hidden, **state.arguments[index])
+    output = block(inputs.hidden, **inputs.arguments[index])
     return output[0] if isinstance(output, tuple) else output
 
 
 @torch.no_grad()
-def observe(block: torch.nn.Module, index: int, states: list[State], layers: dict[str, torch.nn.Linear]) -> list[Group]:
-    """Run every state through the block and group `layers` by their input, in the order in which they are called."""
+def group_by_input(
+    block: torch.nn.Module, index: int, batches: list[BlockInputs], layers: dict[str, torch.nn.Linear]
+) -> list[InputGroup]:
+    """Run every batch through the block, and group `layers` by their input, in the order in which they are called."""
     leaders: dict[str, str] = {}  # layer -> the first layer with the same input
     sums: dict[str, torch.Tensor] = {}
     norms: dict[str, torch.nn.Module] = {}
     names = {id(linear): name for name, linear in layers.items()}
-    seen: dict[
-        int, tuple[torch.Tensor, str]
-    ] = {}  # input -> first layer; the tensor is kept so that its id stays taken
-    made: dict[int, tuple[torch.Tensor, torch.nn.Module]] = {}  # output -> the norm that made it
-    mask = states[0].mask
+    # By id of a tensor of this batch: the tensor, kept so that its id is not reused, and who read it first or made it.
+    readers: dict[int, tuple[torch.Tensor, str]] = {}
+    producers: dict[int, tuple[torch.Tensor, torch.nn.Module]] = {}
+    mask = batches[0].mask
 
-    def before(linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def before_linear(linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         (x,) = inputs
         name = names[id(linear)]
-        if id(x) in seen:
-            leaders[name] = seen[id(x)][1]
+        if id(x) in readers:
+            leaders[name] = readers[id(x)][1]
             return
-        seen[id(x)] = (x, name)
+        readers[id(x)] = (x, name)
         leaders[name] = name
-        if id(x) in made:
-            norms[name] = made[id(x)][1]
+        if id(x) in producers:
+            norms[name] = producers[id(x)][1]
         rows = x[mask].to(torch.float32)  # (M, K)
         sums[name] = sums.get(name, 0) + rows.t() @ rows
 
-    def after(norm: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def after_norm(norm: torch.nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor):
-            made[id(output)] = (output, norm)
+            producers[id(output)] = (output, norm)
 
-    hooks = [linear.register_forward_pre_hook(before) for linear in layers.values()]
-    hooks += [m.register_forward_hook(after) for m in block.modules() if _scales_channels(m)]
+    hooks = [linear.register_forward_pre_hook(before_linear) for linear in layers.values()]
+    hooks += [module.register_forward_hook(after_norm) for module in block.modules() if _scales_channels(module)]
     try:
-        for state in states:
-            mask = state.mask
-            run_block(block, index, state)
-            seen.clear()
-            made.clear()
+        for batch in batches:
+            mask = batch.mask
+            run_block(block, index, batch)
+            readers.clear()
+            producers.clear()
     finally:
         for hook in hooks:
             hook.remove()
-    tokens = sum(int(state.mask.sum()) for state in states)
-    groups: dict[str, Group] = {}
+    tokens = sum(int(batch.mask.sum()) for batch in batches)
+    groups: dict[str, InputGroup] = {}
     for name, leader in leaders.items():
         if leader not in groups:
-            groups[leader] = Group({}, sums[leader] / tokens, norms.get(leader))
+            groups[leader] = InputGroup({}, sums[leader] / tokens, norms.get(leader))
         groups[leader].layers[name] = layers[name]
     for group in groups.values():
         _find_previous(group, layers, block)
@@ -206,20 +207,20 @@ def observe(block: torch.nn.Module, index: int, states: list[State], layers: dic
 
 
 def _scales_channels(module: torch.nn.Module) -> bool:
-    """Whether the module's own parameters are vectors, as a norm's are."""
-    own = list(module.parameters(recurse=False))
-    return len(own) > 0 and all(parameter.dim() == 1 for parameter in own)
+    """Whether all direct parameters of the module are vectors, as those of a norm are."""
+    parameters = list(module.parameters(recurse=False))
+    return len(parameters) > 0 and all(parameter.dim() == 1 for parameter in parameters)
 
 
-def _find_previous(group: Group, layers: dict[str, torch.nn.Linear], block: torch.nn.Module) -> None:
-    """Set `previous` if the group is one layer behind another of `CHAINS`, in the same module and of fitting width."""
+def _find_previous(group: InputGroup, layers: dict[str, torch.nn.Linear], block: torch.nn.Module) -> None:
+    """Set `previous` if the group is the second layer of one of `CHAINS`, in one module and with fitting widths."""
     if group.norm is not None or len(group.layers) != 1:
         return
     ((name, linear),) = group.layers.items()
     parent, _, leaf = name.rpartition(".")
-    for before, after in CHAINS:
-        previous = layers.get(f"{parent}.{before}" if parent else before)
-        if leaf != after or previous is None or linear.in_features % previous.out_features != 0:
+    for previous_leaf, chained_leaf in CHAINS:
+        previous = layers.get(f"{parent}.{previous_leaf}" if parent else previous_leaf)
+        if leaf != chained_leaf or previous is None or linear.in_features % previous.out_features != 0:
             continue
         repeats = linear.in_features // previous.out_features
         head = getattr(block.get_submodule(parent), "head_dim", 0) if repeats > 1 else 0
@@ -228,12 +229,12 @@ def _find_previous(group: Group, layers: dict[str, torch.nn.Linear], block: torc
 
 
 def require_same_output(before: torch.Tensor, after: torch.Tensor, name: str) -> None:
-    """Raise ConfigError if rescaling changed what a block computes by more than rounding."""
+    """Raise ConfigError if rescaling changed the block's output by more than rounding."""
     change = float((after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30))
     limit = 20 * torch.finfo(before.dtype).eps
     if not change <= limit:
         raise ConfigError(
             f"{name}: rescaling changed the block's output by {change:.1e} of its norm (rounding explains "
-            f"{limit:.0e}); this model family scales its channels in a way that quantizer=awq does not know; "
+            f"{limit:.0e}); quantizer=awq does not know how this model scales its channels; "
             "use quantizer=gptq or mse"
         )

@@ -1,6 +1,6 @@
-"""The text that a quantizer looks at: demonstrations of the run's task, or a file.
+"""Calibration text for quantizers: demonstrations of the run's task, or a file.
 
-The same samples for every run seed, so that a sweep over seeds trains the same packed base. Left out: mixing sources.
+Its seed is not the run's seed, so that a sweep over seeds trains the same packed base. Left out: mixing sources.
 """
 
 from __future__ import annotations
@@ -8,19 +8,24 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from qerl_bench.checks import require
-from qerl_bench.task.prompts import rendered
+from qerl_bench.checks import check_fields, count, require
+from qerl_bench.task.prompts import render_prompt
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
     from qerl_bench.records import Demonstration
-    from qerl_bench.task.base import Task
 
-BATCH = 16  # sequences per forward pass; a memory setting
+BATCH_SIZE = 16  # sequences per forward pass; limits memory
+
+
+class DemonstrationSource(Protocol):
+    """The part of a task that calibration uses."""
+
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,36 +42,34 @@ class Calibration:
     seed: int
 
     def __post_init__(self) -> None:
-        for key, least in (("samples", 1), ("length", 2), ("seed", 0)):
-            value = getattr(self, key)
-            ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            require(ok, f"quantizer.calibration.{key} must be a whole number of at least {least}, got {value!r}")
+        check_fields(self, "quantizer.calibration", samples=count(), length=count(2), seed=count(0))
 
-    def sequences(self, tokenizer: PreTrainedTokenizerBase, task: Task) -> list[list[int]]:
-        """The token ids of each sample. Raises ConfigError if the file cannot be read or holds too little."""
-        if self.file is None:
-            shown = task.demonstrations(0, self.samples, self.seed)
-            return [demonstration_ids(tokenizer, d)[: self.length] for d in shown]
-        found = self._of_file(tokenizer, Path(self.file))
-        require(
-            len(found) >= self.samples,
-            f"quantizer.calibration.file={self.file} gives {len(found)} samples of up to {self.length} tokens, "
-            f"fewer than quantizer.calibration.samples={self.samples}; use a longer file or fewer samples",
-        )
-        return found[: self.samples]
+    def sequences(self, tokenizer: PreTrainedTokenizerBase, task: DemonstrationSource) -> list[list[int]]:
+        """The token ids of each sample. Raises ConfigError if the file cannot be read or holds too few."""
+        if self.file is not None:
+            return self._from_file(tokenizer, Path(self.file))
+        demonstrations = task.demonstrations(0, self.samples, self.seed)
+        return [_demonstration_ids(tokenizer, demonstration)[: self.length] for demonstration in demonstrations]
 
-    def _of_file(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[list[int]]:
+    def _from_file(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[list[int]]:
         require(
             path.is_file(),
-            f"quantizer.calibration.file={path} is not a file; give a text or .jsonl file, or null for the task's "
-            "demonstrations",
+            f"quantizer.calibration.file={path} is not a file; give a text or .jsonl file, or null for demonstrations "
+            "of the task",
         )
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
-            samples = [_text_of(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-            return [_ids(tokenizer, sample)[: self.length] for sample in samples]
-        ids = _ids(tokenizer, text)
-        return [ids[i : i + self.length] for i in range(0, len(ids) - self.length + 1, self.length)]
+            lines = [_text_of(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+            samples = [_ids(tokenizer, line)[: self.length] for line in lines]
+        else:
+            ids = _ids(tokenizer, text)
+            samples = [ids[i : i + self.length] for i in range(0, len(ids) - self.length + 1, self.length)]
+        require(
+            len(samples) >= self.samples,
+            f"quantizer.calibration.file={path} gives {len(samples)} samples of up to {self.length} tokens, fewer than "
+            f"quantizer.calibration.samples={self.samples}; use a longer file or fewer samples",
+        )
+        return samples[: self.samples]
 
 
 def _text_of(path: Path, number: int, line: str) -> str:
@@ -82,26 +85,26 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
-def demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
-    """Prompt, completion and stop token, as training sees them."""
-    prompt = rendered(tokenizer, demonstration.prompt.messages)
+def _demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
+    """Prompt, completion and stop token, as in training."""
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the tokenizer has no end-of-text token"
+    prompt = render_prompt(tokenizer, demonstration.prompt.messages)
     return [*_ids(tokenizer, prompt), *_ids(tokenizer, demonstration.completion), end]
 
 
 def batches(sequences: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Right-padded token ids (B, T) and the mask (B, T) of real tokens, sequences of like length together."""
+    """Right-padded token ids (B, T) and the mask (B, T) of real tokens; sequences of similar length share a batch."""
     import torch
 
     ordered = sorted(sequences, key=len)
-    found = []
-    for start in range(0, len(ordered), BATCH):
-        some = ordered[start : start + BATCH]
-        ids = torch.zeros(len(some), max(map(len, some)), dtype=torch.long)
+    padded = []
+    for start in range(0, len(ordered), BATCH_SIZE):
+        batch = ordered[start : start + BATCH_SIZE]
+        ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
         mask = torch.zeros_like(ids, dtype=torch.bool)
-        for row, sequence in enumerate(some):
+        for row, sequence in enumerate(batch):
             ids[row, : len(sequence)] = torch.tensor(sequence)
             mask[row, : len(sequence)] = True
-        found.append((ids, mask))
-    return found
+        padded.append((ids, mask))
+    return padded

@@ -1,9 +1,9 @@
-"""quantizer=gptq: round one input after the other and let the inputs that are still to come make up for the error.
+"""quantizer=gptq: round the inputs one after the other, and correct the later ones for the error made so far.
 
-Frantar et al., arXiv 2210.17323, with the rounding of the format itself: codes are the nearest of the real float grid
-under the scales that the checkpoint will store. The scales of a block are set when its first input is reached, from the
-weights as they are by then; the tensor scale is that of the original weights. Left out: reordering inputs by their
-energy, which would tie the scales to the original weights or the blocks to an order that no checkpoint stores.
+Frantar et al., arXiv 2210.17323, with the format's own rounding: codes are the nearest on the format's grid, under the
+scales that the checkpoint will store. The scales of a block are computed when its first input is reached, from the
+weights corrected so far; the tensor scale is that of the original weights. Left out: sorting inputs by energy, which
+would need scales of the original weights, or blocks in an order that no checkpoint stores.
 """
 
 from __future__ import annotations
@@ -11,79 +11,72 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, check_fields, number
+from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
 
 if TYPE_CHECKING:
     import torch
 
-    from qerl_bench.quant.base import WeightFormat
-    from qerl_bench.quantizer.calibrate import Group
+    from qerl_bench.quant.base import BlockFormat
 
-CHUNK = 128  # inputs after which the rest of the matrix is corrected; a speed setting, and a multiple of every block
+CHUNK = 128  # inputs between two corrections of the rest of the matrix, for speed; a multiple of every block size
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTQ:
-    """`damping` is added to the second moment's diagonal, as a share of its mean, so that it can be inverted."""
+class GPTQ(Quantizer):
+    """`damping` times its mean is added to the diagonal of the second moment, so that it can be inverted."""
 
     name: str
     damping: float
     calibration: Calibration
 
     def __post_init__(self) -> None:
-        require(self.name != "", "quantizer.name is empty; give it a name, for example gptq")
-        require(
-            isinstance(self.damping, int | float) and 0 < self.damping <= 1,
-            f"quantizer.damping must be in (0, 1], got {self.damping!r}; 0.01 is usual",
-        )
-
-    def prepare(self, groups: list[Group], weight_format: WeightFormat) -> None:
-        """Changes nothing."""
+        check_fields(self, "quantizer", damping=number(above=0, most=1))
 
     def pack(
         self,
         weight: torch.Tensor,
-        weight_format: WeightFormat,
+        weight_format: BlockFormat,
         tensor_amax: float | None,
-        moment: torch.Tensor | None,
+        second_moment: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
         import torch
 
-        if moment is None:
+        if second_moment is None:
             return weight_format.pack(weight, tensor_amax)
-        factor = inverse_factor(moment, self.damping)  # (K, K), upper triangular
+        factor = inverse_factor(second_moment, self.damping)  # (K, K), upper triangular
         amax = float(weight.abs().max()) if tensor_amax is None else tensor_amax
-        left = weight.to(torch.float32).clone()  # what is still to be rounded, corrected on the way
-        rounded = torch.empty_like(left)
+        corrected = weight.to(torch.float32).clone()
+        rounded = torch.empty_like(corrected)
         scales: list[dict[str, torch.Tensor]] = []
-        rows, width = left.shape
+        rows, width = corrected.shape
         for start in range(0, width, CHUNK):
             stop = min(start + CHUNK, width)
-            errors = torch.empty(rows, stop - start, device=left.device)
+            errors = torch.empty(rows, stop - start, device=corrected.device)
             for column in range(start, stop):
                 if column % weight_format.block == 0:
-                    slab = left[:, column : column + weight_format.block]
-                    scales.append(weight_format.scales(slab, amax))
+                    block = corrected[:, column : column + weight_format.block]
+                    scales.append(weight_format.scales(block, amax))
                     unit = weight_format.unit(scales[-1], (rows, weight_format.block))[:, 0]
                     unit = torch.where(unit == 0, 1.0, unit)
-                value = left[:, column]
+                value = corrected[:, column]
                 rounded[:, column] = weight_format.nearest(value / unit) * unit
                 error = (value - rounded[:, column]) / factor[column, column]
-                left[:, column:stop] -= error.unsqueeze(1) * factor[column, column:stop].unsqueeze(0)
+                corrected[:, column:stop] -= error.unsqueeze(1) * factor[column, column:stop].unsqueeze(0)
                 errors[:, column - start] = error
-            left[:, stop:] -= errors @ factor[start:stop, stop:]
-        return weight_format.encode(rounded, _side_by_side(scales))
+            corrected[:, stop:] -= errors @ factor[start:stop, stop:]
+        return weight_format.encode(rounded, _concat_blocks(scales))
 
 
-def inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
-    """U (K, K), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1; dead inputs count as average ones.
+def inverse_factor(second_moment: torch.Tensor, damping: float) -> torch.Tensor:
+    """U (K, K), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1. Zeros on diag H count as its mean.
 
     Raises ConfigError if the second moment H cannot be inverted with this damping.
     """
     import torch
 
-    damped = moment.to(torch.float64)
+    damped = second_moment.to(torch.float64)
     diagonal = damped.diagonal()
     mean = float(diagonal.mean())
     damped = damped + torch.diag(torch.where(diagonal == 0, mean or 1.0, 0.0) + damping * (mean or 1.0))
@@ -92,14 +85,14 @@ def inverse_factor(moment: torch.Tensor, damping: float) -> torch.Tensor:
         upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if int(failed) != 0:
         raise ConfigError(
-            "the calibration inputs of this layer are too alike for quantizer.damping="
-            f"{damping}: their second moment cannot be inverted; raise the damping, or quantizer.calibration.samples"
+            f"the second moment of the calibration inputs cannot be inverted with quantizer.damping={damping}; "
+            "raise quantizer.damping or quantizer.calibration.samples"
         )
     return upper.to(torch.float32)
 
 
-def _side_by_side(scales: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The scales of the whole matrix from those of its blocks, which have one column each."""
+def _concat_blocks(scales: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The scales of the whole matrix from those of its columns of blocks."""
     import torch
 
     from qerl_bench.quant.linear import TENSOR_SCALES

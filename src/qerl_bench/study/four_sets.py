@@ -48,7 +48,7 @@ def evaluations(run: Run) -> dict[str, Path]:
     instruction = f"task.instruction={run.option('task.instruction')}"
     require(
         not missing,
-        f"{run.name} has no finished evaluation of {', '.join(missing)}: for each of them, python -m qerl_bench.eval "
+        f"{run.name} has no finished evaluation of {', '.join(missing)}: for each of them, qerl-bench eval "
         f"{run.path} task={missing[0] if missing else ''} {instruction}",
     )
     return folders

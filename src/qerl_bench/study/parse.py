@@ -14,6 +14,7 @@ import pandas as pd
 import yaml
 
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.renamed_keys import require_current
 
 NUMBER_TYPES = {int, float, bool, type(None)}
 REMEDY = "Repair or remove this line, or leave the run out"
@@ -39,6 +40,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a resolved config: {error}") from error
     require("${" not in text, f"{path} is not a resolved config: it refers to other keys with ${{...}}")
     require(isinstance(config, dict) and bool(config), f"{path} must hold the run's config, but is empty or no mapping")
+    require_current(config, path.parent)
     return {str(key): value for key, value in config.items()}
 
 

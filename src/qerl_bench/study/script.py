@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import ConfigError
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
     """The command line of a script that reads runs and writes files."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = KeyValueParser(description)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")

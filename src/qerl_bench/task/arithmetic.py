@@ -1,116 +1,57 @@
-"""task=arithmetic: the built-in world. Generated chains of operations, worked left to right, with held-out problems.
-
-The demonstrations mix three procedures, as the text behind a large model mixes good and bad reasoning: `guess` answers
-at once, `hasty` stops one operation early, `careful` works out every operation. A small model taught on the mix can do
-all three; which one pays is what RL then has to find out.
-"""
+"""task=arithmetic: the built-in task. Chains of operations such as 17+25-9=?, evaluated left to right."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-from qerl_bench.checks import require
-from qerl_bench.records import Demonstration, Prompt
-from qerl_bench.seeding import derive
-from qerl_bench.task.prompt_task import PromptedTask
-from qerl_bench.task.prompts import worked
-from qerl_bench.task.split import distinct
-
-PROCEDURES = ("guess", "hasty", "careful")
+from qerl_bench.checks import check_fields, count, require
+from qerl_bench.task.generated import Chain, GeneratedTask, Problem, apply
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arithmetic(PromptedTask):
-    """Problems such as `17+25-9=?`; the gold answer is the left-to-right result and never negative."""
+class Arithmetic(GeneratedTask):
+    """The gold answer is the left-to-right result; it is never negative."""
 
     operations: list[int]
     operators: str
     max_start: int
     max_operand: int
-    procedures: dict[str, float]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             len(self.operations) > 0 and all(type(n) is int and 1 <= n <= 8 for n in self.operations),
-            f"task.operations lists how many operations a problem has, each 1..8, got {self.operations}",
+            f"task.operations must list how many operations a problem may have, each 1..8, got {self.operations}",
         )
         require(
             len(self.operators) > 0 and set(self.operators) <= set("+-*"),
             f"task.operators must be a selection of + - *, got {self.operators!r}",
         )
-        for key in ("max_start", "max_operand"):
-            value = getattr(self, key)
-            require(type(value) is int and 1 <= value <= 99, f"task.{key} must be 1..99, got {value!r}")
-        check_procedures(self.procedures)
+        check_fields(self, "task", max_start=count(1, 99), max_operand=count(1, 99))
 
     def check(self) -> None:
-        """Generated, so there is nothing that could be missing."""
+        """Needs no data."""
 
-    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return [self._prompt(chain) for chain in self._chains(False, derive(seed, "train", step), count)]
+    def prompt_id(self, split: str, problem: Problem) -> str:
+        return f"arithmetic/{problem.question}"
 
-    def eval_prompts(self, count: int | None) -> list[Prompt]:
-        chains = self._chains(True, derive("held-out"), 1024 if count is None else count)
-        return [self._prompt(chain) for chain in chains]
-
-    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        draw = random.Random(derive(seed, "procedures", step))
-        chains = self._chains(False, derive(seed, "demonstrations", step), count)
-        return [
-            Demonstration(
-                prompt=self._prompt(chain), completion=demonstrate(chain, self.procedures, self.answer_format, draw)
-            )
-            for chain in chains
-        ]
-
-    def _prompt(self, chain: Chain) -> Prompt:
-        return self.wording.prompt(f"arithmetic/{chain.question}", chain.question, str(chain.results[-1]))
-
-    def _chains(self, held_out: bool, seed: int, count: int) -> list[Chain]:
-        draw = random.Random(seed)
-
-        def drawn(_: int) -> Chain | None:
-            chain = random_chain(draw, draw.choice(self.operations), self.operators, self.max_start, self.max_operand)
-            return chain if all(op in self.operators for op, _ in chain.steps) else None
-
-        return distinct(
-            drawn,
-            count,
-            held_out,
-            question=lambda chain: chain.question,
-            key=lambda chain: chain.question,
-            task="task=arithmetic",
-            options=f"operations={self.operations}, operators={self.operators!r}, "
-            f"max_start={self.max_start}, max_operand={self.max_operand}; widen one",
+    def options(self) -> str:
+        return (
+            f"operations={self.operations}, operators={self.operators!r}, max_start={self.max_start}, "
+            f"max_operand={self.max_operand}"
         )
 
-
-def check_procedures(shares: dict[str, float]) -> None:
-    require(
-        set(shares) == set(PROCEDURES) and min(shares.values()) >= 0 and sum(shares.values()) > 0,
-        f"task.procedures needs a share >= 0 for each of {', '.join(PROCEDURES)}, got {shares}",
-    )
-
-
-@dataclass(frozen=True)
-class Chain:
-    """start op_1 operand_1 op_2 ...; `results[i]` is the value after operation i."""
-
-    start: int
-    steps: tuple[tuple[str, int], ...]
-    results: tuple[int, ...]
-
-    @property
-    def question(self) -> str:
-        return f"{self.start}" + "".join(f"{op}{operand}" for op, operand in self.steps) + "=?"
+    def random_problem(self, draw: random.Random) -> Problem | None:
+        """A random problem, or None if it had to use an operator that the options exclude."""
+        chain = random_chain(draw, draw.choice(self.operations), self.operators, self.max_start, self.max_operand)
+        return Problem(chain, chain.formula) if all(op in self.operators for op, _ in chain.steps) else None
 
 
 def random_chain(draw: random.Random, length: int, operators: str, max_start: int, max_operand: int) -> Chain:
     """A chain whose running value is never negative; products use factors 2..5 of values up to 30.
 
-    Where the drawn operator would break that, another takes its place, for want of a better one + .
+    An operator that would break this is replaced, by + if nothing else fits.
     """
     start = value = draw.randint(1, max_start)
     steps, results = [], []
@@ -126,21 +67,3 @@ def random_chain(draw: random.Random, length: int, operators: str, max_start: in
         steps.append((op, operand))
         results.append(value)
     return Chain(start, tuple(steps), tuple(results))
-
-
-def apply(value: int, op: str, operand: int) -> int:
-    return {"+": value + operand, "-": value - operand, "*": value * operand, "/": value // operand}[op]
-
-
-def demonstrate(chain: Chain, shares: dict[str, float], answer_format: str, draw: random.Random) -> str:
-    """The completion of a procedure drawn by its share."""
-    return solve(chain, draw.choices(PROCEDURES, [shares[name] for name in PROCEDURES])[0], answer_format)
-
-
-def solve(chain: Chain, procedure: str, answer_format: str) -> str:
-    """The completion that `procedure` writes for a problem."""
-    values = [chain.start, *chain.results]
-    shown = {"guess": 0, "hasty": len(chain.steps) - 1, "careful": len(chain.steps)}[procedure]
-    lines = [f"{values[i]}{op}{operand}={values[i + 1]}" for i, (op, operand) in enumerate(chain.steps[:shown])]
-    answer = values[-1] if procedure == "guess" else values[shown]
-    return worked(answer_format, ";".join(lines), str(answer))

@@ -1,7 +1,7 @@
-"""What a task is: prompts, a reward, and demonstrations for a warm start.
+"""The Task protocol: prompts, a reward for completions, and demonstrations to imitate.
 
-A task spec is a frozen dataclass named by `_target_` in conf/task/*.yaml. It validates its own fields, imports no
-torch, and draws everything from explicit seeds, so any step's prompts can be recomputed after a resume.
+A task spec is a frozen dataclass named by `_target_` in conf/task/*.yaml. It validates its fields, imports no torch,
+and takes an explicit seed for every draw, so the prompts of any step can be recomputed after a resume.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 
 if TYPE_CHECKING:
-    from qerl_bench.config import Experiment
+    from qerl_bench.algo.base import Algorithm
 
 
 class Task(Protocol):
-    """Training prompts, held-out prompts, and the reward that judges a completion."""
+    """Training prompts, held-out prompts, and the reward of a completion."""
 
     @property
     def name(self) -> str: ...
@@ -23,41 +23,41 @@ class Task(Protocol):
     @property
     def max_completion_tokens(self) -> int: ...
 
-    def check_with(self, experiment: Experiment) -> None:
-        """Raise ConfigError if `experiment` needs what this task has not. Called while it is built; imports no torch."""
+    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
+        """Raise ConfigError if the task cannot serve these options. Called when a config is built; imports no torch."""
         ...
 
     def check(self) -> None:
-        """Read whatever the task needs and raise ConfigError if it is missing or malformed; called before training."""
+        """Load all data and raise ConfigError if any is missing or malformed. Called before training."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        """The `count` prompts of optimiser step `step`, counted from 1: a pure function of its arguments."""
+        """The `count` prompts of training step `step` (from 1): a pure function of its arguments."""
         ...
 
-    def normalised(self, question: str) -> str:
-        """The text by which a question is recognised: equal for copies of it that differ in layout alone."""
+    def normalize(self, question: str) -> str:
+        """A form of the question in which copies that differ only in layout are equal."""
         ...
 
     def stored_prompts(self) -> list[Prompt]:
-        """Every prompt that training may draw, where questions are kept in a file; none where they are generated."""
+        """Every training prompt of a task that reads a data file; empty for a task that generates its questions."""
         ...
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
-        """The first `count` held-out prompts (None: all), always the same ones; none of them is ever trained on."""
+        """The first `count` held-out prompts (None: all). They are always the same and never used for training."""
         ...
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        """Prompts of the training split with completions to imitate, for algo=sft; a pure function of its arguments."""
+        """Training prompts with completions to imitate, for algo=sft: a pure function of its arguments."""
         ...
 
     def warm_start_overrides(self) -> list[str]:
-        """The command-line words with which the warm start of model=tiny teaches this task; none: it need not."""
+        """Command-line overrides that make the warm start of model=tiny teach this task; empty: the default will do."""
         ...
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        """Judge the completions of training, one reward for each."""
+        """One reward for each training completion."""
         ...
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """Judge one decoded completion (stop token removed)."""
+        """The reward of one decoded completion, its stop token removed."""
         ...

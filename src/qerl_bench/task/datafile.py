@@ -1,6 +1,6 @@
-"""Questions kept in a file: reading them with every fault named, and the order in which training goes through them.
+"""Reads JSON Lines files with exact error messages, and fixes the order in which training visits their rows.
 
-Left out: streaming and formats other than JSON Lines; the data sets in question fit in memory many times over.
+Left out: streaming and other file formats; the data sets in question easily fit in memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from qerl_bench.seeding import derive
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file; row i stands on line i + 1.
+    """The rows of a JSON Lines file; row i is line i + 1.
 
-    Raises ConfigError, naming the line, for a file that is missing, unreadable, empty or not UTF-8, and for a line that
-    is blank or not a JSON object.
+    Raises ConfigError, with the line number, if the file is missing, unreadable, empty or not UTF-8, or if a line is
+    blank or not a JSON object.
     """
     try:
         data = Path(path).read_bytes()
@@ -34,24 +34,24 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond all reason
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ConfigError(f"{where}: not a line of JSON ({error}); each line must be one object") from error
     require(isinstance(row, dict), f"{where}: a JSON object is needed, got {type(row).__name__}")
     return row
 
 
-def training_rows(step: int, count: int, seed: int, size: int) -> list[int]:
-    """Which of `size` rows optimiser step `step` (from 1) trains on: `count` indices, a pure function of the arguments.
+def training_indices(step: int, count: int, seed: int, size: int) -> list[int]:
+    """The `count` indices, out of `size` rows, that training step `step` (from 1) uses: a pure function.
 
-    Training reads row after row of one permutation per epoch, without replacement. A batch that crosses the end of an
-    epoch goes on in the next one, so there, and only there, it may hold a row twice.
+    Each epoch visits every row once, in a random order. A batch that crosses the end of an epoch continues in the next
+    one, so only such a batch can hold a row twice.
     """
     assert step >= 1 and count >= 1 and size >= 1, (step, count, size)
-    places = (divmod(position, size) for position in range((step - 1) * count, step * count))
-    return [epoch_order(seed, epoch, size)[place] for epoch, place in places]
+    positions = (divmod(position, size) for position in range((step - 1) * count, step * count))
+    return [epoch_order(seed, epoch, size)[index] for epoch, index in positions]
 
 
 @lru_cache(maxsize=8)
 def epoch_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
-    """The permutation of range(size) that `epoch` (from 0) follows: sorted by hashes, so the same on every Python."""
+    """The permutation of range(size) for `epoch` (from 0), sorted by hashes: the same with every Python version."""
     return tuple(sorted(range(size), key=lambda row: (derive(seed, "epoch", epoch, row), row)))

@@ -1,8 +1,8 @@
-"""Every task that is a data set: gsm8k, bigmath, dapo_math, math500, aime24, aime25, amc23 differ in their YAML alone.
+"""Tasks that read a data set: gsm8k, bigmath, dapo_math, math500, aime24, aime25 and amc23 differ only in their YAML.
 
-Training draws from the train split, evaluation from the held-out one, and `check` looks for questions that stand in
-both. A set without a train split serves evaluation only and says what to train on. The instruction asks for the format
-that the reward pays for, and answers are compared by value: the released QeRL code does neither on GSM8K.
+Training uses the train split, evaluation the held-out split, and `check` looks for questions that are in both. A data
+set without a train split is for evaluation only and names the tasks to train on. The instruction asks for the format
+that the reward reads, and answers are compared by value: the released QeRL code does neither on GSM8K.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, check_fields, one_of, require
 from qerl_bench.records import Demonstration, Prompt
-from qerl_bench.task.datafile import training_rows
+from qerl_bench.task.datafile import training_indices
 from qerl_bench.task.grader.extract import well_formed
-from qerl_bench.task.grader.grader import Judge
-from qerl_bench.task.prompt_task import PromptedTask, nothing_to_imitate
-from qerl_bench.task.prompts import worked
-from qerl_bench.task.sources import SHOWN, Row, Source, normalised, shared
+from qerl_bench.task.grader.grader import Grader
+from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
+from qerl_bench.task.prompts import format_demonstration
+from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource, normalize_question
 
 log = logging.getLogger(__name__)
 LEAKS = ("refuse", "drop")
-_ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calls of a calculator, such as <<48/2=24>>, which nothing here runs
+_ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator calls, such as <<48/2=24>>; nothing here runs them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions(PromptedTask):
-    """Questions with gold answers. `train` is None for a set that only evaluates; `train_on` then names others."""
+class DatasetTask(PromptTask):
+    """Questions with gold answers. An evaluation-only set has `train` None; `train_on` names tasks to train on."""
 
     equality: str
-    train: Source | None
-    eval: Source
+    train: QuestionSource | None
+    eval: QuestionSource
     train_file: str | None
     eval_file: str | None
     train_on: str | None
@@ -40,29 +40,29 @@ class Questions(PromptedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.leaks in LEAKS, f"task.leaks must be one of {', '.join(LEAKS)}, got {self.leaks!r}")
+        check_fields(self, "task", leaks=one_of(*LEAKS))
         require(
             (self.train is None) == (self.train_on is not None) and (self.train_file is None or self.train is not None),
             self._evaluation_only if self.train is None else "task.train_on is for sets that have no task.train",
         )
 
     @property
-    def judge(self) -> Judge:
-        return Judge.of(self, self.equality)
+    def grader(self) -> Grader:
+        return self.grader_of(self.equality)
 
-    def normalised(self, question: str) -> str:
-        """Without the instruction lines of either split, whichever the question comes from."""
+    def normalize(self, question: str) -> str:
+        """The question's letters and digits, without the instruction line of either split."""
         sources = (self.eval,) if self.train is None else (self.eval, self.train)
-        return normalised(question, {line for source in sources if (line := source.instruction_line)})
+        return normalize_question(question, {line for source in sources if (line := source.instruction_line)})
 
     def check(self) -> None:
-        """Load both splits. Raises ConfigError for faulty rows, a leak, or if there is nothing to train on."""
-        self.judge.check()
+        """Load both splits. Raises ConfigError for bad rows, leaked questions, or an empty training split."""
+        self.grader.check()
         self.rows("train")
         self.rows("test")
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
-        return [self._prompt("train", row) for row in self._drawn(step, count, seed)]
+        return [self._prompt("train", row) for row in self._training_batch(step, count, seed)]
 
     def stored_prompts(self) -> list[Prompt]:
         return [self._prompt("train", row) for row in self._train_rows]
@@ -77,54 +77,58 @@ class Questions(PromptedTask):
         return [self._prompt("test", row) for row in rows[:count]]
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        shown = [
+        demonstrations = [
             Demonstration(prompt=self._prompt("train", row), completion=self._solution(row))
-            for row in self._drawn(step, count, seed)
+            for row in self._training_batch(step, count, seed)
         ]
-        for demonstration in shown:
+        for demonstration in demonstrations:
             require(
                 well_formed(demonstration.completion, self.answer_format),
-                f"{demonstration.prompt.id}: the solution holds marks of task.answer_format={self.answer_format}, so "
-                "it cannot serve as a demonstration; remove them or choose another format",
+                f"{demonstration.prompt.id}: the solution contains markers of task.answer_format={self.answer_format}; "
+                "remove them or choose another format",
             )
-        return shown
+        return demonstrations
 
-    def rows(self, split: str) -> tuple[Row, ...]:
-        """The rows of `train` or `test`, read once."""
+    def rows(self, split: str) -> tuple[QuestionRow, ...]:
+        """The rows of the `train` or `test` split, read once."""
         return self._train_rows if split == "train" else self._eval_rows
 
-    def _solution(self, row: Row) -> str:
+    def _solution(self, row: QuestionRow) -> str:
         if self.train is None or self.train.marker is None:
-            raise nothing_to_imitate(self.name)
-        return worked(self.answer_format, _ANNOTATION.sub("", row.reasoning), row.gold)
+            raise no_demonstrations(self.name)
+        return format_demonstration(self.answer_format, _ANNOTATION.sub("", row.reasoning), row.gold)
 
     @cached_property
-    def _eval_rows(self) -> tuple[Row, ...]:
-        self.judge.check()  # some callers evaluate only, and never come to `check`
-        return self.eval.rows(self.eval_file, "set task.eval_file to a local JSONL file", self.judge.readable)
+    def _eval_rows(self) -> tuple[QuestionRow, ...]:
+        self.grader.check()  # callers that only evaluate do not call `check`
+        return self.eval.rows(self.eval_file, "set task.eval_file to a local JSONL file", self.grader)
 
     @cached_property
-    def _train_rows(self) -> tuple[Row, ...]:
+    def _train_rows(self) -> tuple[QuestionRow, ...]:
         if self.train is None:
             raise ConfigError(self._evaluation_only)
-        readable = self.judge.readable if self.equality == "numeric" else bool  # LaTeX takes long; bad gold never pays
-        rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", readable)
-        leaked = shared(rows, self._eval_rows, self.normalised)
+        grader = self.grader if self.equality == "numeric" else None  # checking LaTeX is slow; bad gold earns nothing
+        rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", grader)
+        held_out = {self.normalize(row.question): row for row in self._eval_rows}
+        leaked = [(row, twin) for row in rows if (twin := held_out.get(self.normalize(row.question)))]
         if not leaked:
             return rows
         examples = "; ".join(
-            f"train line {row.line} = test line {twin.line}: {row.question[:60]!r}" for row, twin in leaked[:SHOWN]
+            f"train line {row.line} = test line {twin.line}: {row.question[:60]!r}"
+            for row, twin in leaked[:MAX_EXAMPLES]
         )
-        found = f"{len(leaked)} of {len(rows)} training questions of task={self.name} are also in its test split"
+        summary = f"{len(leaked)} of {len(rows)} training questions of task={self.name} are also in its test split"
         require(
             self.leaks == "drop",
-            f"{found}, none may be ({examples}); remove them from one of the two, or leave them out of training with "
+            f"{summary}; none may be ({examples}). Remove them from one of the two, or drop them from training with "
             "task.leaks=drop",
         )
-        require(len(leaked) < len(rows), f"{found} ({examples}): nothing is left to train on; use another train_file")
-        log.warning("%s and left out of training (%s)", found, examples)
-        gone = {row.line for row, _ in leaked}
-        return tuple(row for row in rows if row.line not in gone)
+        require(
+            len(leaked) < len(rows), f"{summary} ({examples}): no training question is left; use another train_file"
+        )
+        log.warning("%s and were dropped from training (%s)", summary, examples)
+        dropped = {row.line for row, _ in leaked}
+        return tuple(row for row in rows if row.line not in dropped)
 
     @property
     def _evaluation_only(self) -> str:
@@ -133,9 +137,9 @@ class Questions(PromptedTask):
             f"evaluate the finished run on task={self.name}"
         )
 
-    def _drawn(self, step: int, count: int, seed: int) -> list[Row]:
+    def _training_batch(self, step: int, count: int, seed: int) -> list[QuestionRow]:
         rows = self._train_rows
-        return [rows[index] for index in training_rows(step, count, seed, len(rows))]
+        return [rows[index] for index in training_indices(step, count, seed, len(rows))]
 
-    def _prompt(self, split: str, row: Row) -> Prompt:
-        return self.wording.prompt(f"{self.name}/{split}/{row.line}", row.question, row.gold)
+    def _prompt(self, split: str, row: QuestionRow) -> Prompt:
+        return self.prompt_template.prompt(f"{self.name}/{split}/{row.line}", row.question, row.gold)

@@ -1,8 +1,8 @@
-"""The text that a model is asked with: which instruction, where it stands, and in whose template.
+"""How a question becomes a prompt: the instruction, where it is placed, and the template around it.
 
-The instruction asks for exactly the answer format that the reward reads; the released QeRL code stopped doing so, and
-its GSM8K runs earn nothing. The paper puts the instruction behind the question (suffix), its code before (system).
-Left out: few-shot examples, and stop strings; a completion ends with the model's own stop tokens.
+The instruction asks for exactly the answer format that the reward reads. The released QeRL code no longer does, so its
+GSM8K runs earn no reward. The paper places the instruction after the question (suffix), its code before it (system).
+Left out: few-shot examples and stop strings; a completion ends with the model's own stop tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, one_of, require
 from qerl_bench.records import RENDERED, Message, Prompt
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLACES = ("system", "suffix", "none")
 TEMPLATES = ("chat", "plain")
 
-# By answer format. `tags` is the format of the QeRL paper (appendix E), in words of our own, with its skeleton.
+# By answer format. `tags` has the format of the QeRL paper (appendix E); the wording is ours.
 INSTRUCTIONS = {
     "tags": (
         "Solve the problem step by step. Write your reasoning between <think> and </think>, "
@@ -30,15 +30,15 @@ INSTRUCTIONS = {
     "boxed": "Solve the problem step by step, and put the final answer into \\boxed{}.",
     "colon": 'Solve the problem step by step. Then write the final answer alone on the last line, after "A:".',
 }
-INSTRUCTIONS["auto"] = INSTRUCTIONS["colon"]  # auto reads any format; this one is the easiest to keep to
+INSTRUCTIONS["auto"] = INSTRUCTIONS["colon"]  # auto reads every format; this one is the easiest to follow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wording:
-    """How questions become prompts. `instruction` is where the instruction stands, `template` who frames the whole.
+class PromptTemplate:
+    """Turns questions into prompts. `instruction` is where the instruction goes, `template` the frame around the text.
 
     chat: the model's own chat template, for instruction-tuned models. plain: no roles and no special tokens, for base
-    models: the instruction before the question (system) or behind it (suffix), then "Answer:" on a line of its own.
+    models: the instruction before (system) or after (suffix) the question, then "Answer:" on a line of its own.
     """
 
     answer_format: str
@@ -46,9 +46,8 @@ class Wording:
     template: str
 
     def __post_init__(self) -> None:
-        for key, known in (("answer_format", INSTRUCTIONS), ("instruction", PLACES), ("template", TEMPLATES)):
-            value = getattr(self, key)
-            require(value in known, f"task.{key} must be one of {', '.join(known)}, got {value!r}")
+        choices = {"answer_format": INSTRUCTIONS, "instruction": PLACES, "template": TEMPLATES}
+        check_fields(self, "task", **{key: one_of(*values) for key, values in choices.items()})
 
     def prompt(self, id: str, question: str, answer: str) -> Prompt:
         return Prompt(id=id, messages=self.messages(question), answer=answer, question=question)
@@ -63,24 +62,23 @@ class Wording:
         return ({"role": "system", "content": before}, user) if before else (user,)
 
 
-def worked(answer_format: str, reasoning: str, answer: str) -> str:
-    """A completion in that format: the reasoning, then the answer."""
+def format_demonstration(answer_format: str, reasoning: str, answer: str) -> str:
+    """A completion in `answer_format`: the reasoning, then the answer."""
     if answer_format == "tags":
         return f"<think>{reasoning}</think><answer>{answer}</answer>"
     last = {"hash": f"#### {answer}", "boxed": f"\\boxed{{{answer}}}"}.get(answer_format, f"A: {answer}")
     return f"{reasoning}\n{last}" if reasoning else last
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...]) -> str:
-    """The prompt as text, the opening of the model's turn included. Raises ConfigError if the model has no chat template.
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...]) -> str:
+    """The prompt as text, including the opening of the model's turn. Raises ConfigError if a chat template is missing.
 
-    Its token ids are those of this text with no special tokens added: a chat template writes its own.
+    To get token ids, tokenize this text without special tokens: the chat template has already written them.
     """
     if messages[0]["role"] == RENDERED:
         return messages[0]["content"]
     require(
         tokenizer.chat_template is not None,
-        "this model has no chat template, as base models have none; use task.template=plain, or an instruction-tuned "
-        "model",
+        "this model has no chat template; use task.template=plain (for base models) or an instruction-tuned model",
     )
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))

@@ -1,14 +1,15 @@
-"""task=reasoning_gym: logic, algorithmic and code-like problems of the package reasoning-gym, each with its verifier.
+"""task=reasoning_gym: logic, algorithmic and code-like problems from the package reasoning-gym, each with its verifier.
 
-`task.name` picks one of its generators and `task.options` sets its difficulty. The verifier's score, 0 to 1, is the
-correctness part of the reward; only a full score counts as correct. A prompt's id names its problem (seed and number),
-which is made again when a completion is judged, so nothing but text travels. REFUSED lists what we found unfit, one by
-one, in the release that the extra `reasoning` pins; the tests look for the same faults in the others.
+`task.name` chooses a generator and `task.options` sets its difficulty. The verifier's score, 0 to 1, is the correctness
+part of the reward; only a full score counts as correct. A prompt's id holds the seed and number of its problem, and the
+problem is generated again to grade a completion. REFUSED lists generators that we found unfit in the release that the
+extra `reasoning` pins; the tests look for the same faults in all others.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from qerl_bench.checks import ConfigError, require, require_package
 from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.seeding import derive
 from qerl_bench.task.grader.extract import extract, well_formed
-from qerl_bench.task.prompt_task import PromptedTask, nothing_to_imitate
-from qerl_bench.task.split import distinct
+from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
+from qerl_bench.task.split import distinct_problems
 
 if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
@@ -29,9 +30,9 @@ PROBLEMS = 10_000  # of one seed
 MAX_ANSWER = 2000  # characters; a longer answer earns nothing
 
 _EXECUTES = "its verifier runs the answer as code"
-_VARIES = "its problems differ from process to process, so that a run could not be repeated"
-_GLOBAL = "it draws from Python's global random generator, so that its problems depend on what ran before"
-_GULLIBLE = "its verifier gives full marks to answers that say nothing"
+_VARIES = "its problems differ between processes, so a run could not be repeated"
+_GLOBAL = "it uses Python's global random generator, so its problems depend on what ran before"
+_GULLIBLE = "its verifier gives full marks to meaningless answers"
 REFUSED = {
     **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EXECUTES),
     **dict.fromkeys(("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"), _EXECUTES),
@@ -40,13 +41,13 @@ REFUSED = {
     "codeio": f"{_VARIES}, and {_GLOBAL}",
     "list_functions": _GLOBAL,
     **dict.fromkeys(("complex_arithmetic", "game_of_life_halting"), _GULLIBLE),
-    "coin_flip": "its verifier takes without end over an answer such as 1e999999999",
+    "coin_flip": "its verifier never returns from an answer such as 1e999999999",
     "composite": "it needs the options of several others",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(PromptedTask):
+class ReasoningGym(PromptTask):
     """`options` are the keyword arguments of the generator's own config, such as {n_people: 5}."""
 
     options: dict[str, Any]
@@ -55,14 +56,14 @@ class ReasoningGym(PromptedTask):
         super().__post_init__()
         require(
             self.name not in REFUSED,
-            f"task.name={self.name} of reasoning-gym cannot be used: {REFUSED.get(self.name)}. Others are listed in "
-            "docs/tasks.md",
+            f"task.name={self.name} of reasoning-gym cannot be used: {REFUSED.get(self.name)}. docs/tasks.md "
+            "lists others",
         )
-        taken = sorted({"seed", "size"} & self.options.keys())
-        require(not taken, f"task.options sets {', '.join(taken)}, which the run decides; leave it out")
+        reserved = sorted({"seed", "size"} & self.options.keys())
+        require(not reserved, f"task.options sets {', '.join(reserved)}, which the run sets itself; leave it out")
 
     def check(self) -> None:
-        """Raises ConfigError if the package is missing, or knows no such generator or options."""
+        """Raise ConfigError if the package is missing, or has no such generator or options."""
         self._prompts("train", 0, 1)
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
@@ -72,7 +73,7 @@ class ReasoningGym(PromptedTask):
         return self._prompts("test", derive("held-out"), 256 if count is None else count)
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        raise nothing_to_imitate("reasoning_gym")
+        raise no_demonstrations("reasoning_gym")
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         answer = extract(completion, self.answer_format)
@@ -88,39 +89,38 @@ class ReasoningGym(PromptedTask):
 
     def _score(self, answer: str, seed: int, number: int, prompt: Prompt) -> float:
         problem = _problem(self.name, json.dumps(self.options), seed, number)
-        assert _gold(problem) == prompt.answer, f"{prompt.id} is another problem now"
+        assert _gold(problem) == prompt.answer, f"{prompt.id} now gives a different problem"
         generator = _generator(self.name, json.dumps(self.options), seed)
         try:
             with redirect_stdout(io.StringIO()):
                 score = float(generator.score_answer(answer, problem))
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            return 0.0  # a verifier tripped over text that it did not expect
+            return 0.0  # the verifier failed on unexpected text
         return min(max(score, 0.0), 1.0)
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
         require_package("reasoning_gym", "task=reasoning_gym", "reasoning")
-        seed %= 2**31  # NumPy's generators, which some of them use, take no more
-
-        def prompt(number: int) -> Prompt | None:
-            if number >= PROBLEMS:
-                return None
-            problem = _problem(self.name, json.dumps(self.options), seed, number)
-            return self.wording.prompt(f"{self.name}/{split}/{seed}-{number}", problem["question"], _gold(problem))
-
-        return distinct(
-            prompt,
+        seed %= 2**31  # some generators use NumPy's, which take no larger seed
+        return distinct_problems(
+            (self._prompt(split, seed, number) for number in itertools.count()),
             count,
             held_out=split == "test",
-            question=lambda prompt: prompt.question,
             key=lambda prompt: prompt.question,
             task=f"task=reasoning_gym task.name={self.name}",
             options=f"options={self.options}; make them harder, or ask for fewer",
         )
 
+    def _prompt(self, split: str, seed: int, number: int) -> Prompt | None:
+        if number >= PROBLEMS:
+            return None
+        problem = _problem(self.name, json.dumps(self.options), seed, number)
+        id = f"{self.name}/{split}/{seed}-{number}"
+        return self.prompt_template.prompt(id, problem["question"], _gold(problem))
+
 
 @lru_cache(maxsize=8)
 def _generator(name: str, options: str, seed: int) -> ProceduralDataset:
-    """The generator with its options (as JSON). Raises ConfigError if there is none of this name, or no such option."""
+    """The generator with its options (as JSON). Raises ConfigError if the name or an option is unknown."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     known = sorted(DATASETS.keys() - REFUSED.keys())
@@ -133,10 +133,10 @@ def _generator(name: str, options: str, seed: int) -> ProceduralDataset:
 
 @lru_cache(maxsize=4096)
 def _problem(name: str, options: str, seed: int, number: int) -> dict[str, Any]:
-    with redirect_stdout(io.StringIO()):  # one of them prints while it works
+    with redirect_stdout(io.StringIO()):  # one generator prints
         return _generator(name, options, seed)[number]
 
 
 def _gold(problem: dict[str, Any]) -> str:
-    """One right answer; empty where the generator offers none and the verifier alone can tell."""
+    """A correct answer; empty if the generator gives none and only the verifier knows."""
     return str(problem["answer"] or "")

@@ -1,8 +1,8 @@
-"""task=shape: prompts and completions of exact lengths and drawn rewards, to measure speed and memory of steps.
+"""task=shape: prompts and completions of exact lengths with random rewards, to measure the speed and memory of steps.
 
-Nothing can be learned from it: no reward depends on what was written. What a step costs depends on lengths, and on
-whether its completions are trained on at all: where all of a group earn the same, their advantage is 0 and the backward
-pass is left out. So the rewards of every group differ. Left out: held-out questions and demonstrations.
+Nothing can be learned from it: rewards do not depend on the completions. The cost of a step depends on lengths and on
+whether a group has unequal rewards: if they are equal, its advantages are 0 and its backward pass is skipped. So every
+group gets unequal rewards. Left out: held-out questions and demonstrations.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, check_fields, count, one_of, require
 from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
+from qerl_bench.task.prompt_task import no_demonstrations
 
 if TYPE_CHECKING:
-    from qerl_bench.config import Experiment
+    from qerl_bench.algo.base import Algorithm
 
 LENGTHS = ("fixed", "geometric")
-IDS = 256  # prompts are made of token ids below it, which every vocabulary has
-NAMES = ("prompt_tokens", "completion_tokens", "max_completion_tokens", "group_size")
+IDS = 256  # prompts use token ids below this, which every vocabulary has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,86 +36,84 @@ class Shape:
     group_size: int
 
     def __post_init__(self) -> None:
-        for key in NAMES:
-            value = getattr(self, key)
-            require(
-                type(value) is int and value >= 1, f"task.{key} must be a whole number of at least 1, got {value!r}"
-            )
-        require(self.lengths in LENGTHS, f"task.lengths must be one of {', '.join(LENGTHS)}, got {self.lengths!r}")
+        check_fields(
+            self,
+            "task",
+            prompt_tokens=count(),
+            completion_tokens=count(),
+            max_completion_tokens=count(),
+            group_size=count(),
+            lengths=one_of(*LENGTHS),
+        )
         require(
             self.completion_tokens <= self.max_completion_tokens,
             f"task.completion_tokens={self.completion_tokens} is above task.max_completion_tokens="
             f"{self.max_completion_tokens}, the limit; make that larger",
         )
 
-    def check_with(self, experiment: Experiment) -> None:
+    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
         require(
-            experiment.algo.on_policy,
-            f"task=shape has no demonstrations to imitate, which algo={experiment.algo.name} reads; use an on-policy "
-            "algorithm such as algo=grpo",
+            algo.on_policy,
+            f"task=shape has no demonstrations, which algo={algo.name} imitates; use an on-policy algorithm such as "
+            "algo=grpo",
         )
         require(
-            experiment.eval.name == "none",
-            f"task=shape has no held-out questions, and eval={experiment.eval.name} asks some; use eval=none",
+            eval_name == "none", f"task=shape has no held-out questions, which eval={eval_name} needs; use eval=none"
         )
         require(
-            self.group_size == experiment.rollout.group_size,
-            f"task.group_size={self.group_size} must be rollout.group_size={experiment.rollout.group_size}, which it "
-            "takes by default; leave it out",
+            self.group_size == group_size,
+            f"task.group_size={self.group_size} must equal rollout.group_size={group_size}, its default; leave it out",
         )
 
     def check(self) -> None:
-        """Needs nothing."""
+        """Needs no data."""
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
         return [self._prompt(seed, step, number) for number in range(count)]
 
-    def normalised(self, question: str) -> str:
-        """The question itself: prompts are numbers, and no two are copies."""
+    def normalize(self, question: str) -> str:
+        """The question itself, which is empty: prompts are token ids."""
         return question
 
     def stored_prompts(self) -> list[Prompt]:
-        """None: generated as they are needed."""
+        """Empty: prompts are generated as they are needed."""
         return []
 
     def eval_prompts(self, count: int | None) -> list[Prompt]:
         raise ConfigError("task=shape has no held-out questions: nothing can be learned from it. Use eval=none")
 
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
-        raise ConfigError(
-            "task=shape has no worked solutions to imitate; use an algorithm other than sft, and for a quantizer "
-            "quantizer.calibration.file=TEXT"
-        )
+        raise no_demonstrations("shape")
 
     def warm_start_overrides(self) -> list[str]:
-        """Nothing to teach model=tiny."""
+        """Empty: there is nothing to teach model=tiny."""
         return []
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        """What was drawn for each sample of a prompt, and stands in its `answer` as a digit, 0 or 1."""
-        drawn = [rollout.prompt.answer[rollout.sample] == "1" for rollout in rollouts]
-        return [Reward(total=float(one), correct=one) for one in drawn]
+        """The random rewards, 0 or 1, which the prompt's `answer` holds as one digit for each sample."""
+        correct = [rollout.prompt.answer[rollout.sample] == "1" for rollout in rollouts]
+        return [Reward(total=float(is_correct), correct=is_correct) for is_correct in correct]
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        raise ConfigError("task=shape cannot judge a completion: its rewards are drawn. Judge with another task")
+        raise ConfigError("task=shape cannot grade a completion: its rewards are random. Grade with another task")
 
     def _prompt(self, seed: int, step: int, number: int) -> Prompt:
-        """Prompt `number` of a step: its ids, the length of each completion, and what each earns, half of them 1."""
-        place = (seed, "shape", step, number)
-        earned = ["1"] * (self.group_size // 2) + ["0"] * (self.group_size - self.group_size // 2)
-        Random(derive(*place, "reward")).shuffle(earned)
+        """Prompt `number` of a step: token ids, the length of each completion, and each reward, half of them 1."""
+        key = (seed, "shape", step, number)
+        rewards = ["1"] * (self.group_size // 2) + ["0"] * (self.group_size - self.group_size // 2)
+        Random(derive(*key, "reward")).shuffle(rewards)
         return Prompt(
             id=f"shape/train/{seed}-{step}-{number}",
             messages=(),
-            answer="".join(earned),
-            token_ids=tuple(Random(derive(*place, "prompt")).choices(range(IDS), k=self.prompt_tokens)),
-            new_tokens=tuple(self._length(derive(*place, "length", sample)) for sample in range(self.group_size)),
+            answer="".join(rewards),
+            token_ids=tuple(Random(derive(*key, "prompt")).choices(range(IDS), k=self.prompt_tokens)),
+            new_tokens=tuple(self._length(derive(*key, "length", sample)) for sample in range(self.group_size)),
         )
 
     def _length(self, seed: int) -> int:
-        """A geometric length is 1 or more, of mean `completion_tokens` before it is cut at the limit."""
+        """A geometric length is at least 1 and has mean `completion_tokens` before it is cut at the limit."""
         if self.lengths == "fixed" or self.completion_tokens == 1:
             return self.completion_tokens
-        going_on = 1 - 1 / self.completion_tokens
-        drawn = 1 + math.floor(math.log(1 - Random(seed).random()) / math.log(going_on))
-        return min(drawn, self.max_completion_tokens)
+        continue_probability = 1 - 1 / self.completion_tokens
+        length = 1 + math.floor(math.log(1 - Random(seed).random()) / math.log(continue_probability))
+        return min(length, self.max_completion_tokens)

@@ -1,4 +1,4 @@
-"""From rollouts or demonstrations to the tensors of one optimiser step."""
+"""The tensors of one step, made from rollouts or demonstrations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences of one optimiser step. `sampler_logprobs` is 0 off the mask and for demonstrations."""
+    """Right-padded sequences of one step. `sampler_logprobs` is 0 off the mask and for demonstrations."""
 
     input_ids: torch.Tensor  # (B, T) prompt, completion, padding
     mask: torch.Tensor  # (B, T) true on completion tokens
@@ -18,17 +18,17 @@ class Batch:
     lengths: torch.Tensor  # (B,) prompt + completion tokens
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every field by its name, for a dump."""
+        """All fields by name, for a dump."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def micro_batches(self, size: int, among: torch.Tensor) -> list[torch.Tensor]:
-        """The rows where `among` (B,) is true as index tensors of at most `size`, of similar length, longest first."""
+    def micro_batches(self, size: int, selected: torch.Tensor) -> list[torch.Tensor]:
+        """The rows where `selected` (B,) is true, longest first, as index tensors of at most `size` rows."""
         order = torch.argsort(self.lengths, descending=True, stable=True)
-        chosen = order[among[order]]
-        return list(chosen.split(size)) if len(chosen) > 0 else []
+        rows = order[selected[order]]
+        return list(rows.split(size)) if len(rows) > 0 else []
 
     def rows(self, rows: torch.Tensor) -> Batch:
-        """These sequences alone, cut to the longest of them."""
+        """The sequences `rows`, cut to the longest of them."""
         width = int(self.lengths[rows].max())
         return Batch(
             self.input_ids[rows, :width],
@@ -47,7 +47,7 @@ def make_batch(
     logprobs: list[list[float]] | None = None,
     advantages: torch.Tensor | None = None,
 ) -> Batch:
-    """Token ids of prompts and completions (one entry a sequence) as a Batch on `device`."""
+    """A Batch on `device` from the token ids of prompts and completions, one entry per sequence."""
     count = len(prompts)
     lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
     width = int(lengths.max())

@@ -1,6 +1,6 @@
-"""What remains of a step that produced NaN or infinity: the offending batch, last metrics, where it began.
+"""NaN and infinity in a loss, a gradient or the logits: find the first bad tensor and dump the batch.
 
-Sampling stops the run too: from logits that are not finite a token is drawn all the same, and means nothing.
+Logits are checked after sampling as well, because a token can be drawn from NaN and means nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -24,52 +23,55 @@ if TYPE_CHECKING:
     from qerl_bench.model.policy import Policy
 
 
-@dataclass(frozen=True, kw_only=True)
-class NonFinite:
-    """A loss or a gradient that is not a number, and the first tensor on the way to it that is not."""
+class NonFiniteError(Exception):
+    """A loss or gradient is NaN or infinite.
 
-    what: str  # "loss" | "gradient"
-    tensor: str
-    tensors: dict[str, torch.Tensor]  # the micro-batch of a loss, the whole batch of a gradient
+    `quantity` is "loss" or "gradient", `first` the first bad tensor on the way to it, and `tensors` are those to dump:
+    of the micro-batch for a loss, of the whole batch for a gradient.
+    """
+
+    def __init__(self, quantity: str, first: str, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(f"the {quantity} is not finite. First: {first}")
+        self.quantity, self.first, self.tensors = quantity, first, tensors
 
 
 def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> str:
-    """The first non-finite tensor: a parameter or buffer if there is one, or else an output in order of computation."""
+    """The first non-finite parameter or buffer; if all are finite, the first non-finite output during `forward`."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not bool(tensor.isfinite().all()):
             return f"weight {name}"
-    found: list[str] = []
+    outputs: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
+    def hook_of(name: str) -> Callable[..., None]:
         def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
             value = output[0] if isinstance(output, tuple) else output
-            if not found and isinstance(value, torch.Tensor) and not bool(value.isfinite().all()):
-                found.append(f"output of {name or 'the model'}")
+            if not outputs and isinstance(value, torch.Tensor) and not bool(value.isfinite().all()):
+                outputs.append(f"output of {name or 'the model'}")
 
         return hook
 
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
             forward()
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "what is made of the logits: weights and activations are finite"
+    return outputs[0] if outputs else "computed from the logits: weights and activations are finite"
 
 
 def first_in_backward(model: torch.nn.Module) -> str:
-    """The first non-finite gradient of a parameter in order of the backward pass, which runs from the last layer."""
+    """The first parameter, from the last layer back, whose gradient is not finite."""
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return f"gradient of {name}"
-    return "the norm of all gradients together, which overflows"
+    return "the norm of all gradients together, which overflowed"
 
 
 def require_finite_logits(policy: Policy, rollouts: Sequence[Rollout]) -> None:
-    """Raise TrainingStopped if the policy's logits were not finite where `rollouts` were sampled.
+    """Raise TrainingStopped if `rollouts` were sampled from logits that are not finite.
 
-    Log-probabilities and entropies hold whatever the logits do, so one sum a completion tells.
+    NaN and infinity in the logits spread to log-probabilities and entropies, so one sum per completion shows them.
     """
     bad = [rollout for rollout in rollouts if not math.isfinite(sum(rollout.logprobs) + sum(rollout.entropies))]
     if not bad:
@@ -78,29 +80,29 @@ def require_finite_logits(policy: Policy, rollouts: Sequence[Rollout]) -> None:
     batch = make_batch([first.prompt_ids], [first.token_ids], policy.pad_id, policy.device)
     where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, 1.0))
     raise TrainingStopped(
-        f"{len(bad)} of {len(rollouts)} completions were sampled from logits that are not finite, and mean nothing. "
-        f"First, on the prompt {first.prompt.id}: {where}. If that is a weight, use another checkpoint: delete the "
-        "run's last one to continue from the one before, or choose another model. If it is an output, it overflowed: "
-        "use a model.dtype of wider range, less noise (aqn) or a smaller optim.lr"
+        f"{len(bad)} of {len(rollouts)} completions were sampled from logits that are not finite. First, on the prompt "
+        f"{first.prompt.id}: {where}. If that is a weight, use another checkpoint: delete the run's last one to "
+        "continue from the one before, or choose another model. If it is an output, it overflowed: use a model.dtype "
+        "of wider range, less noise (aqn) or a smaller optim.lr"
     )
 
 
 @contextmanager
 def during(where: str) -> Iterator[None]:
-    """Say where it was that a run inside this context was stopped."""
+    """Put `where` in front of the message of a TrainingStopped raised inside this context."""
     try:
         yield
     except TrainingStopped as error:
         raise TrainingStopped(f"{where}: {error}") from None
 
 
-def dump(run: RunDir, step: int, case: NonFinite) -> str:
-    """Write nonfinite/step_<step>/ into the run directory and return a sentence that says what was found where."""
+def dump(run: RunDir, step: int, error: NonFiniteError) -> str:
+    """Write the tensors and a report to nonfinite/step_<step>/ of the run; returns a message that names the folder."""
     folder = run.path / "nonfinite" / f"step_{step:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in case.tensors.items()}
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in error.tensors.items()}
     save_file(tensors, folder / "batch.safetensors")
-    last: list[dict[str, Any]] = run.metrics()[-1:]
-    report = {"step": step, "what": case.what, "first": case.tensor, "last_metrics": last[0] if last else None}
+    last_metrics = next(reversed(run.metrics()), None)
+    report = {"step": step, "what": error.quantity, "first": error.first, "last_metrics": last_metrics}
     write_atomically(folder / "report.json", json.dumps(report, indent=1))
-    return f"step {step}: the {case.what} is not finite. First: {case.tensor}. Batch and last metrics: {folder}"
+    return f"step {step}: {error}. Batch and last metrics: {folder}"

@@ -1,49 +1,55 @@
-"""One training step: forward and backward over micro-batches, clip, step, as often as a rollout is used.
+"""Train on one batch: forward and backward over micro-batches, clip, step; several times if the batch is reused.
 
-The gradient does not depend on the split into micro-batches, on packing, or on which completions are left out of the
-backward pass because their advantage is zero.
+Log-probabilities of the same tokens come from up to four policies:
+
+- sampler: the engine with its noise; they came with the rollouts.
+- trainer: the pass that computes the loss. It sees the sampler's noise only with noise.site=rollout_and_training.
+- old: the denominator of the ratio, fixed before the first update: the trainer's, or with
+  noise.site=rollout_and_old_logprobs those of a pass with the sampler's noise.
+- reference: the base without its adapter, for the KL penalty.
+
+Neither the split into micro-batches nor packing nor leaving out completions of advantage 0 changes the gradient.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.algo.base import Terms
+from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.loss import objective
+from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.policy import Policy
+from qerl_bench.rundir import RunDir
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.nonfinite import NonFinite, first_in_backward, first_in_forward
+from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
 from qerl_bench.train.spec import OptimSpec
 
+log = logging.getLogger(__name__)
 BETAS = (0.9, 0.99)  # as in QeRL's scripts
 
 
 @dataclass
-class Micro:
-    """A micro-batch through all updates of a step."""
+class MicroBatch:
+    """A micro-batch and the numbers that stay fixed through all updates on it."""
 
     batch: Batch
-    weights: torch.Tensor  # (B,) what each token of a completion counts in the loss of the step
-    teaches: bool  # its gradient can be other than zero
-    old: torch.Tensor | None = None  # (B, T) log-probabilities before the first update
-    reference: torch.Tensor | None = None  # (B, T) of the base without its adapter
-    importance: torch.Tensor | None = None  # (B, T) old over sampler, bounded
-
-
-class Skipped(Exception):
-    """This update must not be applied."""
+    loss_weights: torch.Tensor  # (B,) how much each token of a completion counts in the loss of the step
+    has_gradient: bool  # False: the loss is 0 whatever the policy, so it needs no backward pass
+    old_logprobs: torch.Tensor | None = None  # (B, T), None before the first update
+    reference_logprobs: torch.Tensor | None = None  # (B, T)
+    importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
 
 
 def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, its states in FP32 or, as bitsandbytes keeps them, in blocks of 8 bits."""
+    """AdamW over the trainable parameters, with states in FP32 or in the 8-bit blocks of bitsandbytes."""
     kind = torch.optim.AdamW
     if optim.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[assignment]
@@ -51,159 +57,146 @@ def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
 
 
 def update(
-    experiment: Experiment,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    step: int,
-    on_nonfinite: Callable[[NonFinite], None],
+    experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, run: RunDir, step: int
 ) -> dict[str, float]:
-    """Train on `batch` and return the training metrics of `step`.
+    """Make train.updates_per_batch updates on `batch` and return the training metrics of `step`.
 
-    The log-probabilities before the first of `train.updates_per_batch` updates are the old ones of all. `on_nonfinite` is called
-    with the findings if a loss or gradient is not finite; if it returns, that update is skipped.
+    If a loss or gradient is not finite, the batch is dumped into the run directory. Then the update is skipped, or the
+    run ends with TrainingStopped, as train.on_nonfinite says.
     """
-    optim, train = experiment.optim, experiment.train
+    algo, optim, train = experiment.algo, experiment.optim, experiment.train
     lr = optim.lr_at(step, experiment.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    taught = teaching(experiment, batch)
-    micros = split(experiment, batch, taught)
-    measured = Measured()
+    has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
+    if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
+        has_gradient = batch.advantages != 0
+    micro_batches = split(batch, algo.weights(batch.mask.sum(1)), has_gradient, train.micro_batch_size)
+    totals = StepAccumulator()
     policy.train_mode(True)
     for _ in range(train.updates_per_batch):
         optimizer.zero_grad(set_to_none=True)
-        with suppress(Skipped):
-            for micro in micros:
-                train_on(experiment, policy, micro, measured, on_nonfinite)
-            norm = torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm)
-            measured.grad_norms.append(float(norm))
-            if not math.isfinite(float(norm)):
-                where = first_in_backward(policy.model)
-                on_nonfinite(NonFinite(what="gradient", tensor=where, tensors=batch.tensors()))
-                raise Skipped
-            optimizer.step()
-            measured.applied += 1
+        try:
+            for micro_batch in micro_batches:
+                forward_backward(experiment, policy, micro_batch, totals)
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm))
+            totals.grad_norms.append(grad_norm)
+            if not math.isfinite(grad_norm):
+                raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
+        except NonFiniteError as error:
+            message = dump(run, step, error)
+            if train.on_nonfinite == "stop":
+                raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
+            log.warning("%s. This update is skipped.", message)
+            continue
+        optimizer.step()
+        totals.applied += 1
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
     return {
-        "train/taught_frac": metrics.taught_frac(batch.mask.sum(1), taught),
+        "train/taught_frac": metrics.taught_frac(batch.mask.sum(1), has_gradient),
         "lr": lr,
-        "updates_skipped": train.updates_per_batch - measured.applied,
-        **measured.metrics(train.updates_per_batch, experiment),
+        "updates_skipped": train.updates_per_batch - totals.applied,
+        **totals.metrics(train.updates_per_batch, algo.on_policy),
     }
 
 
-def teaching(experiment: Experiment, batch: Batch) -> torch.Tensor:
-    """The completions (B,) whose gradient can be other than zero: the others have advantage 0 and no other term."""
-    if experiment.algo.on_policy and experiment.kl.coef == 0 and experiment.train.entropy_coef == 0:
-        return batch.advantages != 0
-    return torch.ones_like(batch.advantages, dtype=torch.bool)
+def split(batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, size: int) -> list[MicroBatch]:
+    """Micro-batches of at most `size` sequences: first those where `has_gradient` (B,), then the others.
 
-
-def split(experiment: Experiment, batch: Batch, teaches: torch.Tensor) -> list[Micro]:
-    """Micro-batches, first those with a gradient. Weights are those of the whole step, whoever is left out."""
-    weights = experiment.algo.weights(batch.mask.sum(1))
+    `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up.
+    """
     return [
-        Micro(batch.rows(rows), weights[rows], teaches=taught)
-        for taught, among in ((True, teaches), (False, ~teaches))
-        for rows in batch.micro_batches(experiment.train.micro_batch_size, among)
+        MicroBatch(batch.rows(rows), loss_weights[rows], has_gradient=value)
+        for value, selected in ((True, has_gradient), (False, ~has_gradient))
+        for rows in batch.micro_batches(size, selected)
     ]
 
 
-def train_on(
-    experiment: Experiment,
-    policy: Policy,
-    micro: Micro,
-    measured: Measured,
-    on_nonfinite: Callable[[NonFinite], None],
-) -> None:
-    """Forward and, where it teaches, backward of one micro-batch; raises Skipped if its loss is not finite.
-
-    `noise.site` says how much of this sees the noise that the batch was sampled with.
-    """
-    batch, temperature, first = micro.batch, experiment.rollout.temperature, micro.old is None
-    site, bonus = experiment.noise.site, experiment.train.entropy_coef
-    seen = policy.noise.for_training if site == "rollout_and_training" else nullcontext
-    if not (micro.teaches or first):
-        return  # its loss is 0 before and after, and its metrics are known
-    with torch.set_grad_enabled(micro.teaches), seen():
-        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, bonus > 0)
-    if first:
-        before_updates(experiment, policy, micro, stats, measured.tokens)
-    assert micro.old is not None
-    terms = Terms(
+def forward_backward(experiment: Experiment, policy: Policy, micro: MicroBatch, totals: StepAccumulator) -> None:
+    """Add the gradient and the metrics of one micro-batch. Raises NonFiniteError if its loss is not finite."""
+    batch, temperature, entropy_coef = micro.batch, experiment.rollout.temperature, experiment.train.entropy_coef
+    is_first_update = micro.old_logprobs is None
+    if not (micro.has_gradient or is_first_update):
+        return  # its loss is 0, and its metrics were recorded in the first update
+    train_with_noise = experiment.noise.site == "rollout_and_training"
+    noise_context = policy.noise.for_training if train_with_noise else nullcontext
+    with torch.set_grad_enabled(micro.has_gradient), noise_context():
+        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0)
+    if is_first_update:
+        before_first_update(experiment, policy, micro, stats, totals.tokens)
+    assert micro.old_logprobs is not None
+    inputs = LossInputs(
         logprobs=stats.logprobs,
-        old_logprobs=micro.old,
+        old_logprobs=micro.old_logprobs,
         advantages=batch.advantages,
         mask=batch.mask,
-        reference_logprobs=micro.reference,
-        importance=micro.importance,
+        reference_logprobs=micro.reference_logprobs,
+        importance_weights=micro.importance_weights,
     )
-    loss, columns = objective(experiment.algo, experiment.kl, terms, micro.weights)
-    if bonus > 0:
-        loss = loss - bonus * (micro.weights[:, None] * stats.entropy).sum()
-    measured.add(loss, columns, batch.mask)
+    loss, columns = objective(experiment.algo, experiment.kl, inputs, micro.loss_weights)
+    if entropy_coef > 0:
+        loss = loss - entropy_coef * (micro.loss_weights[:, None] * stats.entropy).sum()
+    totals.add(loss, columns, batch.mask)
     if not bool(loss.isfinite()):
-        where = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
-        scored = {"weights": micro.weights, "old_logprobs": micro.old, "logprobs": stats.logprobs.detach()}
-        tensors = batch.tensors() | scored
-        if micro.importance is not None:
-            tensors["importance"] = micro.importance
-        on_nonfinite(NonFinite(what="loss", tensor=where, tensors=tensors))
-        raise Skipped
-    if micro.teaches:
-        with seen():  # gradient checkpointing computes the forward pass again
+        first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
+        tensors = {"weights": micro.loss_weights, "old_logprobs": micro.old_logprobs, "logprobs": stats.logprobs}
+        if micro.importance_weights is not None:
+            tensors["importance"] = micro.importance_weights
+        raise NonFiniteError("loss", first, batch.tensors() | tensors)
+    if micro.has_gradient:
+        with noise_context():  # gradient checkpointing repeats the forward pass
             loss.backward()
 
 
 @torch.no_grad()
-def before_updates(
-    experiment: Experiment, policy: Policy, micro: Micro, stats: TokenStats, tokens: metrics.TokenTable
+def before_first_update(
+    experiment: Experiment, policy: Policy, micro: MicroBatch, stats: TokenStats, tokens: metrics.TokenTable
 ) -> None:
-    """Fix what all updates of `micro` share, and put into `tokens` what is known of the policy before the first.
+    """Fix old and reference log-probabilities and importance weights, and record the policy before the step.
 
-    `stats` are of the forward pass that trains. Others are made only where an option needs them.
+    `stats` are those of the training pass. Another forward pass is made only if an option needs it.
     """
-    batch, site = micro.batch, experiment.noise.site
-    split = experiment.importance_sampling.split_mismatch and experiment.noise.one_draw and experiment.algo.on_policy
+    batch, algo, noise = micro.batch, experiment.algo, experiment.noise
+    importance_sampling = experiment.importance_sampling
+    split_mismatch = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
 
     def forward() -> TokenStats:
         return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
 
-    trained, clean = stats.logprobs.detach(), stats
-    noisy = trained  # of the trainer with the noise that the sampler had
-    if site == "rollout_and_training":
+    trainer_logprobs, clean = stats.logprobs.detach(), stats
+    noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
+    if noise.site == "rollout_and_training":
         clean = forward()
-    elif site == "rollout_and_old_logprobs" or (split and policy.noise.present):
+    elif noise.site == "rollout_and_old_logprobs" or (split_mismatch and policy.noise.present):
         with policy.noise.for_training():
-            noisy = forward().logprobs
-    micro.old = noisy if site == "rollout_and_old_logprobs" else trained
+            noisy_logprobs = forward().logprobs
+    micro.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
     if experiment.kl.coef > 0:
         with policy.without_adapter():
-            micro.reference = forward().logprobs
+            micro.reference_logprobs = forward().logprobs
     tokens.add(
         batch.mask,
-        logprobs=trained,
+        logprobs=trainer_logprobs,
         sampler_logprobs=batch.sampler_logprobs,
         entropy=clean.entropy,
         entropy_t1=clean.entropy_t1,
     )
-    gap = torch.where(batch.mask, (trained - batch.sampler_logprobs).double(), 0.0)
+    gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
     tokens.add(batch.mask.any(1), sequence_gap=gap.sum(1))
-    if split:
-        tokens.add(batch.mask, noisy_logprobs=noisy)
-    if experiment.importance_sampling.mode != "none":
-        raw = experiment.importance_sampling.raw(micro.old, batch.sampler_logprobs, batch.mask)
-        micro.importance = experiment.importance_sampling.bounded(raw)
-        tokens.add(batch.mask, importance=micro.importance, importance_raw=raw)
+    if split_mismatch:
+        tokens.add(batch.mask, noisy_logprobs=noisy_logprobs)
+    if importance_sampling.mode != "none":
+        raw = importance_sampling.importance_weights(micro.old_logprobs, batch.sampler_logprobs, batch.mask)
+        micro.importance_weights = importance_sampling.clip_or_mask(raw)
+        tokens.add(batch.mask, importance=micro.importance_weights, importance_raw=raw)
 
 
-class Measured:
-    """Sums over all updates of a step. Tokens that no longer count in later updates still count in their averages."""
+class StepAccumulator:
+    """Sums over all updates of a step. Every average is over all tokens, including those without gradient."""
 
     def __init__(self) -> None:
-        self.tokens = metrics.TokenTable()  # of the first update: the policy before the step
+        self.tokens = metrics.TokenTable()  # per-token numbers of the policy before the first update
         self.loss = 0.0
         self.sums: dict[str, float] = {}
         self.grad_norms: list[float] = []
@@ -214,11 +207,11 @@ class Measured:
         for name, column in columns.items():
             self.sums[name] = self.sums.get(name, 0.0) + column.detach()[mask].double().sum().item()
 
-    def metrics(self, updates: int, experiment: Experiment) -> dict[str, float]:
+    def metrics(self, updates: int, on_policy: bool) -> dict[str, float]:
         tokens = len(self.tokens["logprobs"])
         return {
             "loss": self.loss / updates,
             "grad_norm": sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else math.nan,
             **{name: value / (updates * tokens) for name, value in self.sums.items()},
-            **metrics.of_tokens(self.tokens, sampled=experiment.algo.on_policy),
+            **metrics.token_metrics(self.tokens, on_policy),
         }

@@ -1,6 +1,6 @@
-"""Starting vLLM, in a process of its own or in this one, and stopping it so that nothing is left."""
+"""Starts vLLM in a child process or in this one, and stops it so that no process and no file is left."""
 
-# vLLM has an environment of its own, without a type checker.
+# vLLM is installed in an environment without a type checker.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "qerl-bench-vllm-"
-PATIENCE_S = 30.0  # for processes that were told to end
+SHUTDOWN_TIMEOUT_S = 30.0
 
 
 def start(folder: Path, isolation: str, **options: Any) -> LLM:
-    """A vLLM engine on the checkpoint in `folder`. `options` are vLLM's own. Keeps this process's random state."""
+    """A vLLM engine for the checkpoint in `folder`, with vLLM's own `options`. Keeps this process's random state."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(isolation == "child")),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child cannot use CUDA
@@ -44,48 +44,50 @@ def start(folder: Path, isolation: str, **options: Any) -> LLM:
 
     require(
         isolation == "child" or not model_parallel_is_initialized(),
-        "another vLLM runs in this process, and only one can: close it first, or use engine.isolation=child",
+        "this process already runs a vLLM, and it can run only one: close it first, or use engine.isolation=child",
     )
-    with torch.random.fork_rng():  # vLLM seeds whatever process it computes in
+    with torch.random.fork_rng():  # vLLM seeds the process it runs in
         return LLM(
             model=str(folder),
-            skip_tokenizer_init=True,  # a tokenizer of its own might read text differently
+            skip_tokenizer_init=True,  # its own tokenizer might tokenize differently
             generation_config="vllm",  # no sampling defaults from the checkpoint
             logprobs_mode="processed_logprobs",  # temperature included
             worker_cls="qerl_bench.engine.vllm.worker.Worker",
-            additional_config={"qerl_bench_norm_dtype": "float32"},  # compiled graphs of others do not fit
+            additional_config={
+                "qerl_bench_norm_dtype": "float32"
+            },  # part of the cache key: graphs compiled for other norms do not fit
             enable_prefix_caching=True,
-            gpu_memory_utilization=0.01,  # of no effect: kv_cache_memory_bytes is given
+            gpu_memory_utilization=0.01,  # ignored, since kv_cache_memory_bytes is given
             **options,
         )
 
 
 def stop(llm: LLM, isolation: str, pids: list[int]) -> None:
-    """Shut the engine down and wait until its processes `pids` are gone; those that stay are killed."""
-    llm.llm_engine.engine_core.shutdown(timeout=PATIENCE_S)
+    """Shut the engine down and wait until its processes `pids` have ended; those that do not end are killed."""
+    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
     if isolation == "same":
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
     gc.collect()
-    left = wait_for(pids)
-    for pid in left:
-        log.warning("process %d of vLLM did not end when told to, so it is killed", pid)
-        with suppress(ProcessLookupError):  # it ended just now
+    running = wait_for(pids)
+    for pid in running:
+        log.warning("process %d of vLLM did not end in time and is killed", pid)
+        with suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, signal.SIGKILL)
-    assert not wait_for(left), f"processes {left} of vLLM cannot be ended"
+    assert not wait_for(running), f"processes {running} of vLLM cannot be killed"
 
 
 def wait_for(pids: list[int]) -> list[int]:
-    """Those of `pids` that have not ended within PATIENCE_S."""
-    end = time.monotonic() + PATIENCE_S
-    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < end:
+    """The processes of `pids` that still run after SHUTDOWN_TIMEOUT_S."""
+    end = time.monotonic() + SHUTDOWN_TIMEOUT_S
+    while (running := [pid for pid in pids if is_running(pid)]) and time.monotonic() < end:
         time.sleep(0.05)
-    return left
+    return running
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is not just waiting to be collected by its parent."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -94,18 +96,20 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def exchange_folder(needed: int) -> Iterator[Path]:
-    """A new folder for adapters and norm scales while the context lasts, in memory where `needed` bytes fit.
+    """A temporary folder for adapters and norm scales, in shared memory if `needed` bytes fit there.
 
-    It is locked, so that a later run knows an abandoned one, which it removes: process numbers would say nothing where
-    containers share the memory.
+    The folder is locked while in use, and a later run removes folders without a lock. Process ids would not do, because
+    containers may share the memory.
     """
     parent = SHARED_MEMORY
     if not os.access(parent, os.W_OK) or shutil.disk_usage(parent).free < needed:
         parent = Path(tempfile.gettempdir())
-        log.info("%s has no room for %.1f MiB, so adapters go through %s", SHARED_MEMORY, needed / 2**20, parent)
+        log.info(
+            "%s has no room for %.1f MiB, so adapters are passed through %s", SHARED_MEMORY, needed / 2**20, parent
+        )
     for old in parent.glob(f"{PREFIX}*"):
         remove_abandoned(old)
-    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # found by nobody until it is locked
+    new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # hidden from other runs until it is locked
     lock = os.open(new, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -119,7 +123,7 @@ def exchange_folder(needed: int) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove `folder` unless a run holds it, it belongs to someone else, or it is no folder at all."""
+    """Remove `folder` unless a run holds its lock, it belongs to another user, or it is not a folder."""
     with suppress(OSError):
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -130,6 +134,6 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def device_memory_gib() -> float:
-    """What all processes together use of this GPU."""
+    """Memory of this GPU used by all processes."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30

@@ -1,11 +1,11 @@
-"""What runs in vLLM's own worker processes: vLLM's worker for the platform, with norm scales that can be written.
+"""Runs in vLLM's worker processes: vLLM's own worker for the platform, extended by writable norm scales.
 
-Only vLLM imports this module, by the name that its public option `worker_cls` carries; nothing of vLLM is replaced. The
-scales are made FP32 once, before anything is compiled or captured: vLLM's RMSNorm multiplies in the dtype of its scale,
-and noise added in BF16 would be rounded away. They are then only ever written in place.
+Only vLLM imports this module, through its public option `worker_cls`; nothing in vLLM is patched. The scales are
+converted to FP32 once, before anything is compiled or captured, because vLLM's RMSNorm multiplies in the dtype of its
+scale and BF16 would round the noise away. After that they are only written in place.
 """
 
-# vLLM has an environment of its own, without a type checker.
+# vLLM is installed in an environment without a type checker.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
-RUN_PID = "QERL_BENCH_RUN_PID"  # set by the process that trains
-WATCH_S = 0.5  # between two looks at whether it still runs
+RUN_PID = "QERL_BENCH_RUN_PID"  # set by the training process
+WATCH_S = 0.5  # between two checks that it still runs
 
 
 class Worker(PlatformWorker):
-    """vLLM's worker; `qerl_*` are for `LLM.collective_rpc` and return plain data."""
+    """vLLM's worker; the methods `qerl_*` are called by `LLM.collective_rpc` and return plain data."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.run_pid = int(os.environ[RUN_PID])
@@ -52,28 +52,27 @@ class Worker(PlatformWorker):
         self.clean = {name: scale_of(norm).cpu().clone() for name, norm in norms(self.get_model()).items()}
 
     def qerl_set_norms(self, path: str) -> dict[str, int]:
-        """Write the scales of the file `path` into the norms of the same names, all of them.
+        """Write the scales in the file `path` into the norms of the same names; the file must have all of them.
 
-        Returns how many norms there are, how many now hold exactly what the file holds, and how many of them differ
-        from the checkpoint.
+        Returns how many norms there are, how many now equal the file exactly, and how many differ from the checkpoint.
         """
-        given = load_file(path)
-        ours = norms(self.get_model())
-        assert given.keys() == ours.keys(), f"norms of the engine {sorted(ours)}, of the policy {sorted(given)}"
+        scales = load_file(path)
+        modules = norms(self.get_model())
+        assert scales.keys() == modules.keys(), f"norms of the engine {sorted(modules)}, of the policy {sorted(scales)}"
         with torch.no_grad():
-            for name, scale in given.items():
-                scale_of(ours[name]).copy_(scale)
-        stored = {name: scale_of(norm).cpu() for name, norm in ours.items()}
+            for name, scale in scales.items():
+                scale_of(modules[name]).copy_(scale)
+        stored = {name: scale_of(norm).cpu() for name, norm in modules.items()}
         return {
             "norms": len(stored),
-            "exact": sum(torch.equal(stored[name], given[name]) for name in stored),
+            "exact": sum(torch.equal(stored[name], scales[name]) for name in stored),
             "changed": sum(not torch.equal(stored[name], self.clean[name]) for name in stored),
         }
 
     def qerl_started(self) -> dict[str, Any]:
-        """This process, the kernel of each linear layer, and what the weights occupy.
+        """This process's ids, the kernel of each linear layer, and the bytes of the weights.
 
-        From now on Ctrl-C is for the run alone, which then ends this process in order.
+        From now on this process ignores Ctrl-C: the run handles it and ends this process in order.
         """
         if self.run_pid != os.getpid():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,7 +89,7 @@ class Worker(PlatformWorker):
 
 
 def norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The norms that noise or training may change, by the names that the policy has for them."""
+    """The norms that noise or training may change, by their names in the policy."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -99,8 +98,8 @@ def norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def kernels(model: torch.nn.Module) -> dict[str, str]:
-    """What multiplies in each linear layer: vLLM's scheme or method, and the kernel that it chose here."""
-    found = {}
+    """For each linear layer, vLLM's quantization scheme or method and the kernel that it chose."""
+    names = {}
     for name, module in model.named_modules():
         if not isinstance(module, LinearBase | ParallelLMHead):
             continue
@@ -112,20 +111,20 @@ def kernels(model: torch.nn.Module) -> dict[str, str]:
         kernel = getattr(scheme, "kernel", None)
         if kernel is not None:
             words.append(type(kernel).__name__)
-        found[name.removesuffix(".base_layer")] = " / ".join(words)
-    return found
+        names[name.removesuffix(".base_layer")] = " / ".join(words)
+    return names
 
 
 def exit_after(run: int) -> None:
-    """End this process, and the engine's between it and the run, when process `run` is gone, however it went."""
-    between = os.getppid()
+    """End this process, and vLLM's engine process between it and the run, when process `run` is gone for any reason."""
+    engine = os.getppid()
 
     def wait() -> None:
         while is_running(run):
             time.sleep(WATCH_S)
-        if between != run:
-            with suppress(ProcessLookupError):  # it has gone already
-                os.kill(between, signal.SIGKILL)
+        if engine != run:
+            with suppress(ProcessLookupError):  # it has already ended
+                os.kill(engine, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="exit with the run").start()

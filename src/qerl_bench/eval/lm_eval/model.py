@@ -1,7 +1,7 @@
-"""Our policy and engine as a model of lm-eval: no second copy of the weights, no adapter that gets lost on the way.
+"""Presents our policy and engine to lm-eval as a model, without a second copy of the weights.
 
-Imports lm-eval, so import it only where it is used. Left out: sampling, beam search, images, chat templates applied by
-lm-eval (a context is taken as the finished prompt), and stopping early at an `until` string (the text is cut later).
+Imports lm-eval, so import this module only where it is used. Left out: sampling, beam search, images, chat templates
+applied by lm-eval (a context is the finished prompt), and stopping early at an `until` string (the text is cut later).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.records import RENDERED, Prompt, Rollout
 from qerl_bench.train.batch import make_batch
 
-SIDE_BY_SIDE = 16  # sequences scored in one forward pass
-WITHOUT_EFFECT = {"do_sample", "temperature", "top_k", "top_p"}  # of generation, once it is greedy
+BATCH_SIZE = 16  # sequences scored in one forward pass
+SAMPLING_OPTIONS = {"do_sample", "temperature", "top_k", "top_p"}  # without effect on greedy decoding
 
 
 class EngineLM(TemplateLM):
-    """Greedy completions from `engine`, log-likelihoods from `policy`. No tokens are added to any text.
+    """Greedy completions from `engine`, log-likelihoods from `policy`. Adds no special tokens to any text.
 
-    As for every model of lm-eval, white space at the end of a context counts as the beginning of what is scored.
+    As in all models of lm-eval, white space at the end of a context is moved to the start of the continuation.
     """
 
     def __init__(self, policy: Policy, engine: RolloutEngine) -> None:
@@ -44,59 +44,59 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
-        first = self.policy.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else first  # type: ignore[return-value]
+        """The token before a text without context."""
+        bos = self.policy.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos  # type: ignore[return-value]
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence that the model reads."""
+        """The model's context in tokens."""
         return self.policy.model.config.max_position_embeddings
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         return self.policy.tokenizer(string, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy completions, each cut before the first of its `until` strings; one engine call per token limit.
+        """Greedy completions, cut before the first of their `until` strings; one engine call per token limit.
 
-        Raises ConfigError if a request asks for anything but greedy decoding.
+        Raises ConfigError if a request does not ask for greedy decoding.
         """
         options = [greedy_options(request) for request in requests]
         by_limit: dict[int, list[int]] = defaultdict(list)
         for i, option in enumerate(options):
             by_limit[option["max_gen_toks"]].append(i)
-        found: dict[int, Rollout] = {}
-        for limit, asked in by_limit.items():
-            prompts = [rendered(requests[i]) for i in asked]
-            sampling = Sampling(samples=1, temperature=0.0, max_tokens=limit, seed=0)  # greedy: no seed is used
-            found |= zip(asked, self.engine.generate(prompts, sampling), strict=True)
-        self.rollouts = [found[i] for i in range(len(requests))]
+        rollouts: dict[int, Rollout] = {}
+        for limit, indices in by_limit.items():
+            prompts = [prompt_of(requests[i]) for i in indices]
+            sampling = Sampling(samples=1, temperature=0.0, max_tokens=limit, seed=0)  # greedy, so unused
+            rollouts |= zip(indices, self.engine.generate(prompts, sampling), strict=True)
+        self.rollouts = [rollouts[i] for i in range(len(requests))]
         return [cut(rollout.text, option["until"]) for rollout, option in zip(self.rollouts, options, strict=True)]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text in nats; each token of one too long for the model is predicted once, from
-        as many tokens before it as its window holds."""
+        """Log-likelihood of each whole text in nats. In a text longer than the context, each token is predicted once,
+        from the tokens before it in its window."""
         totals = []
         for request in requests:
             (text,) = request.arguments
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
-            scored = self._loglikelihood_tokens([(("", text), *make_disjoint_window(window)) for window in windows])
-            totals.append(sum(logprob for logprob, _ in scored))
+            scores = self._loglikelihood_tokens([(("", text), *make_disjoint_window(window)) for window in windows])
+            totals.append(sum(logprob for logprob, _ in scores))
         return totals
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities in nats of each continuation, and whether every token of it is the likeliest."""
+        """Sum of log-probabilities in nats of each continuation, and whether greedy decoding would write it."""
         results: list[tuple[float, bool]] = []
-        for start in range(0, len(requests), SIDE_BY_SIDE):
+        for start in range(0, len(requests), BATCH_SIZE):
             contexts, continuations = [], []
-            for _, context, continuation in requests[start : start + SIDE_BY_SIDE]:
+            for _, context, continuation in requests[start : start + BATCH_SIZE]:
                 room = self.max_length - len(continuation)
                 require(
                     room >= 1,
-                    f"a text of {len(continuation)} tokens cannot be scored: the model reads {self.max_length}, one of "
-                    "them before the text",
+                    f"a text of {len(continuation)} tokens cannot be scored: the model reads {self.max_length} tokens, "
+                    "and one must precede the text",
                 )
                 contexts.append(context[-room:])
                 continuations.append(continuation)
@@ -109,24 +109,24 @@ class EngineLM(TemplateLM):
         return results
 
 
-def rendered(request: Instance) -> Prompt:
-    """The engine's view of a request: its context is the prompt as it stands."""
+def prompt_of(request: Instance) -> Prompt:
+    """The request's context as a finished prompt."""
     messages = ({"role": RENDERED, "content": request.arguments[0]},)
     return Prompt(id=f"{request.task_name}/{request.doc_id}", messages=messages, answer="")
 
 
 def greedy_options(request: Instance) -> dict[str, Any]:
     """The request's `until` and `max_gen_toks`. Raises ConfigError unless it asks for plain greedy decoding."""
-    _, asked = request.arguments
-    options: dict[str, Any] = dict(normalize_gen_kwargs(asked, DEFAULT_MAX_GEN_TOKS))
+    _, gen_kwargs = request.arguments
+    options: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, DEFAULT_MAX_GEN_TOKS))
     task = f"lm-eval task {request.task_name}"
     require(
         not options["do_sample"],
-        f"{task}: answers are greedy here, but its generation_kwargs ask for sampling "
+        f"{task}: decoding is greedy here, but its generation_kwargs ask for sampling "
         f"(do_sample or temperature {options.get('temperature')}); set do_sample: false",
     )
-    unknown = sorted(options.keys() - WITHOUT_EFFECT - {"until", "max_gen_toks"})
-    require(not unknown, f"{task}: generation_kwargs {', '.join(unknown)} cannot be honoured here; leave them out")
+    unknown = sorted(options.keys() - SAMPLING_OPTIONS - {"until", "max_gen_toks"})
+    require(not unknown, f"{task}: generation_kwargs {', '.join(unknown)} are not supported here; leave them out")
     return options
 
 

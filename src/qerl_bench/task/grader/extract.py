@@ -1,14 +1,14 @@
-"""Where in a completion its answer stands, read strictly; one reader for each `task.answer_format`.
+"""Extracts the answer from a completion, strictly; one function for each `task.answer_format`.
 
     tags    <think>...</think><answer>18</answer>    QeRL's format
     hash    #### 18                                  GSM8K's own
-    boxed   \\boxed{18}                              the usual one for LaTeX answers
-    colon   A: 18                                    also Answer: and Final answer:, in any case, emphasised or not
-    auto    the first that the completion uses of tags, boxed, hash, colon; for completions made elsewhere
+    boxed   \\boxed{18}                              common for LaTeX answers
+    colon   A: 18                                    also Answer: and Final answer:, any case, with or without emphasis
+    auto    the first of tags, boxed, hash, colon that the completion uses; for completions made elsewhere
 
-A lenient reader turns into reward that the policy did not earn, so whatever is ambiguous is no answer: several answers,
-unless all say the same to the letter; an answer that only stands in the thoughts; thinking that never ends. Nothing
-here raises on any text, and the work is linear in its length.
+A lenient reader rewards what the policy did not achieve, so an ambiguous completion has no answer: several answers that
+are not identical, an answer only inside the thinking, or thinking that never ends. No text makes these functions raise,
+and they take time linear in its length.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ _COLON = re.compile(r"[*_ \t]*(?:final[ ]answer|answer|a)[*_]*:(?P<text>[^\n]*)"
 
 
 def extract(completion: str, answer_format: str) -> str | None:
-    """The text of the one answer, white space around it removed, or None if there is no unambiguous one."""
+    """The answer without surrounding white space, or None if there is no unambiguous answer."""
     return _EXTRACT[answer_format](completion)
 
 
 def well_formed(completion: str, answer_format: str) -> bool:
-    """The format reward: the completion is what its format asks for, to the letter. What the answer says is not judged.
+    """Whether the completion follows its format exactly, whatever the answer says.
 
     tags: one think block, then one answer block, each tag once, and nothing else but white space. hash, colon: one
-    answer, on the last line. boxed: one box. A think block may come first. auto: any of the four, if it is clear which.
+    answer, on the last line. boxed: one box. Each may start with a think block. auto: any of the four, if unambiguous.
     """
     if answer_format == "auto":
-        formed = any(well_formed(completion, one) for one in ANSWER_FORMATS if one != "auto")
+        formed = any(well_formed(completion, name) for name in ANSWER_FORMATS if name != "auto")
         return formed and extract(completion, "auto") is not None
     if answer_format == "tags":
         return _tags_only(completion)
-    said = _said(completion)
-    if said is None or any(tag in said for tag in TAGS):
+    text = _after_thinking(completion)
+    if text is None or any(tag in text for tag in TAGS):
         return False
     if answer_format == "boxed":
-        return said.count(BOXED) == 1 and len(_boxes(said)) == 1
-    lines = said.strip().split("\n")
-    answering = [line for line in lines if (MARKER in line if answer_format == "hash" else _COLON.match(line))]
-    return len(answering) == 1 and answering[0] is lines[-1] and said.count(MARKER) == (answer_format == "hash")
+        return text.count(BOXED) == 1 and len(_boxes(text)) == 1
+    lines = text.strip().split("\n")
+    answers = [line for line in lines if (MARKER in line if answer_format == "hash" else _COLON.match(line))]
+    return len(answers) == 1 and answers[0] is lines[-1] and text.count(MARKER) == (answer_format == "hash")
 
 
 def answer_block(completion: str) -> str | None:
-    """The text of the completion's one answer block, white space around it removed, or None if it has no such block.
+    """The text of the only answer block without surrounding white space, or None.
 
-    A completion answers if it holds exactly one `<answer>...</answer>` pair outside its think block and only white
-    space after it. Tags are matched to the letter. In particular:
+    A completion has an answer if exactly one `<answer>...</answer>` pair is outside its think block, with only white
+    space after it. Tags must match exactly. In particular:
 
-    - two answer blocks are no answer, whether or not they agree; so is a block that is never closed;
-    - tags inside the think block are thoughts: they neither answer nor spoil the answer that follows;
-    - thinking is optional, but a think block must be closed, and comes at most once, before the answer;
-    - `</think>` without `<think>` ends thinking that the chat template opened: everything before it is thought.
+    - two answer blocks give no answer, even if they agree; neither does a block that is never closed;
+    - tags inside the think block are ignored;
+    - thinking is optional; a think block must be closed, and there is at most one, before the answer;
+    - `</think>` without `<think>` ends thinking that the chat template opened: everything before it is thinking.
     """
     before, _, rest = completion.rpartition(END_THINK)
     preamble, opened, thoughts = before.partition(THINK)
@@ -83,77 +83,77 @@ def _tags_only(completion: str) -> bool:
     return not between.strip()
 
 
-def _said(completion: str) -> str | None:
-    """What is said after the thinking: all of it if there was none; None if the thinking never ends."""
-    said = completion.rpartition(END_THINK)[2]
-    return None if THINK in said else said
+def _after_thinking(completion: str) -> str | None:
+    """The text after the thinking: all of it if there is no thinking; None if the thinking never ends."""
+    text = completion.rpartition(END_THINK)[2]
+    return None if THINK in text else text
 
 
 def _hash(completion: str) -> str | None:
-    """The rest of the line behind ####."""
-    said = _said(completion)
-    return None if said is None else _agreed([rest.split("\n")[0] for rest in said.split(MARKER)[1:]])
+    """The rest of the line after ####."""
+    text = _after_thinking(completion)
+    return None if text is None else _common_answer([part.split("\n")[0] for part in text.split(MARKER)[1:]])
 
 
 def _boxed(completion: str) -> str | None:
-    """What stands in \\boxed{}; None too if a box is never closed."""
-    said = _said(completion)
-    if said is None:
+    """The content of \\boxed{}; None if a box is never closed."""
+    text = _after_thinking(completion)
+    if text is None:
         return None
-    found = _boxes(said)
-    return _agreed(found) if len(found) == said.count(BOXED) else None
+    boxes = _boxes(text)
+    return _common_answer(boxes) if len(boxes) == text.count(BOXED) else None
 
 
 def _colon(completion: str) -> str | None:
-    """The rest of the line behind `A:`, which must stand first on its line."""
-    said = _said(completion)
-    matches = [] if said is None else [_COLON.match(line) for line in said.split("\n")]
-    return _agreed([match["text"] for match in matches if match])
+    """The rest of the line after `A:`, which must start the line."""
+    text = _after_thinking(completion)
+    matches = [] if text is None else [_COLON.match(line) for line in text.split("\n")]
+    return _common_answer([match["text"] for match in matches if match])
 
 
 def _auto(completion: str) -> str | None:
-    """By the first format that is used at all: one that is used wrongly is not saved by another.
+    """The answer in the first format that the completion uses; if it is used wrongly, no other format is tried.
 
-    An answer that is nothing but a box is what stands in the box.
+    If the answer is a single box, its content is the answer.
     """
-    said = completion.rpartition(END_THINK)[2]
-    if ANSWER in said or END_ANSWER in said:
-        found = answer_block(completion)
-    elif BOXED in said:
-        found = _boxed(completion)
-    elif MARKER in said:
-        found = _hash(completion)
+    text = completion.rpartition(END_THINK)[2]
+    if ANSWER in text or END_ANSWER in text:
+        answer = answer_block(completion)
+    elif BOXED in text:
+        answer = _boxed(completion)
+    elif MARKER in text:
+        answer = _hash(completion)
     else:
-        found = _colon(completion)
-    bare = (found or "").strip("$. ")
+        answer = _colon(completion)
+    bare = (answer or "").strip("$. ")
     boxes = _boxes(bare)
-    return boxes[0].strip() if len(boxes) == 1 and bare == f"{BOXED}{boxes[0]}}}" else found
+    return boxes[0].strip() if len(boxes) == 1 and bare == f"{BOXED}{boxes[0]}}}" else answer
 
 
 def _boxes(text: str) -> list[str]:
-    """The contents of each closed \\boxed{...}, braces matched; a box within a box belongs to the outer one."""
-    found, start, depth = [], -1, 0
+    """The contents of all closed \\boxed{...}, braces matched; a nested box is part of the outer one."""
+    boxes, start, depth = [], -1, 0
     at = text.find(BOXED)
     while 0 <= at < len(text):
         if start < 0:
             start, depth = at + len(BOXED), 1
             at = start
         elif text[at] == "\\":
-            at += 2  # \{ and \} are no braces
+            at += 2  # skip \{ and \}
         else:
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             if depth == 0:
-                found.append(text[start:at])
+                boxes.append(text[start:at])
                 start, at = -1, text.find(BOXED, at)
             else:
                 at += 1
-    return found
+    return boxes
 
 
-def _agreed(answers: list[str]) -> str | None:
-    """The one answer, or the one that all of several repeat, without Markdown emphasis around it."""
-    said = {answer.strip().strip("*").strip() for answer in answers}
-    return said.pop() if len(said) == 1 else None
+def _common_answer(answers: list[str]) -> str | None:
+    """The answer if all `answers` are the same, without Markdown emphasis around it."""
+    distinct = {answer.strip().strip("*").strip() for answer in answers}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 _EXTRACT = {"tags": answer_block, "hash": _hash, "boxed": _boxed, "colon": _colon, "auto": _auto}

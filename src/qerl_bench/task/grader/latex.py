@@ -1,11 +1,11 @@
-"""Whether two LaTeX answers are equal, by math-verify: `task.equality=math`.
+"""Compares two LaTeX answers with math-verify: `task.equality=math`.
 
-Two plain numbers are compared exactly and at once; a percent sign is a unit, and an equation says what its last side
-says (as math-verify has it). Everything else goes to a worker process, because no limit inside this process would hold:
-an alarm works in the main thread only, and no exception ends a power of 10^9 digits. The kernel ends the worker when it
-has used LIMIT_S seconds of CPU time on one pair, which does not depend on how busy the machine is, or more memory than
-MEMORY_GIB; the pair is then not equal, and the next pair gets a new worker. One worker per process, shared by its
-threads, started when first needed (0.5 s), and gone when the process is.
+Two plain numbers are compared exactly, in this process; a percent sign is a unit, and the value of an equation is its
+last side (as in math-verify). All other pairs go to a worker process, because no limit inside this process would work:
+an alarm needs the main thread, and no exception interrupts a power of 10^9 digits. The kernel ends the worker when one
+pair takes more than LIMIT_S seconds of CPU time, which does not depend on other load, or more memory than MEMORY_GIB.
+The pair then counts as unequal, and the next pair gets a new worker. A process has one worker, shared by its threads,
+started when first needed (0.5 s) and ended with the process.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 
 from qerl_bench.task.grader.numbers import parse_number
 
-LIMIT_S = 2.0  # CPU seconds for one pair; an honest one takes milliseconds
-WALL_LIMIT_S = 60.0  # should the worker neither work nor end
+LIMIT_S = 2.0  # CPU seconds for one pair; ordinary pairs take milliseconds
+WALL_LIMIT_S = 60.0  # in case the worker hangs
 MEMORY_GIB = 4  # address space of the worker
-MAX_LENGTH = 1000  # characters of an answer; a longer one is wrong
+MAX_LENGTH = 1000  # characters; a longer answer is wrong
 _PERCENT = re.compile(r"\s*\\?%$")
 _NUMBER = re.compile(r"[-+0-9.,/ ]+")
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
-    """Whether `answer` equals `gold`, and `answer` in a canonical form (as it stands if it has none)."""
+    """Whether `answer` equals `gold`, and the canonical form of `answer` (unchanged if it has none)."""
     gold, answer = (_PERCENT.sub("", text.strip()) for text in (gold, answer))
     foreign = any(letter.isdecimal() and not letter.isascii() for letter in answer)
     if not answer or foreign or len(answer) > MAX_LENGTH or not _balanced(answer):
@@ -42,17 +42,17 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         left, right = parse_number(gold), parse_number(answer)
         if left is not None and right is not None:
             return left == right, str(right)
-    return _asked(gold, answer)
+    return _compare_in_worker(gold, answer)
 
 
-def found_in(gold: str, text: str) -> bool:
-    """Whether the answer that math-verify finds anywhere in `text`, read as it reads by default, equals `gold`."""
+def is_found_in(gold: str, text: str) -> bool:
+    """Whether the answer that math-verify finds in `text` with its default settings equals `gold`."""
     reply = _worker().ask({"gold": gold, "text": text, "limit_s": LIMIT_S})
     return reply is not None and bool(reply["equal"])
 
 
 def _balanced(text: str) -> bool:
-    """Whether braces match, so that an answer cannot close the box that it is put in and open another."""
+    """Whether braces match. If not, an answer could close the box it is put in and open another."""
     depth = 0
     for brace in re.findall(r"(?<!\\)[{}]", text):
         depth += 1 if brace == "{" else -1
@@ -62,13 +62,13 @@ def _balanced(text: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _asked(gold: str, answer: str) -> tuple[bool, str]:
+def _compare_in_worker(gold: str, answer: str) -> tuple[bool, str]:
     reply = _worker().ask({"gold": gold, "answer": answer, "limit_s": LIMIT_S})
     return (False, answer) if reply is None else (bool(reply["equal"]), str(reply["canonical"]))
 
 
 class Worker:
-    """A process that compares; one request at a time."""
+    """The process that compares; it handles one request at a time."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -77,7 +77,7 @@ class Worker:
         atexit.register(self.close)
 
     def ask(self, request: dict[str, object]) -> dict[str, object] | None:
-        """The reply, or None if the worker ended (or was ended) over it. Any thread may call."""
+        """The reply, or None if the worker ended during the request. Any thread may call."""
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self._end()
@@ -85,12 +85,12 @@ class Worker:
             assert self.process.stdin is not None and self.process.stdout is not None
             line = b""
             try:
-                with suppress(BrokenPipeError):  # it ended before it could read
+                with suppress(BrokenPipeError):  # the worker ended before it could read
                     self.process.stdin.write(json.dumps(request).encode() + b"\n")
                     self.process.stdin.flush()
                     readable, _, _ = select.select([self.process.stdout], [], [], WALL_LIMIT_S)
                     line = self.process.stdout.readline() if readable else b""
-            finally:  # on Ctrl-C too: a reply that comes late must not answer the next request
+            finally:  # also on Ctrl-C: a late reply must not be taken for that of the next request
                 if not line.endswith(b"\n"):
                     self._end()
             return json.loads(line) if line.endswith(b"\n") else None
@@ -104,7 +104,7 @@ class Worker:
     def _end(self) -> None:
         if self.process is not None:
             self.process.kill()
-            with suppress(BrokenPipeError):  # of what was written and never read
+            with suppress(BrokenPipeError):  # of a request that was never read
                 self.process.communicate()
             self.process.wait()
             self.process = None
@@ -114,7 +114,7 @@ _current = Worker()
 
 
 def _worker() -> Worker:
-    """This process's worker; after a fork, another one than the parent's."""
+    """This process's worker; a forked child gets its own."""
     global _current
     if _current.owner != os.getpid():
         _current = Worker()

@@ -1,10 +1,10 @@
-"""The process behind task/grader/latex.py: a JSON object in each line of its input, one in each line of its output.
+"""The worker process of task/grader/latex.py: reads and writes one JSON object a line.
 
-It reads gold, answer (an answer alone) or text (in which math-verify looks for the answer as it does by default), and
-limit_s; it writes equal and canonical, the answer as SymPy writes it.
+Input: gold, limit_s, and either answer (the answer alone) or text (math-verify looks for the answer in it, with its
+default settings). Output: equal, and canonical, the answer as SymPy writes it.
 
-A script of its own that imports nothing of the project, so that it starts in the time that math-verify needs. It is
-ended from outside: by the kernel's timer of CPU time, which also stops work inside one long instruction, or by memory.
+The script imports nothing from this project, so it starts as fast as math-verify. The kernel ends it: with a CPU timer,
+which also stops a single long instruction, or when it exceeds its memory.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-LONGEST = 200  # characters of a canonical form
-NO_ALARM = 0  # of math-verify's own, which the kernel's timer makes needless
+MAX_CANONICAL = 200  # characters of a canonical form
+NO_ALARM = 0  # disables math-verify's own time limit; the kernel's timer replaces it
 
 
 def main() -> None:
     gib = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (gib << 30, gib << 30))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     logging.disable(logging.CRITICAL)
-    replies, sys.stdout = sys.stdout, sys.stderr  # whatever a package prints is no reply
+    replies, sys.stdout = sys.stdout, sys.stderr  # keeps what packages print out of the replies
     from math_verify import verify
 
-    verify(parsed("\\frac{1}{2}"), parsed("0.5"), timeout_seconds=NO_ALARM)  # warm, outside of any limit
+    verify(
+        parse_answer("\\frac{1}{2}"), parse_answer("0.5"), timeout_seconds=NO_ALARM
+    )  # warm up outside the time limit
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, request["limit_s"])  # its signal has no handler: it ends the process
+        signal.setitimer(signal.ITIMER_PROF, request["limit_s"])  # its signal ends the process
         answer = request.get("answer")
         reply = compare(request["gold"], request["text"] if answer is None else answer, whole=answer is None)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -42,20 +44,20 @@ def main() -> None:
 
 
 def compare(gold: str, answer: str, whole: bool) -> dict[str, Any]:
-    """Whether math-verify takes `answer` (in a `whole` text: the one in it) for `gold`, and how SymPy writes it."""
+    """Whether `answer` equals `gold`, and how SymPy writes it. If `whole`, it is a text that contains the answer."""
     from math_verify import parse, verify
 
     try:
-        found = parse(answer, parsing_timeout=NO_ALARM) if whole else parsed(answer)
-        equal = verify(parsed(gold), found, timeout_seconds=NO_ALARM)
-        canonical = str(found[0])[:LONGEST] if found else answer
+        expressions = parse(answer, parsing_timeout=NO_ALARM) if whole else parse_answer(answer)
+        equal = verify(parse_answer(gold), expressions, timeout_seconds=NO_ALARM)
+        canonical = str(expressions[0])[:MAX_CANONICAL] if expressions else answer
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, MemoryError, RecursionError):
-        return {"equal": False, "canonical": answer}  # what SymPy raises on text that only looks like mathematics
+        return {"equal": False, "canonical": answer}  # raised by SymPy for text that only looks like mathematics
     return {"equal": equal, "canonical": canonical}
 
 
 @lru_cache(maxsize=1024)
-def parsed(text: str) -> list[Any]:
+def parse_answer(text: str) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]

@@ -1,10 +1,10 @@
-"""The number that a text states, read strictly and exactly: `task.equality=numeric`.
+"""Reads the number that a text states, strictly and exactly: `task.equality=numeric`.
 
-A lenient reader turns into reward that the policy did not earn (comparing first characters makes 15 a match for 18),
-a literal one withholds reward that it did ("$18", "18.0" and "1,000" are right answers too). So the number is read as
-an exact fraction, and whatever is ambiguous is wrong. Left out on purpose: LaTeX beyond the few ways to set a single
-number, expressions, mixed numbers ("1 1/2"), words before the number, and spelled-out numbers. Nothing here raises on
-any text, and the work is linear in its length.
+A lenient reader gives rewards that the policy did not earn (comparing first characters makes 15 equal to 18); a literal
+one withholds rewards that it did earn ("$18", "18.0" and "1,000" are right too). So a number is read as an exact
+fraction, and ambiguous text is wrong. Left out: LaTeX other than common ways to write one number, expressions, mixed
+numbers ("1 1/2"), words before the number, and spelled-out numbers. No text makes these functions raise, and they take
+time linear in its length.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-MAX_LENGTH = 200  # characters; a longer text is no number (and Python refuses integers of thousands of digits)
-MAX_EXPONENT = 100  # of ten, either way; beyond it "1e1000000000" would take gigabytes to write out
+MAX_LENGTH = 200  # characters; a longer text is not a number (and Python refuses integers of thousands of digits)
+MAX_EXPONENT = 100  # of ten, positive or negative; "1e1000000000" would take gigabytes to write out
 
-# How LaTeX sets one number: 1{,}000 and 1,\!000, \frac{1}{2} (behind no digit), 18\text{ cm}, 18\,cm, $18$.
+# One number in LaTeX: 1{,}000 and 1,\!000, \frac{1}{2} (not after a digit), 18\text{ cm}, 18\,cm, $18$.
 _LATEX = (
     (re.compile(r"\{,\}|,\\!"), ","),
     (re.compile(r"(?<![0-9.,])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}"), r"\1/\2"),
@@ -24,7 +24,7 @@ _LATEX = (
     (re.compile(r"^\$([^$]*)\$$"), r"\1"),
 )
 
-# ASCII digits only. In "0,123" the comma must be a decimal one, so a leading zero takes no thousands separator.
+# ASCII digits only. The comma in "0,123" can only be a decimal one, so a leading zero allows no separators.
 _INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)"
 _SIGN = re.compile(r"(?P<before>[+-]?)(?:(?:\\?\$|[€£¥₹])\s*)?(?P<after>[+-]?)")
 _RATIO = re.compile(rf"(?P<top>{_INTEGER})\s*/\s*(?P<bottom>[0-9]+)")
@@ -33,7 +33,7 @@ _DECIMAL = re.compile(rf"(?P<mantissa>{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?
 # One word of the text after a number: "%", "°C", "/hr", "€", "km/h", "sq.", "children's".
 _LETTERS = r"[^\W\d_]+"
 _UNIT = re.compile(rf"(?:\\?[%$]|[°/€£¥₹])?{_LETTERS}(?:[-/.'\u2019]{_LETTERS})*[.'\u2019]?|\\?[%$]|[°€£¥₹]")
-# Words that make it a different number ("5 million", "3 and a half", "18 or twenty", "$5M"). Quarters may be coins.
+# Words that change the number ("5 million", "3 and a half", "18 or twenty", "$5M"). A quarter may be a coin.
 _NUMBER_WORD = re.compile(
     r"(?i:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fifteen|eighteen|"
     r"(?:four|six|seven|nine)teen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|"
@@ -44,16 +44,16 @@ _NUMBER_WORD = re.compile(
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The one number that `text` states, exactly, or None if it states none, several, or an ambiguous one.
+    """The exact number that `text` states, or None if it states none, several, or an ambiguous one.
 
-    Read: an optional sign (+, -, U+2212), an optional currency sign ($ € £ ¥ ₹, before or after the sign), then an
+    Accepted: an optional sign (+, -, U+2212), an optional currency sign ($ € £ ¥ ₹, before or after the sign), then an
     integer, a decimal or a ratio of integers, thousands separators in well-formed groups of three, an exponent of ten
     up to MAX_EXPONENT; then units in words, a percent, degree or currency sign, a final full stop. A percent sign is a
-    unit: "18%" is 18. The same set in LaTeX: \\frac{1}{2}, 1{,}000, 18\\text{ cm}, $18$.
+    unit: "18%" is 18. The same in LaTeX: \\frac{1}{2}, 1{,}000, 18\\text{ cm}, $18$.
 
-    Refused: any further digit ("18-20", "10:30", "18 m2", "1,00"), any numeric character that is not an ASCII digit
+    Rejected: any further digit ("18-20", "10:30", "18 m2", "1,00"), any numeric character that is not an ASCII digit
     ("½", "18 m²", other scripts' digits), words that change the value ("5 million", "18k", "3 and a half"), words
-    before the number, a sign apart from its number ("- 3", which may be a list item), operators, a zero denominator.
+    before the number, a space after the sign ("- 3" may be a list item), operators, a zero denominator.
     """
     text = text.replace("\u2212", "-").strip()
     if len(text) > MAX_LENGTH or any(letter.isnumeric() and not letter.isascii() for letter in text):
@@ -74,7 +74,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _is_unit(tail: str) -> bool:
-    """Whether the text after a number leaves it as it is: nothing, or units in words that hold no number themselves."""
+    """Whether the text after a number leaves its value unchanged: empty, or units whose words are not numbers."""
     words = tail.strip().removesuffix(".").split()
     return all(_UNIT.fullmatch(word) for word in words) and not any(
         _NUMBER_WORD.fullmatch(part) for part in re.findall(_LETTERS, tail)

@@ -1,0 +1,79 @@
+"""`qerl-bench COMMAND ...`, or `python -m qerl_bench COMMAND ...`: every command of the package.
+
+Options are key=value words behind the command, as Hydra reads them; `qerl-bench COMMAND --help` explains each command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+from qerl_bench import __version__
+from qerl_bench.cli import exit_in_words, one_line_warnings
+
+
+class Command(NamedTuple):
+    module: str  # its `main` takes the words behind the command
+    summary: str
+    stopped: str = "stopped"  # what Ctrl-C prints
+
+
+COMMANDS = {
+    "run": Command(
+        "qerl_bench.run",
+        "train one experiment, or with -m every point of a sweep",
+        "stopped; the same command continues from the last checkpoint",
+    ),
+    "status": Command("qerl_bench.status", "list runs with their state and steps"),
+    "eval": Command(
+        "qerl_bench.eval.command",
+        "evaluate a finished run under another protocol",
+        "stopped; the same command starts this evaluation again",
+    ),
+    "score": Command("qerl_bench.eval.score", "grade completions made elsewhere", "stopped; nothing was written"),
+    "export": Command("qerl_bench.quant.export", "pack a model for other programs to read"),
+    "collect": Command("qerl_bench.study.command", "gather runs into a study that can be committed"),
+    "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
+    "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),
+}
+USAGE = "\n".join(
+    [
+        "usage: qerl-bench COMMAND [key=value ...]",
+        "",
+        *(f"  {name:8} {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "qerl-bench COMMAND --help explains a command, qerl-bench --version prints the version.",
+    ]
+)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; returns 2 if there is no such command, and else exits as `exit_in_words` does."""
+    name, *rest = (sys.argv[1:] if words is None else words) or [""]
+    if words is None:
+        sys.argv[0] = f"qerl-bench {name}"  # in env.json, and in argparse's usage
+    if name in ("-h", "--help", "--version"):
+        print(__version__ if name == "--version" else USAGE)
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
+        print(f"{hint}{USAGE}", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    with exit_in_words(command.stopped):
+        module = import_module(command.module)
+        if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
+            print(module.USAGE, module.__doc__, sep="\n\n")
+        elif name == "run":
+            module.main(rest)
+        else:
+            with one_line_warnings():
+                module.main(rest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

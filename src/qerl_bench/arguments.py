@@ -1,0 +1,46 @@
+"""Command lines that take key=value words, as Hydra does, besides argparse's own --key value."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class KeyValueParser(argparse.ArgumentParser):
+    """argparse, where out=DIR stands for --out DIR, metrics=a,b for --metrics a b, and csv=true for --csv.
+
+    A command line is in one of the two styles: behind a --key, an `a=b` is a value of it.
+    """
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description,
+            epilog="Every --key VALUE can be written key=VALUE, as in out=DIR or mixed_code=true.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        if any(word.startswith("-") for word in words):
+            return super().parse_known_args(words, namespace)
+        flags = {word: self._flags(word) for word in words}
+        plain = [word for word in words if flags[word] is None]
+        return super().parse_known_args([*plain, *(flag for word in words for flag in flags[word] or ())], namespace)
+
+    def _flags(self, word: str) -> list[str] | None:
+        """The flag and values that `key=value` stands for; None if `word` is something else."""
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier() or Path(word).exists():
+            return None
+        option = f"--{key.replace('_', '-')}"
+        action = self._option_string_actions.get(option)
+        if action is None:
+            self.error(f"there is no option {key}")
+        if action.nargs == 0:  # a switch
+            if value not in ("true", "false"):
+                self.error(f"{key} must be true or false, got {value!r}")
+            return [option] if value == "true" else []
+        return [option, *(value.split(",") if action.nargs == "+" else [value])]

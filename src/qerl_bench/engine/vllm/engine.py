@@ -1,0 +1,202 @@
+"""Sampling with an unmodified vLLM that holds a copy of the policy.
+
+Before sampling, the copy is made equal to the policy (adapter and norm scales, noise included) and checked. vLLM
+returns no entropies, so the trainer computes them in a forward pass over the drawn tokens, with the same noise.
+"""
+
+# vLLM is installed in an environment without a type checker.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_bench.engine.base import Sampling, exact_lengths, make_rollout, require_room
+from qerl_bench.engine.vllm.checkpoint import BaseCheckpoint
+from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
+from qerl_bench.engine.vllm.process import device_memory_gib, exchange_folder, start, stop
+from qerl_bench.engine.vllm.sync import Mirror
+from qerl_bench.model.policy import Policy
+from qerl_bench.records import Prompt, Rollout
+from qerl_bench.seeding import derive
+from qerl_bench.train.batch import make_batch
+from qerl_bench.train.nonfinite import require_finite_logits
+
+log = logging.getLogger(__name__)
+
+
+def samples_by_request(prompt: Prompt, sampling: Sampling) -> list[range]:
+    """The samples of each vLLM request for `prompt`: all in one request, or one request each if lengths are exact."""
+    if prompt.new_tokens is None:
+        return [range(sampling.samples)]
+    return [range(i, i + 1) for i in range(sampling.samples)]
+
+
+class VLLMEngine:
+    """A running vLLM that mirrors `policy`. `program` is its distribution and version, for engine.json."""
+
+    def __init__(self, options: VLLMOptions, policy: Policy, base: BaseCheckpoint, program: str) -> None:
+        self.options, self.policy, self.program = options, policy, program
+        self.on_gpu = policy.device.type == "cuda"
+        self.max_model_len = options.max_sequence_length(policy.model.config.to_dict(), policy.model.dtype.itemsize)
+        self.base = base
+        self.asleep = False
+        self.before_gib = device_memory_gib() if self.on_gpu else None
+        with ExitStack() as resources, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
+            base.write(Path(folder))
+            self.llm = start(Path(folder), options.isolation, **self._vllm_options())
+            self.workers: list[dict[str, Any]] = []
+            resources.callback(self._stop)
+            self.workers = self.llm.collective_rpc("qerl_started")
+            room = 4 * sum(tensor.nbytes for tensor in policy.adapter_state().values())
+            self.folder = resources.enter_context(exchange_folder(room))
+            self.mirror = Mirror(self.llm, policy, self.folder)
+            self._resources = resources.pop_all()
+        used = ", ".join(sorted(set(self.workers[0]["kernels"].values())))
+        log.info("%s samples with %s; kernels: %s", program, base.label, used)
+        if not self.on_gpu and options.sleep_level > 0:
+            log.info("vLLM cannot sleep on a CPU, so engine.sleep_level=%d has no effect", options.sleep_level)
+
+    def _vllm_options(self) -> dict[str, Any]:
+        rank = next(rank for rank in RANKS if rank >= self.policy.adapter.peft_config["default"].r)  # type: ignore[union-attr]
+        options = {
+            "dtype": str(self.policy.model.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.options.max_num_seqs,
+            "kv_cache_memory_bytes": int(self.options.kv_cache_gib * 2**30),
+            "tensor_parallel_size": self.options.tensor_parallel_size,
+            "enforce_eager": self.options.enforce_eager or not self.on_gpu,
+            "enable_sleep_mode": self.on_gpu and self.options.sleep_level > 0,
+            "enable_lora": True,
+            "max_lora_rank": rank,
+            "max_loras": 1,
+        }
+        return options if self.on_gpu else options | {"block_size": 32}  # tokens; the smallest size on a CPU
+
+    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
+        self._wake()
+        self.mirror.push()
+        return self.mirror.check([self.policy.ids_of(prompt) for prompt in prompts])
+
+    def _wake(self) -> None:
+        if self.asleep:
+            torch.cuda.empty_cache()  # memory that training no longer uses
+            self.llm.wake_up()
+            self.asleep = False
+
+    def sleep(self) -> dict[str, float]:
+        if not self.on_gpu:
+            return {}
+        awake = device_memory_gib()
+        if self.options.sleep_level > 0 and not self.asleep:
+            self.llm.sleep(level=self.options.sleep_level)
+            self.asleep = True
+        return {"memory/device_rollout_gib": awake, "memory/device_train_gib": device_memory_gib()}
+
+    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
+        require_room(self.policy, prompts, sampling, self.max_model_len)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        self.require_room(prompts, sampling)
+        prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
+        if self.asleep or not self.mirror.current:
+            self.sync(prompts)
+        requests = [(i, part) for i, prompt in enumerate(prompts) for part in samples_by_request(prompt, sampling)]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt_ids[i]} for i, _ in requests],
+            [self._params(prompts[i], samples, sampling) for i, samples in requests],
+            lora_request=self.mirror.request,
+            use_tqdm=False,
+        )
+        drawn = [sorted(output.outputs, key=lambda completion: completion.index) for output in outputs]
+        token_ids = [list(completion.token_ids) for group in drawn for completion in group]
+        owners = [i for (i, _), group in zip(requests, drawn, strict=True) for _ in group]
+        entropies = self._entropies([prompt_ids[i] for i in owners], token_ids, sampling.temperature or 1.0)
+        logprobs = [completion.logprobs for group in drawn for completion in group]
+        rollouts = [
+            make_rollout(
+                self.policy,
+                prompts[owner],
+                row % sampling.samples,
+                prompt_ids[owner],
+                ids,
+                [entry[token].logprob for entry, token in zip(entries, ids, strict=True)],
+                entropy,
+                sampling,
+            )
+            for row, (owner, ids, entries, entropy) in enumerate(
+                zip(owners, token_ids, logprobs, entropies, strict=True)
+            )
+        ]
+        require_finite_logits(self.policy, rollouts)
+        return rollouts
+
+    def _params(self, prompt: Prompt, samples: range, sampling: Sampling) -> Any:
+        """vLLM's parameters for these samples of the prompt, which have the same exact length if they have one.
+
+        Sample i gets the prompt's seed + i whichever request it is in, because vLLM counts up from a request's seed. An
+        exact length is a limit without stop tokens; vLLM's `min_tokens` would make stop tokens impossible to draw.
+        """
+        from vllm import SamplingParams
+
+        exact = exact_lengths(prompt, samples, sampling)[0]
+        return SamplingParams(
+            n=len(samples),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,  # below 1, log-probabilities too are over the tokens it keeps
+            max_tokens=exact or sampling.max_tokens,
+            seed=(derive(sampling.seed, prompt.id) >> 1) + samples.start,  # halved to leave room for counting up
+            stop_token_ids=sorted(self.policy.stop_ids) if exact is None else [],
+            ignore_eos=True,  # only these stop tokens
+            logprobs=0,  # only of the drawn token
+            detokenize=False,
+        )
+
+    def _entropies(
+        self, prompts: list[list[int]], completions: list[list[int]], temperature: float
+    ) -> list[list[float]]:
+        """Entropy in nats of each completion token, from the trainer's forward pass with the current noise."""
+        batch = make_batch(prompts, completions, self.policy.pad_id, self.policy.device)
+        entropies: list[list[float]] = [[] for _ in prompts]
+        for rows in batch.micro_batches(
+            self.options.score_batch_size, torch.ones_like(batch.lengths, dtype=torch.bool)
+        ):
+            part = batch.rows(rows)
+            with torch.no_grad():
+                entropy = self.policy.token_stats(part.input_ids, part.mask, temperature).entropy
+            for row, values, mask in zip(rows.tolist(), entropy, part.mask, strict=True):
+                entropies[row] = values[mask].tolist()
+        return entropies
+
+    def record(self) -> dict[str, Any]:
+        first = self.workers[0]
+        return {
+            "engine": "vllm",
+            "program": self.program,
+            "isolation": self.options.isolation,
+            "weights": self.base.label,
+            "kernels": first["kernels"],
+            "lora": first["lora"],
+            "norm_dtype": first["norm_dtype"],
+            "copies_of_weights": 2,  # the policy's and vLLM's
+            "policy_linear_bytes": self.base.resident_bytes(),
+            # Of each worker, with embeddings and room for the adapter. On a CPU vLLM hides its weights from PyTorch.
+            "engine_weight_bytes": [worker["weight_bytes"] for worker in self.workers] if self.on_gpu else None,
+            "kv_cache_gib": self.options.kv_cache_gib,
+            "device_gib_before_start": self.before_gib,
+        }
+
+    def close(self) -> None:
+        with self._resources:
+            if self.options.isolation == "same" and self.on_gpu and self.options.sleep_level > 0 and not self.asleep:
+                self.llm.sleep(level=2)  # otherwise weights and KV cache stay until this process ends
+
+    def _stop(self) -> None:
+        pids = {pid for worker in self.workers for pid in (worker["pid"], worker["parent"])}
+        stop(self.llm, self.options.isolation, sorted(pids - {os.getpid(), os.getppid()}))

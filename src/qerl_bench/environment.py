@@ -1,0 +1,102 @@
+"""Where a run's numbers come from: code, packages, machine and command, as env.json keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qerl_bench.installation import CHECKOUT
+from qerl_bench.metrics import definitions
+
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
+ONLY_READ_RUNS = ("study", "claims", "figures")  # packages whose code cannot change the numbers of a run
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that affect the numbers; None for a package that is not installed."""
+    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Code, packages, machine and command of this process, and the definitions of its metrics.
+
+    Two runs come from the same code if their `code` is equal. `commit` does not tell: commits may differ in
+    documentation alone, and uncommitted changes have none.
+    """
+    import torch
+
+    from qerl_kernels.decode_configs import tables
+
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain")),
+        "code": code_digest(),
+        "metrics": definitions(),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "platform": platform.platform(),
+        "device": device,
+        "cpu": cpu_name(),
+        "gpu": gpu,
+        "driver": nvidia_driver() if gpu else None,
+        "kernel_tables": {str(path): sha256(path) for path in tables(gpu)} if gpu else {},
+        "threads": torch.get_num_threads(),
+        "argv": sys.argv,
+    }
+
+
+def code_digest() -> str:
+    """First 12 hex digits of the SHA-256 of this project's Python sources, except for ONLY_READ_RUNS."""
+    import qerl_kernels
+
+    digest = hashlib.sha256()
+    for package in (Path(__file__).parent, *map(Path, qerl_kernels.__path__)):
+        for file in sorted(package.rglob("*.py")):
+            if file.relative_to(package).parts[0] not in ONLY_READ_RUNS:
+                digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def git(*words: str) -> str | None:
+    """Output of a git command about this checkout; None if the code is not in a checkout."""
+    if CHECKOUT is None:
+        return None
+    try:
+        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def cpu_name() -> str | None:
+    """The model of the processor, which decides the order in which a CPU adds numbers; None if unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or None)
+
+
+def nvidia_driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0] or None
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,38 @@
+"""Evaluate a finished run again with another protocol.
+
+The policy is the run's: same config, same packed base, the adapter of its last checkpoint. Only eval, task, engine,
+device and seed may differ; hydra.searchpath=[file:///DIR] adds a folder of options. As in the run, the base before
+training is evaluated first, for the gain on the same questions. The run itself is not changed: the result goes to
+RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the changes), env.json,
+eval.json, samples.parquet and done.json.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from qerl_bench.checks import require
+from qerl_bench.config import register_resolvers
+from qerl_bench.eval.reevaluate import CHANGEABLE, apply_overrides, evaluation_name, reevaluate, render, stored_config
+
+USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in CHANGEABLE[1:])} out=DIR]"
+
+
+def main(argv: list[str]) -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    logging.getLogger("qerl_bench").setLevel(logging.INFO)
+    for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
+        logging.getLogger(package).setLevel(logging.ERROR)
+    register_resolvers()
+    require(bool(argv) and "=" not in argv[0], f"the first word must be the folder of a run; {USAGE}")
+    run_dir, words = Path(argv[0]), argv[1:]
+    places = [word.removeprefix("out=") for word in words if word.startswith("out=")]
+    words = [word for word in words if not word.startswith("out=")]
+    require(len(places) <= 1 and "" not in places, f"out= names one folder; {USAGE}")
+    require(bool(words), f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}")
+    stored = stored_config(run_dir)
+    cfg = apply_overrides(stored, words)
+    out = Path(places[0]) if places else run_dir / "evals" / evaluation_name(cfg)
+    reevaluate(run_dir, stored, cfg, out)
+    print(render(out))

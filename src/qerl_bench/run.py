@@ -1,0 +1,37 @@
+"""`qerl-bench run quant=nvfp4 aqn=exp -m lora.rank=16,32,64`: run one experiment, or a sweep with -m.
+
+`python src/run.py` in a checkout is the same command. `--cfg job` prints all options, `--help` the choices of each
+group.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from qerl_bench.cli import flags_first, preflight, warn_of_single_point
+from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
+from qerl_bench.installation import CONF_DIR
+from qerl_bench.option_names import check_option_names
+
+
+@hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
+def run(cfg: DictConfig) -> None:
+    check_option_names(cfg, HydraConfig.get().runtime)
+    from qerl_bench.experiment import run_experiment
+
+    warn_of_single_point(HydraConfig.get())
+    run_experiment(build(resolved(cfg)), resolved(cfg))
+
+
+def main(words: list[str]) -> None:
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
+    register_resolvers()
+    preflight(words)
+    sys.argv[1:] = flags_first(words)  # where Hydra reads them
+    run()

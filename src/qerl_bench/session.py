@@ -1,0 +1,62 @@
+"""What a training run and a later evaluation of it set up alike: device, policy, engine, and evaluation on record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch
+
+from qerl_bench.checks import require
+from qerl_bench.config import Experiment
+from qerl_bench.device import resolve_device
+from qerl_bench.engine.base import EngineSpec, RolloutEngine
+from qerl_bench.eval.base import Score
+from qerl_bench.eval.record import record_evaluation
+from qerl_bench.model.digest import digest_of
+from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import base_checkpoint, build_policy
+from qerl_bench.quant.base import WeightFormat
+from qerl_bench.rundir import RunDir
+from qerl_bench.seeding import derive
+from qerl_bench.train.nonfinite import during
+
+log = logging.getLogger(__name__)
+
+
+def prepare_device(wanted: str, quant: WeightFormat) -> str:
+    """The device to run on, made deterministic if it is the CPU. Raises ConfigError if `quant` cannot run there."""
+    device = resolve_device(wanted)
+    reason = quant.unsupported_reason(device)
+    require(reason is None, f"quant={quant.name} cannot run here: {reason}")
+    if device == "cpu":
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+@contextmanager
+def session(
+    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str
+) -> Iterator[tuple[Policy, RolloutEngine]]:
+    """The untrained policy of `experiment` and an engine that samples from it. Writes env.json first."""
+    base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+    run.write_environment(device, digest_of(experiment.model, base))
+    torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
+    policy = build_policy(experiment, base, device)
+    with closing(engine.build(policy)) as rollout_engine:
+        yield policy, rollout_engine
+
+
+def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int) -> list[Score]:
+    """Evaluate the policy without noise and record the scores in `run`; no scores with eval=none.
+
+    Step 0 is the quantized base before any training.
+    """
+    with during(f"evaluation after step {step}"):
+        evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
+    if evaluation is None:
+        return []
+    scores = record_evaluation(run, experiment.task.name, step, evaluation)
+    log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
+    return scores

@@ -1,0 +1,57 @@
+"""Print the grid of a design as a sweep for `wandb agent`, one process per run.
+
+    python sweeps/make.py tiny/main > sweeps/tiny_main.yaml
+    wandb sweep sweeps/tiny_main.yaml             # prints the name of the sweep
+    wandb agent ENTITY/PROJECT/SWEEP              # once per machine or GPU; every agent takes the next open point
+
+Any design of conf/experiment that sweeps will do; several with the same grid become one sweep.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from qerl_bench.checks import require
+from qerl_bench.cli import exit_in_words
+from qerl_bench.config import HYDRA_DEFAULTS, register_resolvers
+from qerl_bench.installation import CONF_DIR
+
+
+def sweep(designs: list[str]) -> str:
+    """The sweep as YAML. Raises ConfigError for designs without a grid, or with different ones."""
+    register_resolvers()
+    configs = []
+    for design in designs:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+            configs.append(hydra_compose("run", [f"experiment={design}"], return_hydra_config=True))
+    grids = [dict(config.hydra.sweeper.params or {}) for config in configs]
+    require(bool(grids) and all(grid == grids[0] for grid in grids), f"not one grid: {grids}")
+    require(bool(grids[0]), f"experiment={designs[0]} sweeps over nothing")
+    trains_for_accuracy = configs[0].eval.name != "none"
+    metric = ("eval/accuracy_sampled", "maximize") if trains_for_accuracy else ("time/step_s", "minimize")
+    chosen = [f"experiment={designs[0]}"] if len(designs) == 1 else []
+    parameters = {"experiment": ",".join(designs)} | grids[0] if len(designs) > 1 else grids[0]
+    words = ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}", *chosen, "logger=wandb"]
+    quoted = [f'"{word}"' for word in words]
+    return "\n".join(
+        [
+            f"# Made by: python sweeps/make.py {' '.join(designs)}",
+            "program: src/run.py",
+            "method: grid",
+            f"metric: {{name: {metric[0]}, goal: {metric[1]}}}",
+            "parameters:",
+            *(f"  {key}: {{values: [{str(values).replace(',', ', ')}]}}" for key, values in parameters.items()),
+            f"command: [{', '.join(quoted)}]\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    with exit_in_words("stopped"):
+        require(len(sys.argv) > 1, "name a design: python sweeps/make.py tiny/main")
+        sys.stdout.write(sweep(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""The built wheel in an environment of its own, outside of the checkout: commands, a sweep, and a user's own option."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling")
+pytestmark = pytest.mark.xdist_group("wheel")
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    *("experiment=smoke", "steps=2", "save_every=2", "optim.warmup_steps=0", "eval.questions=4", "device=cpu"),
+    *("model.hidden_size=64", "model.layers=2", "model.intermediate_size=64", "task.max_completion_tokens=12"),
+]
+HALVING = """
+from dataclasses import dataclass
+
+from qerl_bench.aqn.base import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(Schedule):
+    name: str
+    sigma_start: float
+
+    def sigma(self, step: int, total_steps: int) -> float:
+        return self.sigma_start * 0.5**step
+"""
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and, behind it, what this one has: its bin/ holds the command."""
+    place = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = place.glob("*.whl")
+    venv.create(place / "venv", with_pip=False)
+    python = place / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    (installed,) = (place / "venv" / "lib").glob("python*/site-packages")
+    (installed / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (installed / "halving.py").write_text(HALVING)
+    return place / "venv"
+
+
+@pytest.fixture
+def command(site: Path, tmp_path: Path) -> Command:
+    """command("run", "steps=1", ...): the installed program, started in an empty folder."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "QERL_ROOT")}
+
+    def start(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(site / "bin" / "qerl-bench"), *words],
+            cwd=tmp_path,
+            env={**environment, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    return start
+
+
+def test_the_wheel_holds_every_file_that_the_package_reads(site: Path) -> None:
+    (package,) = site.glob("lib/python*/site-packages/qerl_bench")
+    for folder, there in (("src/qerl_bench", package), ("conf", package / "conf"), ("kernels/qerl_kernels", None)):
+        there = there or package.parent / "qerl_kernels"
+        files = [file for file in (ROOT / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+        assert files and not [file for file in files if not (there / file.relative_to(ROOT / folder)).is_file()]
+
+
+def test_a_run_a_warm_start_and_a_sweep_of_the_wheel(command: Command, tmp_path: Path) -> None:
+    done = command("run", *TINY, "quant=nvfp4", "aqn=exp", "model.warm_start_steps=3", "seed=0,1", "-m")
+    assert done.returncode == 0, done.stderr
+    runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    assert len(runs) == 2 and all((run / "done.json").exists() for run in runs)
+    assert list((tmp_path / "cache").rglob("done.json"))
+    env = json.loads((runs[0] / "env.json").read_text())
+    assert env["commit"] is None and env["code"]
+    assert {"reward.png", "entropy.png"} <= {file.name for file in (runs[0] / "figures").iterdir()}
+    again = command("run", *TINY, "quant=nvfp4", "aqn=exp", "model.warm_start_steps=3", "seed=0")
+    assert "finished before" in again.stdout + again.stderr
+
+    listed = command("status")
+    assert listed.stdout.count("done") == 3 and "2 runs, 2 done" in listed.stdout, listed.stderr
+    kept = command("collect", "runs", "out=study")
+    assert kept.returncode == 0 and (tmp_path / "study" / "tidy.parquet").exists(), kept.stderr
+    asked = command("eval", f"runs/{runs[0].name}", "eval.questions=3")
+    assert asked.returncode == 0 and "accuracy_greedy" in asked.stdout, asked.stderr
+
+
+def test_users_add_options_and_classes_without_touching_the_package(command: Command, tmp_path: Path) -> None:
+    own = tmp_path / "my options" / "aqn" / "halving.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("_target_: halving.Halving\nname: halving\nsigma_start: 1.0e-2\n")
+    words = [*TINY, f"hydra.searchpath=['file://{own.parent.parent}']", "aqn=halving", "eval=none"]
+    words.remove("eval.questions=4")
+    done = command("run", *words, "-m", "aqn.sigma_start=1e-2,2e-2")
+    assert done.returncode == 0, done.stderr
+    runs = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert len(runs) == 2 and all(run.name.startswith("bf16-halving-grpo-") for run in runs)
+    refused = command("run", *words, "aqn.name=exp")
+    assert refused.returncode == 2 and "aqn.name=exp cannot be set" in refused.stderr
+    own.write_text("_target_: no_such_module.Halving\nname: halving\nsigma_start: 1.0e-2\n")
+    refused = command("run", *words)
+    assert refused.returncode == 2 and "aqn._target_=no_such_module.Halving cannot be imported" in refused.stderr

@@ -1,0 +1,166 @@
+"""`qerl-bench` and its words: commands, key=value, names of earlier versions, and the list of runs."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from qerl_bench import __version__
+from qerl_bench.__main__ import COMMANDS, main
+from qerl_bench.arguments import KeyValueParser
+from qerl_bench.checks import ConfigError
+from qerl_bench.cli import exit_in_words, explain
+from qerl_bench.config import build, compose
+from qerl_bench.eval.reevaluate import stored_config
+from qerl_bench.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
+from qerl_bench.rundir import as_dict, check_run_dir, flat
+from qerl_bench.study.load import load_run
+
+RUNS = Path(__file__).parents[1] / "assets" / "runs"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0 and main(["--version"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in COMMANDS) and printed.endswith(f"{__version__}\n")
+    assert main([]) == 2 and main(["colect"]) == 2
+    assert "Did you mean collect?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:  # argparse
+        assert end.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_bad_input_of_any_command_ends_with_a_message_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["eval"], ["score"], ["status", "nowhere"], ["claims", "nowhere"], ["export", "quant=nvfp4"]):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def parser() -> KeyValueParser:
+    made = KeyValueParser("text")
+    made.add_argument("runs", nargs="+")
+    made.add_argument("--out", default="figures")
+    made.add_argument("--metrics", nargs="+")
+    made.add_argument("--mixed-code", action="store_true")
+    return made
+
+
+def test_options_are_key_value_words_or_flags() -> None:
+    for words in (
+        ["a", "--out", "x=1", "--metrics", "m", "n", "--mixed-code"],
+        ["out=x=1", "metrics=m,n", "mixed_code=true", "a"],
+    ):
+        assert vars(parser().parse_args(words)) == {
+            "runs": ["a"],
+            "out": "x=1",
+            "metrics": ["m", "n"],
+            "mixed_code": True,
+        }
+    assert parser().parse_args(["a", "mixed_code=false"]).mixed_code is False
+
+
+@pytest.mark.parametrize(("word", "says"), [("ot=x", "no option ot"), ("mixed_code=1", "mixed_code must be true")])
+def test_a_wrong_word_is_refused(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["a", word])
+    assert says in capsys.readouterr().err
+
+
+# --- earlier names ---------------------------------------------------------------------------------------------------
+
+
+def test_new_names_exist_and_old_ones_do_not() -> None:
+    engine, algo, quantizer = "engine=vllm", "algo=dapo", "quantizer=mse"
+    known: set[str] = set()
+    for words in ([], [engine], [algo, quantizer, "quant=nvfp4"]):
+        config = as_dict(compose(words))
+        known |= {*config, *flat(config)}
+    assert known.issuperset(RENAMED.values()) and not known & {*RENAMED}
+
+
+@pytest.mark.parametrize(
+    ("word", "new"),
+    [
+        ("inject.site=old", "noise.site"),
+        ("inject.cadence=run", "noise.cadence"),
+        ("offpolicy.level=token", "importance_sampling.level"),
+        ("optim.updates=4", "train.updates_per_batch"),
+        ("rollout.prompts=4", "rollout.prompts_per_step"),
+        ("recipe=shipped", "recipe=as_released"),
+        ("noise.site=sampler", "noise.site=rollout"),
+        ("+inject.batch_prompts=2", "noise.prompts_per_draw"),
+        ("+optim.packing=true", "train.packing"),
+    ],
+)
+def test_an_old_name_is_answered_with_the_new_one(word: str, new: str) -> None:
+    with pytest.raises((HydraException, ConfigError)) as refusal:
+        build(compose([word]))
+    assert f"was renamed to {new}" in explain(refusal.value)
+
+
+def earlier(run: Path) -> None:
+    """Rewrite the config of a run as an earlier version wrote it."""
+    config: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    noise = config.pop("noise")
+    config["inject"] = noise | {"site": "sampler", "_target_": "qerl_bench.aqn.injection.Injection"}
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+
+
+def test_a_run_of_an_earlier_version_is_refused_in_words(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(next(RUNS.iterdir()), run)
+    assert outdated(load_run(run).config) == []
+    earlier(run)
+    for read in (load_run, stored_config, partial(check_run_dir, cfg=compose())):
+        with pytest.raises(ConfigError, match=r"inject.norms was renamed to noise.norms"):
+            read(run)
+
+
+def test_names_that_were_kept_have_no_new_one() -> None:
+    assert new_name("optim.lr") is None and new_name("inject.norms") == "noise.norms"
+    assert set(RENAMED_VALUES["noise.site"].values()) == {
+        "rollout", "rollout_and_old_logprobs", "rollout_and_training",
+    }  # fmt: skip
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+
+
+def test_status_lists_states_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("a", "b", "c")
+    for name, source in zip(names, sorted(RUNS.iterdir()), strict=False):
+        shutil.copytree(source, tmp_path / name)
+    for name in ("b", "c"):
+        (tmp_path / name / "done.json").unlink()
+        with open(tmp_path / name / "metrics.jsonl", "a") as file:
+            file.write('{"kind": "train", "st')  # the writer is in the middle of a line
+    (tmp_path / "a" / ".hydra").mkdir()
+    (tmp_path / "a" / ".hydra" / "config.yaml").touch()
+    with open(tmp_path / "c" / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        main(["status", str(tmp_path)])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[:4] for line in printed[:3]] == [
+        ["done", "10", "of", "10"], ["unfinished", "10", "of", "10"], ["running", "10", "of", "10"],
+    ]  # fmt: skip
+    assert " ".join(printed[3]) == "3 runs, 1 done, 1 running, 1 unfinished"
+
+
+def test_ctrl_c_is_code_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, exit_in_words("stopped; try again"):
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capsys.readouterr().err == "stopped; try again\n"
