@@ -1,4 +1,4 @@
-"""What finished runs say about each claim of the QeRL paper; the same as `qerl-bench claims`.
+"""Report what finished runs say about each claim of the QeRL paper.
 
 python analysis/claims.py runs/ --out figures/
 """

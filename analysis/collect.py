@@ -1,4 +1,4 @@
-"""Gather runs into a study that can be committed; the same as `qerl-bench collect`.
+"""Gather runs, unfinished ones too, into a study that can be committed.
 
 python analysis/collect.py runs/ --out figures/
 """

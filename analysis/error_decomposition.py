@@ -7,8 +7,8 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.figures.error_decomposition import draw, one_of_each
-from qerl_bench.figures.style import save
-from qerl_bench.study.script import figure_parser, guarded
+from qerl_bench.figures.script import figure_parser, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     folders = ", ".join(map(str, options.runs))
     require(len(files) > 0, f"no layers.parquet in {folders}: give folders of runs, exports or a committed table")
     table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files]).query("relative_error > 0")
-    print(*save(draw(one_of_each(table)), options.out / "error_decomposition", options.formats), sep="\n")
+    write_figure(draw(one_of_each(table)), options, "error_decomposition")
 
 
 if __name__ == "__main__":

@@ -3,25 +3,19 @@
 python analysis/fig_accuracy.py runs/ --out figures/
 """
 
-from matplotlib.figure import Figure
-
-from qerl_bench.figures.effects import effect_rows
-from qerl_bench.figures.lines import format_lines
+from qerl_bench.figures.arms import format_arms
+from qerl_bench.figures.effects import dot_plot
+from qerl_bench.figures.labels import noise_text
 from qerl_bench.figures.paired import GREEDY, REWARD_MEAN, SAMPLED
-from qerl_bench.study.load import Run
-from qerl_bench.study.naming import noise_of
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import arms, with_one_noise
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "accuracy", ["quant.", "quantizer.", "aqn.name"], draw)
-
-
-def draw(runs: list[Run]) -> Figure:
-    rows = arms(with_one_noise(runs), [], crossed=["quant.name", "aqn.name"])
-    noise = [f"Noise: {noise_of(row)}." for row in rows if row["aqn.name"] != "none"][:1]
-    return effect_rows(format_lines(rows), [SAMPLED, GREEDY, REWARD_MEAN], *noise)
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer.", "aqn.name"])
+    settings = study.with_one_schedule().complete_settings("quant.name", "aqn.name")
+    noise = [f"Noise: {noise_text(one)}." for one in settings if one["aqn.name"] != "none"][:1]
+    write_figure(dot_plot(format_arms(settings), [SAMPLED, GREEDY, REWARD_MEAN], *noise), options, "accuracy")
 
 
 if __name__ == "__main__":

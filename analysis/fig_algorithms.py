@@ -8,24 +8,18 @@ import sys
 import pandas as pd
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.figures.algorithms import figure, gains
-from qerl_bench.figures.style import save
-from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import comparable, figure_parser, guarded
+from qerl_bench.figures.algorithms import algorithm_curves, gain_table
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 SMOOTH = 7  # steps
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = figure_parser(__doc__).parse_args(arguments)
-    runs = load_runs(options.runs, options.mixed_code)
-    for run in runs:
-        if not run.finished:
-            print(f"{run.name} is not finished and left out", file=sys.stderr)
-    chosen = comparable([run for run in runs if run.finished], ["algo"])
-    print(*save(figure(chosen, SMOOTH), options.out / "algorithms", options.formats), sep="\n")
+    study, options = read_study(arguments, __doc__, ["algo"])
+    write_figure(algorithm_curves(study, SMOOTH), options, "algorithms")
     try:
-        table = gains(chosen)
+        table = gain_table(study)
     except ConfigError as reason:
         print(f"no table of gains: {reason}", file=sys.stderr)
         return

@@ -4,15 +4,13 @@ python analysis/fig_aqn.py runs/ --out figures/
 """
 
 from qerl_bench.figures.curves import ENTROPY, REWARD, noise_curves
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import with_one_noise
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "aqn", ["quant.", "quantizer.", "aqn.name"],
-        lambda runs: noise_curves(with_one_noise(runs), [REWARD, ENTROPY]), unfinished=True,
-    )  # fmt: skip
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer.", "aqn.name"], unfinished=True)
+    write_figure(noise_curves(study.with_one_schedule(), [REWARD, ENTROPY]), options, "aqn")
 
 
 if __name__ == "__main__":

@@ -3,23 +3,20 @@
 python analysis/fig_controls.py runs/ --out figures/
 """
 
-from qerl_bench.figures.effects import effect_rows
-from qerl_bench.figures.lines import control_lines
+from qerl_bench.figures.arms import control_arms
+from qerl_bench.figures.effects import dot_plot
 from qerl_bench.figures.paired import ENTROPY, REWARD_MEAN, SAMPLED
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import arms
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 FACTORS = ["quant.", "quantizer.", "aqn", "noise", "rollout.temperature", "train.entropy_coef"]
-KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "noise.cadence", *FACTORS[-2:]]
-COLUMNS = [ENTROPY, REWARD_MEAN, SAMPLED]  # entropy of all steps: in the first the schedules have no noise yet
+MEASURES = [ENTROPY, REWARD_MEAN, SAMPLED]  # entropy over all steps: the schedules start without noise
 NOTE = "Each arm minus BF16 with nothing added."
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "controls", FACTORS,
-        lambda runs: effect_rows(control_lines(arms(runs, KEYS)), COLUMNS, NOTE),
-    )  # fmt: skip
+    study, options = read_study(arguments, __doc__, FACTORS)
+    write_figure(dot_plot(control_arms(study.complete_settings()), MEASURES, NOTE), options, "controls")
 
 
 if __name__ == "__main__":

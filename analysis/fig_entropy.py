@@ -1,22 +1,17 @@
-"""Entropy of the policy by training step, as it sampled and with any noise off: each weight format over BF16, in pairs.
+"""Entropy by training step, as sampled and with noise off: each weight format minus BF16, in pairs.
 
 python analysis/fig_entropy.py runs/ --out figures/
 """
 
-from matplotlib.figure import Figure
-
 from qerl_bench.figures.curves import CLEAN, ENTROPY, format_curves
-from qerl_bench.study.load import Run
-from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "entropy", ["quant.", "quantizer."], draw, unfinished=True)
-
-
-def draw(runs: list[Run]) -> Figure:
-    noisy = any(run.option("aqn.name") != "none" for run in runs)  # without noise the two are the same
-    return format_curves(runs, [ENTROPY, CLEAN] if noisy else [ENTROPY])
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer."], unfinished=True)
+    noisy = any(run.option("aqn.name") != "none" for run in study.runs)  # without noise the two are the same
+    write_figure(format_curves(study, [ENTROPY, CLEAN] if noisy else [ENTROPY]), options, "entropy")
 
 
 if __name__ == "__main__":

@@ -3,25 +3,21 @@
 python analysis/fig_learning_rates.py runs/ --out figures/
 """
 
-from matplotlib.figure import Figure
-
-from qerl_bench.figures.against import against, same_but
+from qerl_bench.figures.against import controls_of, plot_against
+from qerl_bench.figures.labels import label_settings
 from qerl_bench.figures.paired import REWARD_LATE, SAMPLED
-from qerl_bench.study.load import Run
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import arms
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 KEY = "optim.lr"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "learning_rates", ["quant.", "quantizer.", "optim.lr"], draw)
-
-
-def draw(runs: list[Run]) -> Figure:
-    rows = arms(runs, ["quant.name", "aqn.name", KEY])
-    control = same_but(rows, "quant.name", "bf16", KEY)
-    return against(rows, KEY, [REWARD_LATE, SAMPLED], "learning rate", control, "minus BF16")
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer.", KEY])
+    settings = label_settings(study.complete_settings(), axis=KEY)
+    controls = controls_of(settings, "quant.name", "bf16", same=KEY)
+    figure = plot_against(settings, KEY, [REWARD_LATE, SAMPLED], "learning rate", controls, "minus BF16")
+    write_figure(figure, options, "learning_rates")
 
 
 if __name__ == "__main__":

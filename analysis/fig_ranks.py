@@ -1,32 +1,32 @@
-"""Reward and held-out accuracy against LoRA rank, and what each rank does minus rank 32 in the same format, in pairs.
+"""Reward and held-out accuracy against LoRA rank, and each rank minus rank 32 in the same format, in pairs.
 
 python analysis/fig_ranks.py runs/ --out figures/
 """
 
 from matplotlib.figure import Figure
 
-from qerl_bench.figures.against import against, same_but
+from qerl_bench.figures.against import controls_of, plot_against
+from qerl_bench.figures.labels import label_settings
 from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
-from qerl_bench.study.load import Run
-from qerl_bench.study.naming import format_rows
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import arms
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
+from qerl_bench.study.study import Study
 
 KEY, USUAL = "lora.rank", 32
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "ranks", ["quant.", "quantizer.", "lora.rank", "lora.alpha"], draw)
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer.", KEY, "lora.alpha"])
+    write_figure(draw(study), options, "ranks")
 
 
-def draw(runs: list[Run]) -> Figure:
-    rows = format_rows(arms(runs, ["quant.name", "aqn.name", KEY, "lora.alpha"]), axis=KEY)
-    control = same_but(rows, KEY, USUAL, "label")
-    alphas = {row["lora.alpha"] for row in rows}
-    alpha = (
-        f"LoRA alpha {alphas.pop():g}." if len(alphas) == 1 else "LoRA alpha differs with the rank, and so the step."
-    )
-    return against(rows, KEY, [REWARD_MEAN, SAMPLED], "LoRA rank", control, f"minus rank {USUAL}", alpha)
+def draw(study: Study) -> Figure:
+    settings = label_settings(study.complete_settings(), axis=KEY)
+    controls = controls_of(settings, KEY, USUAL, same="label")
+    alphas = {setting["lora.alpha"] for setting in settings}
+    one_alpha = f"LoRA alpha {next(iter(alphas)):g}." if len(alphas) == 1 else ""
+    alpha = one_alpha or "LoRA alpha differs with the rank, and so the step."
+    return plot_against(settings, KEY, [REWARD_MEAN, SAMPLED], "LoRA rank", controls, f"minus rank {USUAL}", alpha)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ python analysis/fig_reward.py runs/ --out figures/
 """
 
 from qerl_bench.figures.curves import REWARD, format_curves
-from qerl_bench.study.script import draw_figure, guarded
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    factors = ["quant.", "quantizer."]
-    draw_figure(arguments, __doc__, "reward", factors, lambda runs: format_curves(runs, [REWARD]), unfinished=True)
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer."], unfinished=True)
+    write_figure(format_curves(study, [REWARD]), options, "reward")
 
 
 if __name__ == "__main__":

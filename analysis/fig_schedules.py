@@ -1,19 +1,17 @@
-"""Schedules of the noise: sigma by step, and what training under each came to minus the exponential one, in pairs.
+"""Noise schedules: sigma by step, and the result of training with each minus the exponential one, in pairs.
 
 python analysis/fig_schedules.py runs/ --out figures/
 """
 
-from qerl_bench.figures.against import schedules
+from qerl_bench.figures.against import plot_schedules
 from qerl_bench.figures.paired import REWARD_LATE, SAMPLED
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import arms
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(
-        arguments, __doc__, "schedules", ["aqn.name"],
-        lambda runs: schedules(arms(runs, ["quant.name", "aqn.name"]), [REWARD_LATE, SAMPLED]),
-    )  # fmt: skip
+    study, options = read_study(arguments, __doc__, ["aqn.name"])
+    write_figure(plot_schedules(study.complete_settings(), [REWARD_LATE, SAMPLED]), options, "schedules")
 
 
 if __name__ == "__main__":

@@ -5,28 +5,28 @@ python analysis/fig_speed.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.claims.measure import largest, typical
-from qerl_bench.figures.effects import level_rows
-from qerl_bench.figures.lines import all_lines
-from qerl_bench.figures.paired import Column, workload
-from qerl_bench.study.load import Run
-from qerl_bench.study.script import draw_figure, guarded
-from qerl_bench.study.select import arms, with_one_noise
+from qerl_bench.claims.measure import Measure, median_after_warmup, peak
+from qerl_bench.figures.arms import all_arms
+from qerl_bench.figures.effects import level_plot
+from qerl_bench.figures.paired import workload
+from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.study.script import guarded
+from qerl_bench.study.study import Study
 
-COLUMNS = [
-    Column("rollout, tokens/s", typical("speed/rollout_tok_s"), ratio=True, level="{:.4g}"),
-    Column("step, seconds", typical("time/step_s"), ratio=True, level="{:.3g}"),
-    Column("peak memory, GiB", largest("memory/peak_gib"), ratio=True, level="{:.3g}"),
+MEASURES = [
+    Measure("rollout, tokens/s", median_after_warmup("speed/rollout_tok_s"), ratio=True, level_format="{:.4g}"),
+    Measure("step, seconds", median_after_warmup("time/step_s"), ratio=True, level_format="{:.3g}"),
+    Measure("peak memory, GiB", peak("memory/peak_gib"), ratio=True, level_format="{:.3g}"),
 ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    draw_figure(arguments, __doc__, "speed", ["quant.", "quantizer.", "aqn.name"], draw)
+    study, options = read_study(arguments, __doc__, ["quant.", "quantizer.", "aqn.name"])
+    write_figure(draw(study.with_one_schedule()), options, "speed")
 
 
-def draw(runs: list[Run]) -> Figure:
-    chosen = with_one_noise(runs)
-    return level_rows(all_lines(arms(chosen, ["quant.name", "aqn.name"])), COLUMNS, workload(chosen[0]))
+def draw(study: Study) -> Figure:
+    return level_plot(all_arms(study.complete_settings()), MEASURES, workload(study.runs[0]))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 """
 
 from qerl_bench.checks import require
-from qerl_bench.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_one_sigma
-from qerl_bench.statistics import interval
+from qerl_bench.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
+from qerl_bench.figures.script import select
+from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import comparable, guarded, parser_for
+from qerl_bench.study.script import guarded, parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -20,14 +21,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     runs = load_runs(options.runs, options.mixed_code)
     factors = (*SIGMA_FACTORS, "rollout.temperature")
-    table = entropies(comparable(with_one_sigma(runs), factors), options.step)
+    table = entropies(select(with_constant_sigma(runs), factors).runs, options.step)
     arm = table[(table["quant"] == options.noisy) & (table["sigma"] == options.sigma) & (table["temperature"] == 1.0)]
     require(not arm.empty, f"no run of quant={options.noisy} with sigma {options.sigma:g} at temperature 1")
-    target = interval(arm["entropy"].tolist())
-    matched = matched_temperature(table, options.clean, target.mean)
+    target = mean_ci(arm["entropy"].tolist())
+    matched = matched_temperature(table, options.clean, target.value)
     print(
-        f"{options.noisy} with sigma {options.sigma:g}: entropy {target.mean:.4f} +- {target.half:.4f} nats/token, "
-        f"{target.n} seeds"
+        f"{options.noisy} with sigma {options.sigma:g}: entropy {target.value:.4f} +- {target.half_width:.4f} "
+        f"nats/token, {target.n} seeds"
     )
     print(f"{options.clean} without noise has it at rollout.temperature={matched:.3f}")
 

@@ -6,7 +6,7 @@ python analysis/quantizers.py runs/ --out figures/
 import pandas as pd
 
 from qerl_bench.checks import require
-from qerl_bench.statistics import crossed
+from qerl_bench.statistics import mean_ci_crossed
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import guarded, parser_for
 
@@ -41,8 +41,8 @@ def compare(runs: list[Run]) -> pd.DataFrame:
                 f"{names[quant, quantizer]} and {names[quant, 'rtn']} were asked different questions: leave one out",
             )
             for name, values in ((mode, correct[mode]), (f"{mode} - rtn", difference)):
-                mean = crossed(values.to_numpy())
-                row |= {name: 100 * mean.mean, f"{name} se": 100 * mean.error}
+                mean = mean_ci_crossed(values.to_numpy())
+                row |= {name: 100 * mean.value, f"{name} se": 100 * mean.stderr}
         row |= {"weight error": layers["relative_error"].mean(), "output error": layers["output_error"].mean()}
         rows.append(row)
     return pd.DataFrame(rows).sort_values(["format", "quantizer"], ignore_index=True)

@@ -6,9 +6,9 @@ A run on BigMath is evaluated on MATH-500. The other sets are further evaluation
 
 qerl-bench eval runs/NAME task=aime24 task.instruction=suffix
 
-Sampled accuracy (pass@1) in per cent, untrained (step 0) and after the last step. Each set counts a quarter, whatever
-its size, as in the paper. No question is in two of them, so the squares of their standard errors add. Left out: the
-error over seeds, which runs of several seeds show.
+Sampled accuracy (pass@1) in per cent, before training (step 0) and after the last step. Each set counts a quarter,
+whatever its size, as in the paper. No question is in two sets, so the squares of their standard errors add. Left out:
+the error over seeds, which runs of several seeds show.
 """
 
 import sys

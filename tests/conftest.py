@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +43,21 @@ def words(overrides: tuple[str, ...]) -> list[str]:
     wanted = {"lora=none": "lora.rank", "eval=none": "eval."}
     absent = tuple(prefix for option, prefix in wanted.items() if option in overrides)
     return [word for word in SMALL if not word.startswith(absent)] + list(overrides)
+
+
+@pytest.fixture(scope="session")
+def analysis_script() -> Callable[[str], ModuleType]:
+    """analysis_script("fig_reward"): a script of analysis/ as a module."""
+
+    def load(name: str) -> ModuleType:
+        path = Path(__file__).parents[1] / "analysis" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"analysis_{name}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @cache

@@ -32,7 +32,7 @@ from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
 from qerl_bench.seeding import derive
 from qerl_bench.session import evaluate, prepare_device, session
-from qerl_bench.study.table import render, summary, untaught
+from qerl_bench.study.table import no_gradient_warning, render, summary
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.update import make_optimizer, update
@@ -56,7 +56,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
         run_figures(run.path)
         run.finish()
         table = summary([run.path])
-        if warning := untaught(table):
+        if warning := no_gradient_warning(table):
             log.warning(warning)
         print(render(table))
 

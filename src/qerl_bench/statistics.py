@@ -1,199 +1,305 @@
-"""Every statistic of this project, as pure functions of arrays: how sure is a number that came from a few seeds?
+"""Every statistic of this project, as pure functions of numbers.
 
-Means and paired differences come with Student's t, whose assumptions are few and whose intervals are honest for five
-seeds; what has no such form (interquartile means, profiles) is resampled. Functions that draw random numbers are given
-their generator. Resampling, interquartile mean, profiles and probability of improvement follow Agarwal et al. 2021,
-"Deep reinforcement learning at the edge of the statistical precipice". Left out: tests by rank or sign, which five
-seeds can never bring below p = 0.06.
+There are two kinds of mean. The accuracy of one run is a mean over held-out questions; its standard error has a part
+from the choice of questions and a part from sampling (formulas in docs/evaluation.md). An effect is a mean over seeds
+or base models, with Student's t, whose intervals are honest for as few as five seeds. Interquartile means and
+performance profiles have no such form and are resampled (Agarwal et al. 2021, "Deep reinforcement learning at the edge
+of the statistical precipice"); functions that draw random numbers take a generator.
+
+Left out: tests by rank or sign, which five seeds can never bring below p = 0.06; the correction for a finite pool of
+questions; the sampling part of pass@k and maj@n, which are not means over samples. SciPy is imported where it is
+needed, because composing a config imports this module and should not wait for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import optimize, stats
 
 from qerl_bench.checks import require
+from qerl_bench.metrics import mean, sample_std
 
-LEVEL = 0.95  # of every interval
-FEW = 5  # units, below which they alone give the degrees of freedom
+CONFIDENCE = 0.95  # of every interval
+MIN_UNITS = 5  # below this number of seeds or bases, they alone give the degrees of freedom
 POWER = 0.8  # at which an effect counts as detectable
+
+Samples = Sequence[Sequence[float]]  # (questions, samples)
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean, its standard error and their degrees of freedom; `n` is the number of seeds, or of what was repeated.
+class Estimate:
+    """A mean over `n` units (questions, seeds or bases), its standard error, and the degrees of freedom of the error.
 
-    The error is NaN where nothing was repeated. With n = 1 and an error, that error is of the questions alone. An error
-    of 0 means that all repetitions gave the same: they say nothing about chance, and no test is made of them. `fixed`
-    is the part of the variance, error squared, that more repetitions would not make smaller: that of the questions.
+    `stderr` is NaN if nothing was repeated, and 0 if all repetitions gave the same number: then they say nothing about
+    chance, and no test is made, unless the number is `exact`, that is, known to have no chance in it. With n = 1 in a
+    mean over questions and seeds, the error is that of the questions alone.
+
+    `stderr_questions` is the part of the error that more samples, seeds or bases would leave: other questions might
+    have been asked. `stderr_sampling` is that of sampling the same questions again. Both are None where they are not
+    known.
     """
 
-    mean: float
-    error: float
-    df: float
+    value: float
+    stderr: float
     n: int
-    fixed: float = 0.0
+    df: float = math.nan
+    stderr_questions: float | None = None
+    stderr_sampling: float | None = None
+    exact: bool = False
 
     @property
-    def half(self) -> float:
-        """Half the width of the 95 % interval of Student's t."""
-        return float(stats.t.ppf((1 + LEVEL) / 2, self.df)) * self.error if self.error > 0 else self.error
+    def half_width(self) -> float:
+        """Half the width of the 95 % interval."""
+        return t_quantile((1 + CONFIDENCE) / 2, self.df) * self.stderr if self.stderr > 0 else self.stderr
 
     @property
     def low(self) -> float:
-        return self.mean - self.half
+        return self.value - self.half_width
 
     @property
     def high(self) -> float:
-        return self.mean + self.half
+        return self.value + self.half_width
 
     @property
     def identical(self) -> bool:
-        """Whether there are several repetitions, and no spread among them: copies, or a number that no seed moves."""
-        return self.n > 1 and self.error == 0
-
-    @property
-    def excludes_zero(self) -> bool:
-        return abs(self.mean) > self.half
+        """Whether several repetitions gave one number: they are copies, or no seed changes it."""
+        return self.n > 1 and self.stderr == 0
 
     def p_above(self, bound: float) -> float:
-        """One-sided p-value of the hypothesis that the true mean is `bound` or less; NaN without an error or spread."""
-        return float(stats.t.sf((self.mean - bound) / self.error, self.df)) if self.error > 0 else math.nan
+        """One-sided p-value of the hypothesis that the true mean is at most `bound`; NaN if it cannot be tested."""
+        if self.stderr > 0:
+            return t_tail((self.value - bound) / self.stderr, self.df)
+        return float(self.value <= bound) if self.identical and self.exact else math.nan
 
     def p_below(self, bound: float) -> float:
-        """One-sided p-value of the hypothesis that the true mean is `bound` or more."""
-        return Mean(-self.mean, self.error, self.df, self.n).p_above(-bound)
+        """One-sided p-value of the hypothesis that the true mean is at least `bound`."""
+        return Estimate(-self.value, self.stderr, self.n, self.df, exact=self.exact).p_above(-bound)
 
     def p_within(self, margin: float) -> float:
-        """p-value of the hypothesis that the true mean lies at least `margin` from 0: both one-sided tests in one."""
+        """p-value of the hypothesis that the true mean is `margin` or more away from 0: two one-sided tests."""
         return max(self.p_above(-margin), self.p_below(margin))
 
     def p_outside(self, margin: float) -> float:
-        """One-sided p-value, doubled for the choice of side, of the hypothesis that it lies within `margin` of 0."""
+        """p-value of the hypothesis that the true mean is within `margin` of 0: the smaller one-sided test, doubled."""
         return min(2 * min(self.p_above(margin), self.p_below(-margin)), 1.0)
 
     def power(self, effect: float, level: float) -> float:
         """The probability that a one-sided test at `level` finds a true mean of `effect`; NaN without a spread.
 
-        The test statistic is then noncentral t with noncentrality effect/error.
+        The test statistic then follows a noncentral t distribution with noncentrality effect / stderr.
         """
-        critical = float(stats.t.isf(level, self.df))
-        return float(stats.nct.sf(critical, self.df, effect / self.error)) if self.error > 0 else math.nan
+        from scipy import stats
+
+        if not self.stderr > 0:
+            return math.nan
+        return float(stats.nct.sf(float(stats.t.isf(level, self.df)), self.df, effect / self.stderr))
 
     def detectable(self, level: float, power: float = POWER) -> float:
-        """The smallest true mean that a one-sided test at `level` finds with `power`; NaN without spread."""
-        if not self.error > 0:
-            return math.nan
-        top = 2.0 * (float(stats.t.isf(level, self.df)) + 10.0) * self.error  # found with more power than is asked for
-        found = optimize.root_scalar(lambda effect: self.power(effect, level) - power, bracket=(0.0, top))
-        return float(found.root)
+        """The smallest true mean that a one-sided test at `level` finds with `power`; NaN if it cannot be tested."""
+        from scipy import optimize, stats
 
-    def repeated(self, n: int) -> Mean:
-        """What `n` repetitions of the same spread would give in place of those that there are."""
-        spread = (self.error**2 - self.fixed) * self.n / n
-        return Mean(self.mean, math.sqrt(self.fixed + spread), self.df * (n - 1) / (self.n - 1), n, self.fixed)
+        if not self.stderr > 0:
+            return 0.0 if self.identical and self.exact else math.nan
+        upper = 2.0 * (float(stats.t.isf(level, self.df)) + 10.0) * self.stderr  # found with more power than asked for
+        root = optimize.root_scalar(lambda effect: self.power(effect, level) - power, bracket=(0.0, upper))
+        return float(root.root)
 
-    def needed(self, effect: float, level: float, power: float = POWER, most: int = 4096) -> int | None:
-        """The fewest repetitions at which a true mean of `effect` is found with `power`; None if `most` are too few.
+    def with_repetitions(self, n: int) -> Estimate:
+        """The estimate that `n` repetitions of the same spread would give."""
+        from_questions = (self.stderr_questions or 0.0) ** 2
+        from_repetitions = (self.stderr**2 - from_questions) * self.n / n
+        df = self.df * (n - 1) / (self.n - 1)
+        return Estimate(self.value, math.sqrt(from_questions + from_repetitions), n, df, self.stderr_questions)
 
-        They never suffice where the questions alone leave too much to chance.
+    def repetitions_needed(self, effect: float, level: float, power: float = POWER, most: int = 4096) -> int | None:
+        """The fewest repetitions with which a true mean of `effect` is found with `power`.
+
+        None if that takes more than `most`; no number suffices if the error from the questions alone is too large.
         """
-        if not (self.error > 0 and self.n > 1):
+        if not (self.stderr > 0 and self.n > 1) or self.with_repetitions(most).detectable(level, power) > effect:
             return None
         low, high = 1, most
-        if self.repeated(high).detectable(level, power) > effect:
-            return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.repeated(middle).detectable(level, power) <= effect else (middle, high)
+            enough = self.with_repetitions(middle).detectable(level, power) <= effect
+            low, high = (low, middle) if enough else (middle, high)
         return high
 
 
-def interval(values: Sequence[float] | np.ndarray) -> Mean:
-    """Mean of independent numbers, one per seed. With a single one the error is NaN. Raises ConfigError without any."""
-    found = np.asarray(values, dtype=float)
-    require(found.size >= 1, "an interval needs at least one run")
-    error = _standard_error(found) if found.size > 1 else math.nan
-    return Mean(math.fsum(found) / found.size, error, found.size - 1, found.size)
+def t_quantile(probability: float, df: float) -> float:
+    """Quantile of Student's t."""
+    from scipy import stats
+
+    return float(stats.t.ppf(probability, df))
 
 
-def crossed(values: np.ndarray) -> Mean:
-    """Mean of numbers (questions, units), or (questions,) of one unit; for paired comparisons, of differences.
+def t_tail(value: float, df: float) -> float:
+    """Probability that Student's t is larger than `value`."""
+    from scipy import stats
 
-    Units are seeds, or bases with their seeds averaged. Both questions and units are samples: the interval speaks for
-    other questions and other units. The variance of a two-way layout without repetition is (MS_q + MS_u - MS_e) / QU,
-    so that what is left (e) counts once; it is never taken to be less than the larger of MS_q and MS_u gives. Degrees
-    of freedom after Satterthwaite, and below five units those of the units, whose own mean square is then too uncertain
-    to be called small. With one unit the questions alone count; several that agree on every question have
-    an error of 0.
+    return float(stats.t.sf(value, df))
+
+
+# --- accuracies: means over questions --------------------------------------------------------------------------------
+
+
+def over_questions(per_question: Sequence[float]) -> Estimate:
+    """Mean of one number per question."""
+    values = list(per_question)
+    return Estimate(mean(values), sample_std(values) / len(values) ** 0.5, len(values), len(values) - 1)
+
+
+def over_samples(samples: Samples, sampling_variances: Sequence[float] | None = None) -> Estimate:
+    """Mean over questions of the mean over samples.
+
+    Samples of one question are not independent, so the error is over questions. Its sampling part comes from the
+    variance within questions, s^2 / m for m samples, or from `sampling_variances` where the samples are not plain ones.
+    The rest is the part of questions, 0 if the difference is negative by chance.
+    """
+    whole = over_questions([mean(list(row)) for row in samples])
+    if sampling_variances is None:
+        if min(len(row) for row in samples) < 2:
+            return whole
+        sampling_variances = [sample_std(list(row)) ** 2 / len(row) for row in samples]
+    sampling = mean(list(sampling_variances)) / whole.n
+    questions = max(0.0, whole.stderr**2 - sampling)
+    return Estimate(whole.value, whole.stderr, whole.n, whole.df, questions**0.5, sampling**0.5)
+
+
+def paired_difference(first: Samples, second: Samples) -> Estimate:
+    """Mean of second - first over the same questions in the same order.
+
+    The difficulty of a question cancels, so the error is usually far below that of two separate accuracies. Sample i of
+    both may share its random numbers, as in two evaluations of one run, so the sampling part is that of the
+    differences. Only if the numbers of samples differ are the two taken as independent, and their variances added.
+    """
+    assert len(first) == len(second), (len(first), len(second))
+    pairs = list(zip(first, second, strict=True))
+    if all(len(before) == len(after) for before, after in pairs):
+        return over_samples([[y - x for x, y in zip(before, after, strict=True)] for before, after in pairs])
+    gains = [[mean(list(after)) - mean(list(before))] for before, after in pairs]
+    if min(len(row) for row in (*first, *second)) < 2:
+        return over_samples(gains)
+    return over_samples(gains, [sum(sample_std(list(row)) ** 2 / len(row) for row in pair) for pair in pairs])
+
+
+def pass_at_k(samples: Samples, k: int) -> Estimate:
+    """Share of questions that at least one of k samples answers: 1 - C(m - c, k) / C(m, k) with c of m correct, which
+    is unbiased (Chen et al. 2021, arXiv 2107.03374).
+    """
+    return over_questions([1 - math.comb(len(row) - round(sum(row)), k) / math.comb(len(row), k) for row in samples])
+
+
+def majority(answers: Sequence[Sequence[str | None]], samples: Samples) -> Estimate:
+    """Share of questions whose most frequent answer is correct (maj@n).
+
+    All correct answers count as one, however they are written; a missing answer has no vote; of equally frequent
+    answers each wins with equal probability. A question without any answer counts as wrong.
+    """
+    shares = []
+    for texts, correct in zip(answers, samples, strict=True):
+        votes = Counter(
+            (bool(is_correct), "" if is_correct else text)
+            for text, is_correct in zip(texts, correct, strict=True)
+            if text is not None
+        )
+        most = max(votes.values(), default=0)
+        winners = [is_correct for (is_correct, _), count in votes.items() if count == most]
+        shares.append(mean([float(is_correct) for is_correct in winners]) if winners else 0.0)
+    return over_questions(shares)
+
+
+# --- effects: means over seeds and bases -----------------------------------------------------------------------------
+
+
+def mean_ci(values: Sequence[float] | np.ndarray) -> Estimate:
+    """Mean of independent numbers, one per seed or base. ConfigError without any; the error of a single one is NaN."""
+    numbers = np.asarray(values, dtype=float)
+    require(numbers.size >= 1, "an interval needs at least one run")
+    stderr = _standard_error(numbers) if numbers.size > 1 else math.nan
+    return Estimate(math.fsum(numbers) / numbers.size, stderr, numbers.size, numbers.size - 1)
+
+
+def mean_ci_crossed(values: np.ndarray) -> Estimate:
+    """Mean of numbers (questions, units), or (questions,) of one unit, with an interval that holds for other questions
+    and other units; units are seeds, or bases whose seeds were averaged. For a paired comparison pass differences.
+
+    The variance of a two-way layout without repetition is (MS_q + MS_u - MS_e) / QU, and at least the larger of MS_q /
+    QU and MS_u / QU. Degrees of freedom follow Satterthwaite; below MIN_UNITS they are those of the units, because a
+    mean square of so few units is too uncertain to be called small. With one unit the error is over questions only; if
+    all units agree on every question, it is 0.
     """
     table = values.reshape(len(values), -1).astype(float)  # (questions, units)
     q, u = table.shape
     require(q > 1, f"a comparison by question needs at least two questions, got {q}")
-    mean = float(table.mean())
+    value = float(table.mean())
     if u == 1:
-        return Mean(mean, _standard_error(table[:, 0]), q - 1, 1)
+        return Estimate(value, _standard_error(table[:, 0]), 1, q - 1)
     if (table == table[:, :1]).all():
-        return Mean(mean, 0.0, 1.0, u)
+        return Estimate(value, 0.0, u, 1.0)
     by_question, by_unit = table.mean(1), table.mean(0)
-    rest = table - by_question[:, None] - by_unit[None, :] + mean
-    squares = {  # mean squares and their degrees of freedom
-        "questions": (u * float(by_question.var(ddof=1)), q - 1),
-        "units": (q * float(by_unit.var(ddof=1)), u - 1),
-        "rest": (float((rest**2).sum()) / ((q - 1) * (u - 1)), (q - 1) * (u - 1)),
-    }
-    (ms_q, df_q), (ms_u, df_u), (ms_e, _) = squares.values()
+    residual = table - by_question[:, None] - by_unit[None, :] + value
+    mean_squares = (
+        (ms_q := u * float(by_question.var(ddof=1)), df_q := q - 1),
+        (ms_u := q * float(by_unit.var(ddof=1)), df_u := u - 1),
+        (ms_e := float((residual**2).sum()) / ((q - 1) * (u - 1)), (q - 1) * (u - 1)),
+    )
     total = ms_q + ms_u - ms_e
-    df = total**2 / sum(square**2 / df for square, df in squares.values())
-    for least, its_df in ((ms_q, df_q), (ms_u, df_u)):
+    df = total**2 / sum(square**2 / df for square, df in mean_squares)
+    for least, df_least in ((ms_q, df_q), (ms_u, df_u)):
         if least >= total:
-            total, df = least, float(its_df)
-    df = min(df, df_u) if u < FEW else df
-    return Mean(mean, math.sqrt(total / (q * u)), df, u, max(0.0, ms_q - ms_e) / (q * u))
+            total, df = least, float(df_least)
+    df = min(df, df_u) if u < MIN_UNITS else df
+    return Estimate(value, math.sqrt(total / (q * u)), u, df, math.sqrt(max(0.0, ms_q - ms_e) / (q * u)))
 
 
 @dataclass(frozen=True)
-class Hierarchy:
-    """An effect over several bases. `between` is the standard deviation of the true effects of bases, estimated."""
+class RandomEffects:
+    """An effect over several bases; `between` is the estimated standard deviation of the bases' true effects."""
 
-    whole: Mean  # over bases
-    by_base: tuple[Mean, ...]
+    whole: Estimate  # over bases
+    by_base: tuple[Estimate, ...]
     between: float
     prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
 
 
-def over_bases(values: np.ndarray) -> Hierarchy:
-    """Random-effects mean of numbers (questions, bases, seeds), each base with as many seeds, one question if 1.
+def over_bases(values: np.ndarray) -> RandomEffects:
+    """Random-effects mean of numbers (questions, bases, seeds); questions = 1 for numbers of a whole run.
 
-    Bases are the unit, with equal weights: the mean over bases with Student's t of B - 1 degrees of freedom is exact
-    whatever the spread within bases is. So is the prediction interval, for the mean of one more base.
+    Bases are the units and have equal weights, so Student's t with B - 1 degrees of freedom is exact whatever the
+    spread within bases. The same holds for the prediction interval of the mean of one more base.
     """
     q, b, s = values.shape
     require(b > 1, f"an effect over bases needs at least two of them, got {b}")
     means = values.mean(2)  # (questions, bases)
-    whole = crossed(means) if q > 1 else interval(means[0])
-    by_base = tuple(crossed(values[:, i]) if q > 1 else interval(values[0, i]) for i in range(b))
+    whole = mean_ci_crossed(means) if q > 1 else mean_ci(means[0])
+    by_base = tuple(mean_ci_crossed(values[:, i]) if q > 1 else mean_ci(values[0, i]) for i in range(b))
     spread = float(means.mean(0).var(ddof=1))
     within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
-    between = math.sqrt(max(0.0, spread - within))
-    half = float(stats.t.ppf((1 + LEVEL) / 2, b - 1)) * math.sqrt(spread * (1 + 1 / b))
-    prediction = (whole.mean - half, whole.mean + half) if b > 2 else None
-    return Hierarchy(whole, by_base, between, prediction)
+    half_width = t_quantile((1 + CONFIDENCE) / 2, b - 1) * math.sqrt(spread * (1 + 1 / b))
+    prediction = (whole.value - half_width, whole.value + half_width) if b > 2 else None
+    return RandomEffects(whole, by_base, math.sqrt(max(0.0, spread - within)), prediction)
 
 
 def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """p-values (m,) adjusted for having been asked together (Holm 1979); NaN, for what was not tested, stays NaN."""
+    """p-values (m,) corrected for multiple comparisons (Holm 1979); NaN, for a test that was not made, stays NaN."""
     p = np.asarray(p_values, dtype=float)
     adjusted = np.full(p.shape, np.nan)
     tested = np.flatnonzero(~np.isnan(p))
     order = tested[np.argsort(p[tested], kind="stable")]
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
     return adjusted
+
+
+def _standard_error(values: np.ndarray) -> float:
+    if (values == values[0]).all():
+        return 0.0  # rounding in the mean would give a tiny number
+    return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 # --- several runs of several tasks -----------------------------------------------------------------------------------
@@ -209,39 +315,34 @@ class Resampled:
 
 
 def interquartile_mean(scores: np.ndarray) -> float:
-    """Mean of the middle half of all scores, whatever their shape. Needs several tasks, or many runs, to mean much."""
+    """Mean of the middle half of all scores, whatever their shape."""
+    from scipy import stats
+
     return float(stats.trim_mean(scores.ravel(), 0.25))
 
 
 def stratified_bootstrap(
-    scores: Sequence[np.ndarray],
-    statistic: Callable[..., Any],
-    generator: np.random.Generator,
-    draws: int = 2000,
-    level: float = LEVEL,
+    scores: np.ndarray, statistic: Callable[[np.ndarray], Any], generator: np.random.Generator, draws: int = 2000
 ) -> Resampled:
-    """Interval of `statistic(*scores)`; each array is (runs, tasks), and runs are drawn anew within each task.
+    """95 % interval of `statistic(scores)`; `scores` is (runs, tasks), and runs are drawn anew within each task.
 
-    For a paired comparison give the array of differences, and runs stay in their pairs.
+    For a paired comparison pass differences, so that runs stay in their pairs.
     """
-    require(draws >= 1, f"draws must be at least 1, got {draws}")
-    tables = [table.reshape(len(table), -1) for table in scores]
-    resampled = []
-    for _ in range(draws):
-        rows = [generator.integers(len(table), size=table.shape) for table in tables]
-        resampled.append(statistic(*(np.take_along_axis(t, row, axis=0) for t, row in zip(tables, rows, strict=True))))
-    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return Resampled(statistic(*tables), low, high)
+    resampled = [
+        statistic(np.take_along_axis(scores, generator.integers(len(scores), size=scores.shape), axis=0))
+        for _ in range(draws)
+    ]
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    return Resampled(statistic(scores), low, high)
 
 
-def probability_of_improvement(scores: np.ndarray, others: np.ndarray) -> float:
-    """P(a run of `scores` beats one of `others` on the same task), ties counting half; both (runs, tasks)."""
-    difference = scores.reshape(len(scores), 1, -1) - others.reshape(1, len(others), -1)  # (runs, others' runs, tasks)
-    return float((np.sign(difference) / 2 + 0.5).mean())
+def probability_of_improvement(differences: np.ndarray) -> float:
+    """Probability that a paired difference is above 0, ties counting half."""
+    return float((np.sign(differences) / 2 + 0.5).mean())
 
 
 def performance_profile(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """Share of all runs and tasks whose score is above each threshold: (thresholds,), falling from 1 to 0."""
+    """Share of all runs and tasks with a score above each threshold: (thresholds,), falling from 1 to 0."""
     return (scores.reshape(-1, 1) > thresholds).mean(0)
 
 
@@ -249,7 +350,7 @@ def performance_profile(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarra
 
 
 def area_under_curve(steps: np.ndarray, values: np.ndarray) -> float:
-    """Mean height of a curve over its steps (trapezoids), in units of its values; points that are NaN are left out."""
+    """Mean height of a curve over its steps (trapezoids), in units of its values; NaN points are left out."""
     known = ~np.isnan(values)
     steps, values = steps[known], values[known]
     require(len(steps) > 0, "the area under a curve needs at least one number")
@@ -261,29 +362,3 @@ def steps_to_threshold(steps: np.ndarray, values: np.ndarray, threshold: float, 
     means = np.convolve(values, np.ones(window) / window, mode="valid") if len(values) >= window else np.array([])
     reached = np.flatnonzero(means >= threshold)
     return float(steps[reached[0] + window - 1]) if len(reached) else math.inf
-
-
-# --- what may be compared --------------------------------------------------------------------------------------------
-
-
-def missing_seeds(settings: Mapping[str, Collection[int]]) -> dict[str, list[int]]:
-    """For each setting the seeds that another one has and it has not; settings that lack none are left out."""
-    wanted = {seed for seeds in settings.values() for seed in seeds}
-    lacking = {name: sorted(wanted.difference(seeds)) for name, seeds in settings.items()}
-    return {name: seeds for name, seeds in lacking.items() if seeds}
-
-
-def require_complete(settings: Mapping[str, Collection[int]]) -> None:
-    """Raise ConfigError with the list of missing runs unless every setting has the same seeds."""
-    missing = [f"{name} seed={','.join(map(str, seeds))}" for name, seeds in missing_seeds(settings).items()]
-    require(
-        not missing,
-        f"the grid is incomplete, and a comparison of what is there would be one of different seeds. Missing: "
-        f"{'; '.join(missing)}. Run these, or leave their seeds out everywhere",
-    )
-
-
-def _standard_error(values: np.ndarray) -> float:
-    if (values == values[0]).all():
-        return 0.0  # and not what rounding makes of it
-    return float(values.std(ddof=1)) / math.sqrt(len(values))

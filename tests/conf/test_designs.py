@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.judge import NO_RUNS, Result, judge
+from qerl_bench.claims.evaluate import NO_RUNS, ContrastResult, evaluate_claims
 from qerl_bench.claims.measure import WARM_UP
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import CONF_DIR, build, compose
@@ -205,20 +205,20 @@ def recorded(configs: dict[str, Any], place: Path) -> Path:
     return place
 
 
-def compared(result: Result) -> bool:
-    return any(setting.effect for setting in result.settings)
+def compared(result: ContrastResult) -> bool:
+    return any(comparison.effect for comparison in result.comparisons)
 
 
 def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: dict[str, Any], tmp_path: Path) -> None:
     """Matched where two runs differ in one thing; the paper's own arms, called that, where they differ in several."""
     runs = load_runs([recorded(found["configs"], tmp_path)])
 
-    def judged(model: str, task: str) -> dict[str, tuple[Result, ...]]:
+    def results(model: str, task: str) -> dict[str, tuple[ContrastResult, ...]]:
         chosen = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]
-        return {judgement.claim.title: judgement.results for judgement in judge(CLAIMS, chosen)}
+        return {result.claim.title: result.contrasts for result in evaluate_claims(CLAIMS, chosen)}
 
-    small, gsm8k = (judged(f"qwen2.5-{size}-instruct", "gsm8k") for size in ("3b", "7b"))
-    shape = judged("qwen2.5-7b-instruct", "shape")
+    small, gsm8k = (results(f"qwen2.5-{size}-instruct", "gsm8k") for size in ("3b", "7b"))
+    shape = results("qwen2.5-7b-instruct", "shape")
     matched = {
         "4-bit raises initial entropy": gsm8k, "AQN adds to it": gsm8k, "Exponential decay is best": small,
         "Rank matters little": small, "Faster rollouts": shape, "Faster steps, end to end": shape, "Less memory": shape,
@@ -242,7 +242,7 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
     sft = "The reverse holds for supervised fine-tuning"
     assert {claim.title for claim in CLAIMS} == {*matched, *published, sft}
     assert all(result.reason == NO_RUNS for result in gsm8k[sft])
-    growth = judged("qwen2.5-7b-instruct", "bigmath")["Faster reward growth than 16-bit LoRA"]
+    growth = results("qwen2.5-7b-instruct", "bigmath")["Faster reward growth than 16-bit LoRA"]
     assert [compared(result) for result in growth] == [False, True, True]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pandas as pd
 import pytest
 
-from qerl_bench.claims.measure import TAUGHT
+from qerl_bench.claims.measure import TRAINED_SHARE
 from qerl_bench.study.load import load_runs
 
 ROOT = Path(__file__).parents[2]
@@ -17,17 +16,9 @@ RESULTS = ROOT / "docs" / "results"
 STUDIES = sorted(path.parent for path in RESULTS.glob("*/settings.json"))
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"analysis_{name}", ROOT / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
-def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
-    script("claims").main([str(study), "--out", str(tmp_path)])
+def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_script: Any) -> None:
+    analysis_script("claims").main([str(study), "--out", str(tmp_path)])
     assert (tmp_path / "claims.md").read_text() == (study / "claims.md").read_text()
 
 
@@ -35,7 +26,7 @@ def test_published_speeds_are_of_steps_that_trained() -> None:
     speeds = [run for study in STUDIES for run in load_runs([study]) if run.environment.get("device") == "cuda"]
     assert len(speeds) >= 9
     for run in speeds:
-        assert run.series("train", TAUGHT).min() > 0.9, run.name
+        assert run.series("train", TRAINED_SHARE).min() > 0.9, run.name
 
 
 def test_the_decoding_table_of_the_kernels_page_is_the_committed_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.eval.paired import gains, paired, read_samples
-from qerl_bench.eval.statistics import majority, over_questions, over_samples, paired_difference, pass_at_k
+from qerl_bench.statistics import majority, over_questions, over_samples, paired_difference, pass_at_k
 
 # --- by hand ---
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -17,14 +16,14 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.measure import area, typical
-from qerl_bench.figures import against, effects, lines, paired
-from qerl_bench.figures.aggregate import chance, overview, scores
+from qerl_bench.claims.measure import Measure, area, final_accuracy, median_after_warmup
+from qerl_bench.figures import against, arms, effects, paired
+from qerl_bench.figures.aggregate import overview, scores
 from qerl_bench.figures.curves import REWARD, Curve, format_curves, noise_curves
-from qerl_bench.figures.paired import Column, final
-from qerl_bench.study import naming
+from qerl_bench.figures.labels import label_settings
+from qerl_bench.statistics import probability_of_improvement
 from qerl_bench.study.load import Run, load_run, load_runs
-from qerl_bench.study.select import arms, by_setting, varying, with_one_noise
+from qerl_bench.study.study import Study, describe_repeats, group_by_setting
 
 REPOSITORY = Path(__file__).parents[2]
 T = 12.706205  # Student's t, 97.5 %, one degree of freedom: two seeds a, b have half = T |a - b| / 2
@@ -59,9 +58,10 @@ def make(
         "lora": {"name": "default", "rank": rank, "alpha": rank},
         "model": {"name": "tiny", "lr": 3e-4, "seed": base},
         "task": {"name": "arithmetic"},
-        "rollout": {"temperature": changes.get("temperature", 1.0), "prompts": 2, "group_size": 4},
+        "rollout": {"temperature": changes.get("temperature", 1.0), "prompts_per_step": 2, "group_size": 4},
         "noise": {"cadence": changes.get("cadence", "step")},
-        "optim": {"lr": lr, "entropy_coef": changes.get("entropy_coef", 0.0)},
+        "optim": {"lr": lr},
+        "train": {"entropy_coef": changes.get("entropy_coef", 0.0)},
     }
     config["name"] += f"{len(list(root.glob('*')))}"
     folder = root / config["name"]
@@ -103,9 +103,13 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def described(runs: list[Run]) -> set[tuple[Any, ...]]:
+def selected(study: Path, *factors: str) -> Study:
+    return Study(load_runs([study])).select(*factors)
+
+
+def described(study: Study) -> set[tuple[Any, ...]]:
     keys = ("quant.name", "aqn.name", "lora.rank", "optim.lr", "rollout.temperature")
-    return {tuple(run.option(key) for key in keys) for run in runs}
+    return {tuple(run.option(key) for key in keys) for run in study.runs}
 
 
 def dots_of(ax: Any) -> dict[str, tuple[float, float, float]]:
@@ -137,12 +141,12 @@ def words(figure: Figure) -> str:
 
 
 def test_formats_are_compared_without_noise_at_the_models_own_rate(study: Path) -> None:
-    chosen = described(varying(load_runs([study]), "quant"))
+    chosen = described(selected(study, "quant"))
     assert chosen == {(quant, "none", 32, 3e-4, 1.0) for quant in ("bf16", "nvfp4", "nf4")}
 
 
 def test_what_a_setting_does_not_have_does_not_set_it_apart(study: Path) -> None:
-    chosen = varying(load_runs([study]), "quant", "aqn.name")
+    chosen = selected(study, "quant", "aqn.name")
     expected = {
         ("bf16", "none"),
         ("bf16", "exp"),
@@ -153,8 +157,8 @@ def test_what_a_setting_does_not_have_does_not_set_it_apart(study: Path) -> None
         ("nf4", "exp"),
     }
     assert {setting[:2] for setting in described(chosen)} == expected
-    assert all(run.option("aqn.sigma_start") == 0.01 for run in chosen if run.option("aqn.name") != "none")
-    assert {setting[:2] for setting in described(with_one_noise(chosen))} == expected - {("nvfp4", "linear")}
+    assert all(run.option("aqn.sigma_start") == 0.01 for run in chosen.runs if run.option("aqn.name") != "none")
+    assert {setting[:2] for setting in described(chosen.with_one_schedule())} == expected - {("nvfp4", "linear")}
 
 
 @pytest.mark.parametrize(
@@ -165,69 +169,67 @@ def test_what_a_setting_does_not_have_does_not_set_it_apart(study: Path) -> None
     ],
 )
 def test_a_numeric_factor(study: Path, factors: tuple[str, ...], key: str, values: set[float]) -> None:
-    assert {run.option(key) for run in varying(load_runs([study]), *factors)} == values
+    assert {run.option(key) for run in selected(study, *factors).runs} == values
 
 
 def test_what_noise_does_not_use_without_noise_does_not_set_runs_apart(tmp_path: Path) -> None:
     runs = [make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", "exp", cadence="group")]
-    assert varying(runs, "quant.", "aqn.") == runs
+    assert Study(runs).select("quant.", "aqn.").runs == runs
     apart = make(tmp_path, 0, "nvfp4", "linear", cadence="batch")
-    assert varying([*runs, apart], "quant.", "aqn.") in (runs, [runs[0], apart])
+    assert Study([*runs, apart]).select("quant.", "aqn.").runs in (runs, [runs[0], apart])
 
 
 def test_nothing_to_compare_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no finished run"):
-        varying([], "quant")
+        Study([]).select("quant")
     runs = [make(tmp_path, 0), make(tmp_path, 1), make(tmp_path, 0, "nvfp4", lr=1e-3)]
     with pytest.raises(ConfigError, match="no two of these 3 runs differ in quant"):
-        varying(runs, "quant")
+        Study(runs).select("quant")
     with pytest.raises(ConfigError, match=r"is one run, and no two differ in aqn\.name \(and the seed\) alone"):
-        varying(runs[:1], "aqn.name")
+        Study(runs[:1]).select("aqn.name")
 
 
 def test_seeds_of_a_setting_stand_together_and_a_gap_in_the_grid_is_named(tmp_path: Path) -> None:
     runs = [make(tmp_path, 1), make(tmp_path, 0), make(tmp_path, 0, "nvfp4")]
-    assert [[run.option("seed") for run in group] for group in by_setting(runs)] == [[0, 1], [0]]
+    assert [[run.option("seed") for run in setting.runs] for setting in group_by_setting(runs)] == [[0, 1], [0]]
     with pytest.raises(ConfigError, match=r"Missing: nvfp4-none.* seed=1"):
-        arms(runs, [])
-    with pytest.raises(ConfigError, match="several runs of one seed"):
-        arms([*runs, make(tmp_path, 0)], [])
+        Study(runs).complete_settings()
+    with pytest.raises(ConfigError, match="two runs of one setting"):
+        Study([*runs, make(tmp_path, 0)]).complete_settings()
 
 
 def test_a_cell_that_a_factorial_design_lacks_is_named_with_its_seeds(tmp_path: Path) -> None:
     pairs = [("bf16", "none"), ("nvfp4", "none"), ("nvfp4", "exp")]
     runs = [make(tmp_path, seed, *pair) for pair in pairs for seed in (0, 1)]
-    assert len(arms(runs, ["quant.name", "aqn.name"])) == 3
+    assert len(Study(runs).complete_settings()) == 3
     with pytest.raises(ConfigError, match=r"Missing: quant=bf16 aqn=exp seed=0,1\. "):
-        arms(runs, [], crossed=["quant.name", "aqn.name"])
+        Study(runs).complete_settings("quant.name", "aqn.name")
 
 
 def test_bases_repeat_a_setting_as_seeds_do_and_a_missing_one_is_named(tmp_path: Path) -> None:
     cells = [("bf16", 0), ("bf16", 1), ("nvfp4", 0)]
     runs = [make(tmp_path, seed, quant, base=base) for quant, base in cells for seed in (0, 1)]
-    assert len(by_setting(runs)) == 2 and varying(runs, "quant") == runs
+    assert len(group_by_setting(runs)) == 2 and Study(runs).select("quant").runs == runs
     with pytest.raises(ConfigError, match=r"Missing: nvfp4-none.* of base tiny: .*seed=1.* seed=0,1"):
-        arms(runs, [])
+        Study(runs).complete_settings()
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
-ACCURACY = Column("held-out", final("sampled"), "points", 100.0, margin=0.01, level="{:.1%}")
+ACCURACY = Measure("held-out", final_accuracy("sampled"), "points", 100.0, margin=0.01, level_format="{:.1%}")
 
 
 def test_a_difference_is_taken_within_a_seed_and_its_interval_over_seeds(tmp_path: Path) -> None:
     control, treated = ([make(tmp_path, seed, quant) for seed in (0, 1)] for quant in ("bf16", "nvfp4"))
     mean, points = paired.effect(treated, control, ACCURACY)
     assert points == pytest.approx([0.02, 0.04])
-    assert (mean.mean, mean.half) == (pytest.approx(0.03), pytest.approx(T * 0.01))
-    assert ACCURACY.text(mean) == ["+3.0", "[\N{MINUS SIGN}9.7, +15.7]"]
-    speed = Column("tokens/s", typical("speed/rollout_tok_s"), ratio=True, level="{:.0f}")
+    assert (mean.value, mean.half_width) == (pytest.approx(0.03), pytest.approx(T * 0.01))
+    assert paired.effect_text(ACCURACY, mean) == ["+3.0", "[\N{MINUS SIGN}9.7, +15.7]"]
+    speed = Measure("tokens/s", median_after_warmup("speed/rollout_tok_s"), ratio=True, level_format="{:.0f}")
     assert paired.effect(treated, control, speed)[1] == pytest.approx(np.log([1.5, 2.5]))
-    assert (
-        paired.level(treated, speed) == f"{1000 * (1.5 * 2.5) ** 0.5:.0f}"
-        and paired.level(control, ACCURACY) == "53.7%"
-    )
-    with pytest.raises(ConfigError, match="not of the same bases and seeds"):
+    assert paired.level(treated, speed) == pytest.approx(1000 * (1.5 * 2.5) ** 0.5)
+    assert paired.level(control, ACCURACY) == pytest.approx(0.537)
+    with pytest.raises(ConfigError, match="do not have the same bases and seeds"):
         paired.effect(treated, control[:1], ACCURACY)
 
 
@@ -238,30 +240,29 @@ def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> Non
     )
     mean, points = paired.effect(treated, control, ACCURACY)
     assert points == pytest.approx([0.03] * 3) and mean.n == 3
-    assert paired.repeated(treated) == "3 base models, the mean of 2 seeds each"
-    assert paired.repeated(treated[::2]) == "3 base models, one seed each"
+    assert describe_repeats(treated) == "3 base models, the mean of 2 seeds each"
+    assert describe_repeats(treated[::2]) == "3 base models, one seed each"
     assert "Small points: base models." in paired.interval_note(treated)
 
 
 def test_pairs_that_were_torn_between_machines_are_refused(tmp_path: Path) -> None:
     control, treated = make(tmp_path, 0), make(tmp_path, 0, "nvfp4")
     other = replace(treated, environment={"packages": {"torch": "2.11"}})
-    with pytest.raises(ConfigError, match=r"different machines or versions .*torch 2\.11"):
+    with pytest.raises(ConfigError, match=r"different machines or library versions .*torch 2\.11"):
         paired.effect([other], [control], ACCURACY)
 
 
 def test_margins_are_those_of_the_claims() -> None:
     assert (paired.SAMPLED.margin, paired.REWARD_MEAN.margin, paired.REWARD_LATE.margin) == (0.01, 0.02, 0.02)
-    assert paired.ENTROPY.shown(paired.ENTROPY.margin) == pytest.approx(2)
+    assert paired.ENTROPY.on_axis(paired.ENTROPY.margin) == pytest.approx(2)
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_differences_to_bf16_and_of_noise_with_the_margin_as_a_band(study: Path) -> None:
-    runs = with_one_noise(varying(load_runs([study]), "quant", "aqn.name"))
-    table = arms(runs, [], crossed=["quant.name", "aqn.name"])
-    figure = effects.effect_rows(lines.format_lines(table), [ACCURACY, Column("reward", area("reward/mean"))])
+    table = selected(study, "quant", "aqn.name").with_one_schedule().complete_settings("quant.name", "aqn.name")
+    figure = effects.dot_plot(arms.format_arms(table), [ACCURACY, Measure("reward", area("reward/mean"))])
     names = ["minus BF16", "BF16 (control)", "NF4", "NVFP4", "noise minus none", "BF16", "NF4", "NVFP4"]
     assert rows_of(figure) == names
     left, right = figure.axes
@@ -281,8 +282,8 @@ def test_rows_are_differences_to_bf16_and_of_noise_with_the_margin_as_a_band(stu
 
 
 def test_a_single_seed_has_no_interval_and_is_called_that(tmp_path: Path) -> None:
-    table = arms([make(tmp_path, 0), make(tmp_path, 0, "nvfp4")], ["quant.name", "aqn.name"])
-    figure = effects.effect_rows(lines.format_lines(table), [ACCURACY])
+    table = Study([make(tmp_path, 0), make(tmp_path, 0, "nvfp4")]).settings
+    figure = effects.dot_plot(arms.format_arms(table), [ACCURACY])
     assert dots_of(figure.axes[0]) == {"_NVFP4 2": (2, pytest.approx(2), 0)}
     assert "A single seed, so there is no interval." in words(figure) and "hollow" not in words(figure)
 
@@ -291,7 +292,7 @@ def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch
     monkeypatch.setattr("qerl_bench.claims.gates.SMOOTHED", 1)
     runs = [make(tmp_path, 0), make(tmp_path, 1)]
     runs += [make(tmp_path, 0, "nvfp4"), make(tmp_path, 1, "nvfp4", course=(0.5, 0.8, 0.6))]
-    figure = effects.effect_rows(lines.format_lines(arms(runs, ["quant.name", "aqn.name"])), [ACCURACY])
+    figure = effects.dot_plot(arms.format_arms(Study(runs).settings), [ACCURACY])
     marks = {
         line.get_marker(): list(line.get_xdata()) for line in figure.axes[0].get_lines() if line.get_marker() in ".x"
     }
@@ -302,22 +303,21 @@ def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch
 def test_rows_that_format_and_noise_do_not_tell_apart_name_what_does(tmp_path: Path) -> None:
     """Quantizers of 4-bit weights and learning rates; an axis is not named, nor a quantizer of 16-bit weights."""
     runs = [make(tmp_path, 0, lr=1e-3), make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", quantizer="awq")]
-    table = arms(runs, ["quant.name", "aqn.name", "optim.lr"])
-    assert [row["label"] for row in naming.format_rows(table)] == [
+    table = Study(runs).settings
+    assert [one.label for one in label_settings(table)] == [
         "BF16, lr 0.001", "NVFP4, awq, lr 0.0003", "NVFP4, rtn, lr 0.0003",
     ]  # fmt: skip
-    labels = [row["label"] for row in naming.format_rows(table[:2], axis="optim.lr")]
+    labels = [one.label for one in label_settings(table[:2], axis="optim.lr")]
     assert labels == ["BF16", "NVFP4"]
 
 
 def against_of(study: Path, key: str, *factors: str) -> Figure:
-    runs = varying(load_runs([study]), "quant", *factors)
-    table = arms(runs, ["quant.name", "aqn.name", key])
+    settings = label_settings(selected(study, "quant", *factors).complete_settings(), axis=key)
     if key == "lora.rank":
-        control, minus = against.same_but(table, key, 32, "quant.name"), "minus rank 32"
+        controls, minus = against.controls_of(settings, key, 32, "quant.name"), "minus rank 32"
     else:
-        control, minus = against.same_but(table, "quant.name", "bf16", key), "minus BF16"
-    return against.against(table, key, [ACCURACY], key, control, minus)
+        controls, minus = against.controls_of(settings, "quant.name", "bf16", key), "minus BF16"
+    return against.plot_against(settings, key, [ACCURACY], key, controls, minus)
 
 
 def test_levels_and_differences_stand_at_their_true_rank(study: Path) -> None:
@@ -352,31 +352,30 @@ def test_at_each_rate_formats_are_compared_with_bf16_there(study: Path) -> None:
 
 def test_nothing_to_draw_against_and_a_missing_control_are_refused(tmp_path: Path) -> None:
     runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4"), make(tmp_path, 0, "nvfp4", rank=8)]
-    table = arms(runs, ["quant.name", "aqn.name", "lora.rank"])
+    table = label_settings(Study(runs).settings, axis="lora.rank")
     with pytest.raises(ConfigError, match=r"no format was run with two values of lora\.rank"):
-        against.against(table[:2], "lora.rank", [ACCURACY], "rank", lambda _: None, "")
-    assert against.same_but(table, "lora.rank", 32, "quant.name")(table[2]) is table[1]
+        against.plot_against(table[:2], "lora.rank", [ACCURACY], "rank", {}, "")
+    (rank_8,) = (one for one in table if one["lora.rank"] == 8)
+    control = against.controls_of(table, "lora.rank", 32, "quant.name")[rank_8]
+    assert (control["quant.name"], control["lora.rank"]) == ("nvfp4", 32)
     with pytest.raises(ConfigError, match=r"nvfp4-none-8-.*: no run with quant\.name=bf16"):
-        against.same_but(table, "quant.name", "bf16", "lora.rank")
+        against.controls_of(table, "quant.name", "bf16", "lora.rank")
 
 
 def test_schedules_show_their_sigma_and_what_they_are_above_the_exponential_one(study: Path) -> None:
-    runs = varying([run for run in load_runs([study]) if run.option("quant.name") == "nvfp4"], "aqn.name")
-    table = arms(runs, ["quant.name", "aqn.name"])
-    figure = against.schedules(table, [ACCURACY])
+    runs = [run for run in load_runs([study]) if run.option("quant.name") == "nvfp4"]
+    table = Study(runs).select("aqn.name").complete_settings()
+    figure = against.plot_schedules(table, [ACCURACY])
     curves = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].get_lines()}
     assert curves == {"exp (control)": [0, 0.01, 0.001], "none": [0, 0, 0], "linear": [0, 0.01, 0.005]}
     assert {name: round(dot[1], 6) for name, dot in dots_of(figure.axes[1]).items()} == {"_none 1": -1, "_linear 2": 0}
     with pytest.raises(ConfigError, match="compared with aqn=exp"):
-        against.schedules([row for row in table if row["aqn.name"] != "exp"], [ACCURACY])
-
-
-KEYS = ["quant.name", "aqn.name", "aqn.sigma_start", "noise.cadence", "rollout.temperature", "train.entropy_coef"]
+        against.plot_schedules([one for one in table if one["aqn.name"] != "exp"], [ACCURACY])
 
 
 def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study: Path) -> None:
-    runs = varying(load_runs([study]), "quant", "aqn", "noise", "rollout.temperature", "train.entropy_coef")
-    found = lines.control_lines(arms(runs, KEYS))
+    compared = selected(study, "quant", "aqn", "noise", "rollout.temperature", "train.entropy_coef")
+    found = arms.control_arms(compared.complete_settings())
     assert [line.label for line in found] == [
         "BF16", "nothing added (control)", "AQN from 0.01", "entropy bonus 0.01", "noise of NVFP4's size, drawn once",
         "temperature 1.5", "NVFP4", "nothing added", "AQN from 0.01", "AQN from 0.05",
@@ -385,14 +384,16 @@ def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study:
     assert {tuple(run.name for run in line.control) for line in found if line.control} == {
         tuple(run.name for run in found[1].runs)
     }
-    without = [run for run in runs if run not in found[1].runs]
+    without = [run for run in compared.runs if run not in found[1].runs]
     with pytest.raises(ConfigError, match="0 of these settings are BF16 without noise"):
-        lines.control_lines(arms(without, KEYS))
+        arms.control_arms(Study(without).settings)
 
 
-def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, tmp_path: Path) -> None:
-    draw = script("fig_speed").draw
-    figure = draw(varying(load_runs([study]), "quant", "aqn.name"))
+def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(
+    study: Path, tmp_path: Path, analysis_script: Any
+) -> None:
+    draw = analysis_script("fig_speed").draw
+    figure = draw(selected(study, "quant", "aqn.name"))
     assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
     numbers = [text.get_text() for text in figure.axes[0].texts]
     assert numbers[:2] == ["1000", "1000, ×1.00"]  # the others are ratios to BF16, with an interval where they spread
@@ -401,12 +402,11 @@ def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, t
     assert "tiny, 8 completions a step, on unknown" in words(figure)
     runs = [make(tmp_path, 0), make(tmp_path, 0, "nvfp4", taught=0.0)]
     with pytest.raises(ConfigError, match=r"nvfp4-none.* trained nothing"):
-        draw(runs)
+        draw(Study(runs))
 
 
 def test_curves_are_differences_by_step_with_the_whole_above_them(study: Path) -> None:
-    runs = varying(load_runs([study]), "quant")
-    figure = format_curves(runs, [Curve("entropy", paired.ENTROPY)])
+    figure = format_curves(selected(study, "quant"), [Curve("entropy", paired.ENTROPY)])
     levels, nf4, nvfp4 = figure.axes
     assert [line.get_label() for line in levels.get_lines()] == ["BF16", "NF4", "NVFP4"]
     np.testing.assert_allclose(levels.get_lines()[2].get_ydata(), [0.11, 0.22, 0.33])
@@ -429,29 +429,32 @@ def test_a_curve_of_entropy_never_shows_a_stage_before_it_begins() -> None:
         pd.DataFrame({"kind": "train", "step": [1, 2, 3], "metric": "entropy", "value": [1.0, 1.0, 4.0]}),
     )
     column = replace(paired.ENTROPY, ratio=False)
-    assert Curve("entropy", column, 3, trailing=True).of(run).tolist() == [1, 1, 2]
-    assert Curve("entropy", column, 3).of(run).tolist() == [1, 2, 2.5]
+    assert Curve("entropy", column, 3, trailing=True).of_run(run).tolist() == [1, 1, 2]
+    assert Curve("entropy", column, 3).of_run(run).tolist() == [1, 2, 2.5]
 
 
 def test_noise_is_compared_with_none_in_each_format_and_a_missing_arm_is_named(study: Path) -> None:
-    runs = with_one_noise(varying(load_runs([study]), "quant", "aqn.name"))
-    figure = noise_curves(runs, [REWARD])
+    crossed = selected(study, "quant", "aqn.name").with_one_schedule()
+    figure = noise_curves(crossed, [REWARD])
     assert [ax.get_title(loc="left").split("\n")[0] for ax in figure.axes[1:]] == ["BF16", "NF4", "NVFP4"]
     assert all(ax.get_title(loc="left").endswith("+0.000\n[+0.000, +0.000]") for ax in figure.axes[1:])
     assert r"AQN exp ($\sigma$ 0.01 to 0.001) minus no noise" in words(figure)
     with pytest.raises(ConfigError, match=r"Missing: quant=nf4 aqn=exp seed=0,1"):
         noise_curves(
-            [run for run in runs if run.option("quant.name") != "nf4" or run.option("aqn.name") == "none"], [REWARD]
+            Study(
+                [run for run in crossed.runs if run.option("quant.name") != "nf4" or run.option("aqn.name") == "none"]
+            ),
+            [REWARD],
         )
 
 
 def test_runs_that_have_not_got_equally_far_have_no_number_above_their_curve(study: Path) -> None:
-    runs = [run for run in varying(load_runs([study]), "quant") if run.option("quant.name") != "nf4"]
+    runs = [run for run in selected(study, "quant").runs if run.option("quant.name") != "nf4"]
     cut = [
         replace(run, metrics=run.metrics[run.metrics["step"] < 3]) if run.option("quant.name") == "nvfp4" else run
         for run in runs
     ]
-    figure = format_curves(cut, [REWARD])
+    figure = format_curves(Study(cut), [REWARD])
     assert figure.axes[1].get_title(loc="left") == "NVFP4 \N{MINUS SIGN} BF16"
     assert figure.axes[1].get_lines()[1].get_xdata().tolist() == [1, 2]
 
@@ -459,19 +462,22 @@ def test_runs_that_have_not_got_equally_far_have_no_number_above_their_curve(stu
 def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study: Path, tmp_path: Path) -> None:
     """Without nf4, which was run at one rank and rate, there are more settings, but at the same rate."""
     runs = load_runs([study])
-    found, settings = scores(runs, final("sampled"))
+    found, settings = scores(runs, final_accuracy("sampled"))
     assert list(found) == ["bf16", "nf4", "nvfp4"]
     assert found["bf16"] == pytest.approx(np.array([[0.542, 0.532], [0.552, 0.542]]))
     assert found["nvfp4"] - found["bf16"] == pytest.approx(np.array([[0.02, 0.02], [0.04, 0.04]]))
     assert settings == "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model"
-    two, _ = scores([run for run in runs if run.option("quant.name") != "nf4"], final("sampled"))
+    two, _ = scores([run for run in runs if run.option("quant.name") != "nf4"], final_accuracy("sampled"))
     assert two["bf16"].shape == (2, 4)  # noise, two other ranks; not the two other rates
     with pytest.raises(ConfigError, match=r"grid is incomplete.*seed=1"):
-        scores([run for run in runs if (run.option("quant.name"), run.option("seed")) != ("nf4", 1)], final("sampled"))
+        scores(
+            [run for run in runs if (run.option("quant.name"), run.option("seed")) != ("nf4", 1)],
+            final_accuracy("sampled"),
+        )
     with pytest.raises(ConfigError, match="no setting was run with each of the formats bf16, mxfp4, nf4, nvfp4"):
-        scores([*runs, make(tmp_path, 0, "mxfp4", rank=5)], final("sampled"))
-    with pytest.raises(ConfigError, match="are one setting, format and seed"):
-        scores([*runs, make(tmp_path, 0, "nf4", quantizer="awq")], final("sampled"))
+        scores([*runs, make(tmp_path, 0, "mxfp4", rank=5)], final_accuracy("sampled"))
+    with pytest.raises(ConfigError, match="are one format in one setting"):
+        scores([*runs, make(tmp_path, 0, "nf4", quantizer="awq")], final_accuracy("sampled"))
 
 
 def test_the_overview_shows_middle_chance_and_profile() -> None:
@@ -484,7 +490,7 @@ def test_the_overview_shows_middle_chance_and_profile() -> None:
     }  # fmt: skip
     assert dots_of(middle)["_nvfp4 1"][2] == pytest.approx(0)
     assert dots_of(better) == {"_nvfp4 1": (1, pytest.approx(5 / 8), pytest.approx(0, abs=0.5))}
-    assert chance(np.array([[0.1, -0.1], [0.0, 0.2]])) == 5 / 8
+    assert probability_of_improvement(np.array([[0.1, -0.1], [0.0, 0.2]])) == 5 / 8
     curves = {str(line.get_label()): line.get_ydata() for line in profile.get_lines()}
     assert list(curves) == ["BF16", "NVFP4"] and set(curves["NVFP4"]) == {0.0, 1.0}
     assert [curves["BF16"][0], curves["BF16"][-1]] == [7 / 8, 0.0]
@@ -494,62 +500,56 @@ def test_the_overview_shows_middle_chance_and_profile() -> None:
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 SCRIPTS = ["reward", "entropy", "aqn", "schedules", "ranks", "learning_rates", "accuracy", "controls", "speed"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_draws_its_part_of_a_study(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, analysis_script: Any
 ) -> None:
-    script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
+    analysis_script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.svg"]
     said = capsys.readouterr().err
     assert "of 38 runs, the largest set that differs in" in said and "_target_" not in said
 
 
 def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any
 ) -> None:
     for seed in (0, 1):
         make(tmp_path / "runs", seed, lr=1e-4)
         make(tmp_path / "runs", seed, "nvfp4")
     arguments = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="no two of these 4 runs differ"):
-        script("fig_accuracy").main(arguments)
-    script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
+        analysis_script("fig_accuracy").main(arguments)
+    analysis_script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
     assert (tmp_path / "out" / "accuracy.svg").is_file() and "compared" not in capsys.readouterr().err
 
 
-def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path) -> None:
+def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path, analysis_script: Any) -> None:
     for out in (tmp_path / "one", tmp_path / "two"):
-        script("fig_overview").main([str(study), "--out", str(out)])
+        analysis_script("fig_overview").main([str(study), "--out", str(out)])
     first, second = ((tmp_path / out / "overview.svg").read_bytes() for out in ("one", "two"))
     assert first == second
 
 
-def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any
+) -> None:
     for seed in (0, 1):
         for rank in (8, 32):
             make(tmp_path / "runs", seed, rank=rank)  # sigma 0, at two ranks
         for level in (0.01, 0.02):
             make(tmp_path / "runs", seed, aqn="constant", level=level)
-    script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    analysis_script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     rows = (tmp_path / "out" / "sigma.csv").read_text().splitlines()[1:]
     assert len(rows) == 6 and all(row.startswith("BF16,") for row in rows)  # two levels x three measures
     assert "6 of 8 runs" in capsys.readouterr().err
 
 
-def test_quantizers_are_compared_of_one_run_each(tmp_path: Path) -> None:
+def test_quantizers_are_compared_of_one_run_each(tmp_path: Path, analysis_script: Any) -> None:
     """Answers of two questions, of which the base gets the first right with rtn and both with mse."""
-    compare = script("quantizers").compare
+    compare = analysis_script("quantizers").compare
     runs = [make(tmp_path, 0, "nvfp4", quantizer=name) for name in ("rtn", "mse", "mse")]
     for run, second in zip(runs, (False, True, True), strict=True):
         answers = [
@@ -572,16 +572,19 @@ def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:
     kept = [line for line in (run.path / "metrics.jsonl").read_text().splitlines() if '"step": 3, "eval' not in line]
     (run.path / "metrics.jsonl").write_text("\n".join(kept))
     with pytest.raises(ConfigError, match="was not evaluated after training"):
-        final("sampled")(load_run(run.path))
-    assert math.isclose(final("greedy")(make(tmp_path, 1)), 0.9)
-    assert arms([run], ["aqn.sigma_start"]) == [{"aqn.sigma_start": None, "runs": [run]}]
+        final_accuracy("sampled")(load_run(run.path))
+    assert math.isclose(final_accuracy("greedy")(make(tmp_path, 1)), 0.9)
+    (setting,) = Study([run]).settings
+    assert (setting["aqn.sigma_start"], setting.runs) == (None, (run,))
 
 
-def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(tmp_path: Path) -> None:
+def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(
+    tmp_path: Path, analysis_script: Any
+) -> None:
     cells = itertools.product(("rtn", "awq"), (8, 32))
     runs = [make(tmp_path, 0, "nvfp4", rank=rank, quantizer=quantizer) for quantizer, rank in cells]
-    table = naming.format_rows(arms(runs, ["quant.name", "aqn.name", "lora.rank"]), axis="lora.rank")
-    control = against.same_but(table, "lora.rank", 32, "label")
-    pairs = {(row["label"], other["label"]) for row in table if (other := control(row)) is not None}
+    table = label_settings(Study(runs).settings, axis="lora.rank")
+    controls = against.controls_of(table, "lora.rank", 32, "label")
+    pairs = {(one.label, control.label) for one, control in controls.items()}
     assert pairs == {("NVFP4, rtn", "NVFP4, rtn"), ("NVFP4, awq", "NVFP4, awq")}
-    assert "LoRA alpha differs with the rank" in words(script("fig_ranks").draw(runs))
+    assert "LoRA alpha differs with the rank" in words(analysis_script("fig_ranks").draw(Study(runs)))

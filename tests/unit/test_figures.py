@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -11,7 +10,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import matplotlib
@@ -24,7 +22,8 @@ from matplotlib.lines import Line2D
 from qerl_bench.checks import ConfigError
 from qerl_bench.figures import run as figures
 from qerl_bench.figures import style
-from qerl_bench.study.load import Run, find_runs, load_run
+from qerl_bench.study.load import find_runs, load_run
+from qerl_bench.study.study import Study
 
 REPOSITORY = Path(__file__).parents[2]
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4")
@@ -71,13 +70,13 @@ def write_run(
     return folder
 
 
-def runs_of(*folders: Path) -> list[Run]:
-    return [load_run(folder) for folder in folders]
+def study_of(*folders: Path) -> Study:
+    return Study([load_run(folder) for folder in folders])
 
 
 def curve(folders: Sequence[Path], metric: str, smooth: int = 1) -> tuple[Axes, list[Line2D]]:
     """The panel of a comparison of one metric, and its lines."""
-    ax = figures.comparison(runs_of(*folders), [metric], smooth).axes[0]
+    ax = figures.comparison(study_of(*folders), [metric], smooth).axes[0]
     return ax, [line for line in ax.get_lines() if isinstance(line, Line2D)]
 
 
@@ -98,14 +97,14 @@ def reward_run(folder: Path, steps: int = 40, **options: Any) -> Path:
 # --- marks -----------------------------------------------------------------------------------------------------------
 
 
-def test_each_format_has_a_colour_of_its_own_and_an_unknown_one_keeps_to_other_colours() -> None:
-    assert tuple(style.FORMAT_COLOURS) == FORMATS
-    assert len({style.colour(name) for name in FORMATS}) == 4
-    assert not set(style.OTHER_COLOURS) & set(style.FORMAT_COLOURS.values())
+def test_each_format_has_a_color_of_its_own_and_an_unknown_one_keeps_to_other_colors() -> None:
+    assert tuple(style.FORMAT_COLORS) == FORMATS
+    assert len({style.color(name) for name in FORMATS}) == 4
+    assert not set(style.OTHER_COLORS) & set(style.FORMAT_COLORS.values())
     for name in ("fp8", "int4", "q4_k_m"):
-        assert style.colour(name) == style.colour(name)
+        assert style.color(name) == style.color(name)
     # The same in every process: text hashes differ between processes, this number does not.
-    assert style.colour("fp8") == style.OTHER_COLOURS[zlib.crc32(b"fp8") % len(style.OTHER_COLOURS)]
+    assert style.color("fp8") == style.OTHER_COLORS[zlib.crc32(b"fp8") % len(style.OTHER_COLORS)]
 
 
 def test_only_runs_without_noise_are_dashed() -> None:
@@ -209,7 +208,7 @@ def test_where_no_arm_has_noise_lines_are_solid(tmp_path: Path) -> None:
     assert {line.get_linestyle() for line in lines} == {"-"}
 
 
-def test_what_colour_and_dashes_do_not_show_gets_a_marker_and_a_word(tmp_path: Path) -> None:
+def test_what_color_and_dashes_do_not_show_gets_a_marker_and_a_word(tmp_path: Path) -> None:
     _, lines = curve([reward_run(tmp_path / f"r{rank}", rank=rank) for rank in (64, 16)], "accuracy")
     assert {line.get_label() for line in lines} == {"NVFP4, rank 16, AQN exp", "NVFP4, rank 64, AQN exp"}
     assert len({line.get_marker() for line in lines}) == 2
@@ -240,7 +239,7 @@ def test_seeds_of_a_base_are_averaged_before_bases_are(tmp_path: Path) -> None:
 
 def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
     runs = [reward_run(tmp_path / "a"), reward_run(tmp_path / "b")]
-    with pytest.raises(ConfigError, match="a and b repeat one setting with the same seed"):
+    with pytest.raises(ConfigError, match="two runs of one setting"):
         curve(runs, "accuracy")
     with pytest.raises(ConfigError, match="none of these runs has the metric kl"):
         curve(runs[:1], "kl")
@@ -248,7 +247,7 @@ def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Pa
 
 def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> None:
     folders = [reward_run(tmp_path / f"{quant}-{seed}", quant=quant, seed=seed) for quant in FORMATS for seed in (0, 1)]
-    runs = runs_of(*folders)
+    runs = study_of(*folders)
     figure = figures.comparison(runs, ["reward/mean", "accuracy"], smooth=3)
     left, right = figure.axes
     assert (left.get_ylabel(), right.get_ylabel()) == ("reward per completion", "accuracy of rollouts")
@@ -258,7 +257,7 @@ def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> Non
     (legend,) = figure.legends
     assert legend.get_title().get_text() == "mean and 95% interval of 2 seeds of one base model, smoothed over 3 steps"
     assert len(legend.get_texts()) == 4
-    single = figures.comparison(runs[:1], ["accuracy"])
+    single = figures.comparison(Study(runs.runs[:1]), ["accuracy"])
     assert single.legends[0].get_title().get_text() == ""
 
 
@@ -267,12 +266,12 @@ def test_a_long_legend_stays_inside_the_figure_and_above_the_panels(tmp_path: Pa
         load_run(reward_run(tmp_path / f"{quant}-{aqn}-{rank}", quant=quant, aqn=aqn, rank=rank))
         for quant, aqn, rank in product(FORMATS, ("none", "exp"), (16, 64))
     ]
-    figure = figures.comparison(runs, ["reward/mean", "accuracy"])
+    figure = figures.comparison(Study(runs), ["reward/mean", "accuracy"])
     figure.canvas.draw()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.width
     assert all(ax.get_window_extent().y1 < box.y0 for ax in figure.axes)
-    single = figures.comparison(runs[:1], ["reward/mean", "accuracy"])
+    single = figures.comparison(Study(runs[:1]), ["reward/mean", "accuracy"])
     single.canvas.draw()
     heights = [shown.axes[0].get_window_extent().height for shown in (figure, single)]
     assert heights[0] == pytest.approx(heights[1], rel=0.1)  # more lines make the figure taller, not its panels flatter
@@ -408,7 +407,7 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
 
 
 def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
-    figure = figures.comparison(runs_of(reward_run(tmp_path / "a")), ["accuracy"])
+    figure = figures.comparison(study_of(reward_run(tmp_path / "a")), ["accuracy"])
     assert isinstance(figure, style.PaperFigure)
     png = figure._repr_png_()
     assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 200)
@@ -417,20 +416,16 @@ def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
 # --- analysis scripts ------------------------------------------------------------------------------------------------
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"analysis_{name}", REPOSITORY / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["reward", "entropy"])
-def test_figure_scripts_draw_what_they_find(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_figure_scripts_draw_what_they_find(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, analysis_script: Any
+) -> None:
     steps = {"entropy": [1.0, 0.9], "entropy_clean": [1.0, 0.8], "reward/mean": [0.1, 0.2], "accuracy": [0.1, 0.2]}
     write_run(tmp_path / "runs" / "whole", steps)
     (write_run(tmp_path / "runs" / "cut", steps, quant="bf16") / "done.json").unlink()
-    load_script(f"fig_{name}").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"])
+    analysis_script(f"fig_{name}").main(
+        [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"]
+    )
     said = capsys.readouterr()
     assert said.out.split() == [str(tmp_path / "out" / f"{name}.svg"), str(tmp_path / "out" / f"{name}.pdf")]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.pdf", f"{name}.svg"]

@@ -17,15 +17,14 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.figures.noise import (
     DIFFERENCES,
     entropies,
-    loop_report,
     matched_temperature,
+    sigma_doses,
     sigma_effects,
     sigma_figure,
-    sigma_rows,
-    with_one_sigma,
+    with_constant_sigma,
 )
-from qerl_bench.statistics import interval
 from qerl_bench.study.load import Run, load_run
+from qerl_bench.study.study import Study
 
 
 def _run(
@@ -92,18 +91,6 @@ def table(tmp_path: Path) -> pd.DataFrame:
     return entropies(runs, step=1)
 
 
-def test_interval_by_hand() -> None:
-    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert (found.mean, found.n) == (3.0, 5)
-    assert found.half == pytest.approx(2.7764451 * statistics.stdev([1, 2, 3, 4, 5]) / math.sqrt(5))
-    assert found.excludes_zero
-    assert not interval([-1.0, 1.5]).excludes_zero
-    assert math.isnan(interval([1.0]).half)
-    assert interval([0.0, 1.0] * 50).half == pytest.approx(1.9842169 * statistics.stdev([0.0, 1.0] * 50) / 10)
-    with pytest.raises(ConfigError):
-        interval([])
-
-
 def test_the_table_has_one_row_for_each_run_with_a_sigma(table: pd.DataFrame) -> None:
     assert len(table) == 5 and sorted(set(table["sigma"])) == [0.0, 1e-2]
     assert table[["quant", "seed", "temperature", "entropy"]].iloc[1].tolist() == ["bf16", 1, 1.0, pytest.approx(0.3)]
@@ -111,7 +98,7 @@ def test_the_table_has_one_row_for_each_run_with_a_sigma(table: pd.DataFrame) ->
 
 def test_effects_of_each_sigma_are_paired_within_seeds_and_formats(runs: list[Run]) -> None:
     """Between seeds entropy spreads by a half, its ratio by one per cent: only the paired interval excludes 1."""
-    table = sigma_effects(sigma_rows(runs)).set_index(["quant", "sigma", "measure"]).sort_index()
+    table = sigma_effects(sigma_doses(Study(runs))).set_index(["quant", "sigma", "measure"]).sort_index()
     assert len(table) == 2 * 2 * 3 and set(table["n"]) == {3}
     row = table.loc[("NVFP4", 1e-2, "entropy")]
     logs = [math.log(1.04), math.log(1.05), math.log(1.06)]
@@ -124,14 +111,16 @@ def test_effects_of_each_sigma_are_paired_within_seeds_and_formats(runs: list[Ru
 
 
 def test_each_format_has_a_column_of_its_own_and_each_measure_a_row_with_its_margin(runs: list[Run]) -> None:
-    figure = sigma_figure(sigma_rows(runs))
+    figure = sigma_figure(sigma_doses(Study(runs)))
     axes = np.array(figure.axes).reshape(4, 2)
     assert [ax.get_title(loc="left") for ax in axes[0]] == ["BF16", "NVFP4"]
-    for row, column in zip(axes, DIFFERENCES, strict=False):
+    for row, measure in zip(axes, DIFFERENCES, strict=False):
         for ax in row:
             assert [container.lines[0].get_xdata()[0] for container in ax.containers] == [1e-2, 1e-1]
             box = ax.patches[0].get_extents().transformed(ax.transData.inverted())
-            assert (box.y0, box.y1) == pytest.approx((column.shown(-column.margin), column.shown(column.margin)))
+            assert (box.y0, box.y1) == pytest.approx(
+                (measure.on_axis(-measure.margin), measure.on_axis(measure.margin))
+            )
     (joined,) = (line for line in axes[1, 1].get_lines() if line.get_label() == "_NVFP4" and len(line.get_xdata()) > 1)
     assert list(joined.get_xdata()) == [0, *LEVELS[1:]] and list(joined.get_ydata()) == pytest.approx([0, -0.01, -0.1])
     kl = [line.get_ydata()[0] for line in axes[3, 0].get_lines() if line.get_marker() == "o"]
@@ -148,7 +137,7 @@ def test_bases_are_the_unit_of_a_sweep_over_several(tmp_path: Path) -> None:
         _run(tmp_path / str(i), noise, [_step(0.2, **{"reward/mean": 1.0})], seed=seed, base=base)
         for i, (noise, base, seed) in enumerate(cells)
     ]
-    assert set(sigma_effects(sigma_rows(runs))["n"]) == {2}
+    assert set(sigma_effects(sigma_doses(Study(runs)))["n"]) == {2}
 
 
 def test_a_sweep_without_an_evaluation_has_no_row_for_accuracy(tmp_path: Path) -> None:
@@ -157,51 +146,26 @@ def test_a_sweep_without_an_evaluation_has_no_row_for_accuracy(tmp_path: Path) -
         _run(tmp_path / "a", {"name": "none"}, steps),
         _run(tmp_path / "b", {"name": "constant", "level": 0.1}, steps),
     ]
-    assert set(sigma_effects(sigma_rows(runs))["measure"]) == {"entropy", "late reward"}
-    assert len(sigma_figure(sigma_rows(runs)).axes) == 3
+    assert set(sigma_effects(sigma_doses(Study(runs)))["measure"]) == {"entropy", "late reward"}
+    assert len(sigma_figure(sigma_doses(Study(runs))).axes) == 3
 
 
 def test_a_sweep_with_holes_or_without_a_zero_is_refused(runs: list[Run]) -> None:
     hole = [run for run in runs if not (run.option("quant.name") == "bf16" and run.option("aqn").get("level") == 1e-2)]
     with pytest.raises(ConfigError, match=r"Missing: quant=bf16 aqn\.level=0\.01 seed=0,1,2"):
-        sigma_rows(hole)
+        sigma_doses(Study(hole))
     with pytest.raises(ConfigError, match="every run has sigma 0"):
-        sigma_rows([run for run in runs if run.option("aqn.name") == "none"])
+        sigma_doses(Study([run for run in runs if run.option("aqn.name") == "none"]))
     with pytest.raises(ConfigError, match="no run without noise to compare with"):
-        sigma_rows([run for run in runs if run.option("aqn.name") != "none"])
+        sigma_doses(Study([run for run in runs if run.option("aqn.name") != "none"]))
     with pytest.raises(ConfigError, match="there is no sigma to compare"):
-        with_one_sigma([])
+        with_constant_sigma([])
 
 
 def test_matched_temperature_is_interpolated_and_never_extrapolated(table: pd.DataFrame) -> None:
     """BF16 has 0.3 at temperature 1 and 0.5 at 1.2: 0.312 lies 6 % of the way."""
     assert matched_temperature(table, "bf16", 0.312) == pytest.approx(1.012)
-    with pytest.raises(ConfigError, match=r"outside of what was run without noise, 0\.3 to 0\.5"):
+    with pytest.raises(ConfigError, match=r"outside of the runs without noise, 0\.3 to 0\.5"):
         matched_temperature(table, "bf16", 0.6)
     with pytest.raises(ConfigError, match="fewer than two temperatures"):
         matched_temperature(table, "nvfp4", 0.3)
-
-
-def _loop(folder: Path, ratios: list[float]) -> Any:
-    train = [
-        {"entropy": 0.2 * ratio, "aqn/entropy_target": 0.2, "aqn/sigma": 0.1, "aqn/saturated": float(ratio < 0.5)}
-        for ratio in ratios
-    ]
-    return _run(folder, {"name": "entropy"}, train)
-
-
-def test_loop_report_by_hand(tmp_path: Path) -> None:
-    """Ten steps at 0.4 of the target, then on it: a ten-step mean with one of the former is 0.94, with two 0.88."""
-    found = loop_report(_loop(tmp_path / "loop", [0.4] * 10 + [1.0] * 30))
-    assert found["settled"] == 19  # of steps 10 to 19
-    assert (found["steps_after"], found["held"]) == (22, 1.0)
-    assert found["mean_ratio"] == pytest.approx(1.0)
-    assert found["saturated_steps"] == 10
-
-
-def test_a_loop_that_leaves_its_target_again_is_not_said_to_hold_it(tmp_path: Path) -> None:
-    found = loop_report(_loop(tmp_path / "lost", [1.0] * 25 + [0.5] * 25))
-    assert found["settled"] == 10
-    assert found["held"] < 0.5
-    never = loop_report(_loop(tmp_path / "never", [0.5] * 40))
-    assert math.isnan(never["settled"]) and never["held"] == 0.0  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims import plan, planting
-from qerl_bench.claims.judge import judge
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.study.committed import SETTINGS
 
@@ -21,12 +21,15 @@ def test_planted_runs_hold_what_was_planted() -> None:
     """Without chance every claim has its effect, in margins and in the direction claimed, and no other gate closes."""
     runs = planting.planted_runs(2.0, 4, 2, np.random.default_rng(0))
     assert len(runs) == 15 * 4 * 2
-    for judgement in judge(planting.TRAINING, runs):
-        sign = -1 if judgement.claim.expected == "less" else 1
-        for result in judgement.voting:
+    for claim_result in evaluate_claims(planting.TRAINING, runs):
+        sign = -1 if claim_result.claim.expected == "less" else 1
+        for result in claim_result.voting:
             assert result.status is None and result.primary is not None and result.primary.effect is not None
             mean = result.primary.effect.whole
-            assert abs(sign * mean.mean / judgement.claim.margin - 2.0) < 4 * mean.error / judgement.claim.margin
+            assert (
+                abs(sign * mean.value / claim_result.claim.measure.margin - 2.0)
+                < 4 * mean.stderr / claim_result.claim.measure.margin
+            )
             assert (mean.n, result.primary.effect.seeds) == (4, 2)
 
 
@@ -66,10 +69,10 @@ def test_a_plan_of_enough_power_is_the_smallest_one() -> None:
     designs = plan.designs(found, effect=1.0, level=0.025)
     sizes = [design.bases * design.seeds for design in designs]
     assert sizes == sorted(sizes)
-    mean = found.mean(16, 2)
-    assert (mean.n, mean.df) == (16, 15) and mean.error == pytest.approx((1 / 32 + 0.25 / 16) ** 0.5)
+    mean = found.estimate(16, 2)
+    assert (mean.n, mean.df) == (16, 15) and mean.stderr == pytest.approx((1 / 32 + 0.25 / 16) ** 0.5)
     assert next(d for d in designs if (d.bases, d.seeds) == (16, 2)).detectable == pytest.approx(0.65, abs=0.01)
-    assert found.mean(1, 8).error == pytest.approx((1 / 8) ** 0.5)  # of one base nothing is known about others
+    assert found.estimate(1, 8).stderr == pytest.approx((1 / 8) ** 0.5)  # of one base nothing is known about others
 
 
 def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) -> None:

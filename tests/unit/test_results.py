@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import time
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
@@ -19,7 +17,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import find_runs, load_run, load_runs, tidy
 from qerl_bench.study.script import guarded
-from qerl_bench.study.table import render, summary, untaught
+from qerl_bench.study.table import no_gradient_warning, render, summary
 
 REPOSITORY = Path(__file__).parents[2]
 LINES = [
@@ -155,8 +153,8 @@ def test_a_half_written_last_line_of_a_finished_run_is_damage(tmp_path: Path) ->
         ('{"step": 9, "loss": 1.0}', "`kind` must be"),
         ('{"kind": "train", "step": 9.5, "loss": 1.0}', "`step` must be"),
         ('{"kind": "train", "step": true}', "`step` must be"),
-        ('{"kind": "train", "step": 9, "loss": "1.0"}', "loss must be a number or null, not '1.0'"),
-        ('{"kind": "train", "step": 1, "loss": 1.0}', "already on line 2"),
+        ('{"kind": "train", "step": 9, "loss": "1.0"}', "loss must be a number or null, got '1.0'"),
+        ('{"kind": "train", "step": 1, "loss": 1.0}', "repeats line 2"),
     ],
 )
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: str, complaint: str) -> None:
@@ -227,7 +225,7 @@ def test_a_run_without_any_line_still_has_a_place_in_the_table(tmp_path: Path) -
 
 def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
     runs = [load_run(write_run(tmp_path / place / "a")) for place in ("x", "y")]
-    with pytest.raises(ConfigError, match="a is there twice"):
+    with pytest.raises(ConfigError, match="run a was found twice"):
         tidy(runs)
     with pytest.raises(ConfigError, match="no runs"):
         tidy([])
@@ -282,28 +280,22 @@ def test_a_run_whose_last_five_steps_taught_nothing_is_named(
 ) -> None:
     lines = [{"kind": "train", "step": step, "train/taught_frac": share} for step, share in enumerate(shares, start=1)]
     table = summary([write_run(tmp_path / "plain"), write_run(tmp_path / "a", lines)])
-    warning = untaught(table)
+    warning = no_gradient_warning(table)
     assert (warning is not None) == warned
     if warning is not None:
         assert warning.startswith("a: ") and "train/taught_frac = 0" in warning and "task=shape" in warning
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"analysis_{name}", REPOSITORY / "analysis" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_collect_writes_the_same_table_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any
+) -> None:
     """A half-written line of a run that goes on is reported and left out."""
     runs = [write_run(tmp_path / "runs" / name, seed=seed, finished=name != "b") for seed, name in enumerate("ab")]
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 4, "rew')
     words = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "all", "--csv"]
-    with pytest.warns(UserWarning, match="b: line 6, the last, is half-written and was dropped"):
-        load_script("collect").main(words)
+    with pytest.warns(UserWarning, match="b: dropped line 6"):
+        analysis_script("collect").main(words)
     assert "2 runs, 1 of them unfinished, 54 numbers" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)
@@ -328,21 +320,23 @@ def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "half a line was dropped\nno run in this folder\n"
 
 
-def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path) -> None:
+def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path, analysis_script: Any) -> None:
     write_run(tmp_path / "a")
-    load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--metrics", "entropy", "reward/mean"])
+    analysis_script("collect").main(
+        [str(tmp_path), "--out", str(tmp_path / "out"), "--metrics", "entropy", "reward/mean"]
+    )
     assert pd.read_parquet(tmp_path / "out" / "tidy.parquet")["metric"].value_counts().to_dict() == {
         "entropy": 3, "reward/mean": 3,
         **dict.fromkeys({name for line in LINES for name in line} - {"kind", "step", "entropy", "reward/mean"}, 0),
     }  # fmt: skip
 
 
-def test_collect_leaves_no_file_behind_when_a_run_is_damaged(tmp_path: Path) -> None:
+def test_collect_leaves_no_file_behind_when_a_run_is_damaged(tmp_path: Path, analysis_script: Any) -> None:
     write_run(tmp_path / "runs" / "a")
     with (write_run(tmp_path / "runs" / "b") / "metrics.jsonl").open("a") as file:
         file.write("[]\n")
     with pytest.raises(ConfigError, match=r"b/metrics\.jsonl, line 6"):
-        load_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+        analysis_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -351,7 +345,9 @@ def environment(folder: Path, **env: object) -> Path:
     return folder
 
 
-def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(tmp_path: Path) -> None:
+def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(
+    tmp_path: Path, analysis_script: Any
+) -> None:
     """The digest of the sources decides, whatever the commit; runs from before it have their commit only."""
     for name in "abcde":
         environment(write_run(tmp_path / name), code="1f", commit=name)
@@ -368,8 +364,8 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(t
     ]
     assert len(load_runs([tmp_path], mixed_code=True)) == 7
     with pytest.raises(ConfigError, match="3 versions"):
-        load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out")])
-    load_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
+        analysis_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out")])
+    analysis_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
     assert load_run(tmp_path / "a").device == "unknown"
 
 
@@ -380,7 +376,7 @@ def test_a_metric_with_two_definitions_is_refused_in_any_case(tmp_path: Path) ->
     with pytest.raises(ConfigError) as error:
         load_runs([tmp_path], mixed_code=True)
     assert str(error.value).splitlines()[:3] == [
-        "entropy means different things in these runs:",
+        "these runs have different definitions of entropy:",
         "  'nats/token: of the sampler': a, c",
         "  'nats/token: of the trainer': b",
     ]

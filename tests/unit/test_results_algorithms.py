@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.figures.algorithms import figure, gains, paired_changes
-from qerl_bench.figures.style import FORMAT_COLOURS
+from qerl_bench.figures.algorithms import algorithm_curves, gain_table, paired_changes
+from qerl_bench.figures.style import FORMAT_COLORS
 from qerl_bench.study.load import load_run
+from qerl_bench.study.study import Study
 
 BEFORE = [True, False, False, False]
 AFTER = {0: [True, True, True, False], 1: [False, True, True, True]}
@@ -48,7 +49,7 @@ def _write(root: Path, algo: str, seed: int, after: list[bool], refills: float |
 def test_gains_by_hand(tmp_path: Path) -> None:
     runs = [load_run(_write(tmp_path, algo, seed, AFTER[seed])) for algo in ("gspo", "grpo") for seed in (1, 0)]
     assert paired_changes(runs[1]).tolist() == [0, 1, 1, 0]  # sorted by question: the last answer is q0's
-    table = gains(runs)
+    table = gain_table(Study(runs))
     assert list(table["algo"]) == ["grpo", "gspo"] and list(table["seeds"]) == [2, 2]
     row = table.iloc[0]
     assert (row["start"], row["final"], row["gain"]) == (0.25, 0.75, 0.5)
@@ -63,7 +64,7 @@ def test_gains_by_hand(tmp_path: Path) -> None:
 
 def test_seeds_that_differ_widen_the_error(tmp_path: Path) -> None:
     runs = [load_run(_write(tmp_path, "rloo", seed, after)) for seed, after in ((0, [True] * 4), (1, BEFORE))]
-    row = gains(runs).iloc[0]
+    row = gain_table(Study(runs)).iloc[0]
     questions, seeds = np.array([0, 0.5, 0.5, 0.5]).std(ddof=1) / 2, 0.75 / 2
     # What either holds of the rest, whose mean square is 0.125 (2 x (0.375^2 + 3 x 0.125^2) over 3), counts once.
     assert row["gain_se"] == pytest.approx(math.sqrt(questions**2 + seeds**2 - 0.125 / 8))
@@ -75,13 +76,13 @@ def test_the_figure_has_a_line_for_each_algorithm_against_completions(tmp_path: 
     folders = [
         _write(tmp_path, algo, seed, AFTER[seed], float(algo == "dapo")) for algo in ("grpo", "dapo") for seed in (0, 1)
     ]
-    drawn = figure([load_run(folder) for folder in folders], smooth=3)
+    drawn = algorithm_curves(Study([load_run(folder) for folder in folders]), smooth=3)
     for ax in drawn.axes:
         lines = {line.get_label(): line for line in ax.get_lines()}
         assert list(lines) == ["dapo", "grpo"]
         assert lines["grpo"].get_xdata()[-1] == pytest.approx(10 * 0.128)
         assert lines["dapo"].get_xdata()[-1] == pytest.approx(20 * 0.128)
-        assert not {line.get_color() for line in lines.values()} & set(FORMAT_COLOURS.values())
+        assert not {line.get_color() for line in lines.values()} & set(FORMAT_COLORS.values())
         assert ax.get_xlabel() == "completions sampled, thousands"
         assert {text.get_text() for text in ax.texts} == {"dapo", "grpo"}
     said = " ".join(drawn.get_supxlabel().split())
@@ -89,18 +90,20 @@ def test_the_figure_has_a_line_for_each_algorithm_against_completions(tmp_path: 
 
 
 def test_where_refills_were_not_kept_the_axis_is_the_step_and_the_caption_says_so(tmp_path: Path) -> None:
-    drawn = figure([load_run(_write(tmp_path, algo, 0, AFTER[0])) for algo in ("dapo", "grpo")], smooth=1)
+    drawn = algorithm_curves(
+        Study([load_run(_write(tmp_path, algo, 0, AFTER[0])) for algo in ("dapo", "grpo")]), smooth=1
+    )
     assert [ax.get_xlabel() for ax in drawn.axes] == ["step", "step"]
     assert "dapo sampled further completions in a step" in " ".join(drawn.get_supxlabel().split())
 
 
 def test_two_runs_of_one_seed_and_runs_without_evaluation_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path, "grpo", 0, AFTER[0])
-    with pytest.raises(ConfigError, match="several runs of one seed"):
-        gains([load_run(path), load_run(path)])
+    with pytest.raises(ConfigError, match="two runs of one setting"):
+        gain_table(Study([load_run(path), load_run(path)]))
     with pytest.raises(ConfigError, match="no finished run"):
-        gains([])
+        gain_table(Study([]))
     samples = pd.read_parquet(path / "samples.parquet")
     samples[samples["step"] == 0].to_parquet(path / "samples.parquet")
     with pytest.raises(ConfigError, match="before and after"):
-        gains([load_run(path)])
+        gain_table(Study([load_run(path)]))

@@ -15,12 +15,13 @@ from pandas.testing import assert_frame_equal
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.metrics import definitions
-from qerl_bench.study.collect import STUDY_METRICS, STUDY_PREFIX, write_study
-from qerl_bench.study.committed import SETTINGS, dotted, is_study, nested
+from qerl_bench.study.collect import STUDY_METRICS, STUDY_PREFIX, dotted, write_study
+from qerl_bench.study.committed import SETTINGS, is_study, nested
 from qerl_bench.study.load import Run, find_runs, load_run, load_runs, tidy
 
 REPOSITORY = Path(__file__).parents[2]
 ASSETS = REPOSITORY / "tests" / "assets" / "runs"
+RUN, OTHER = "nvfp4-exp-grpo-r32-s1-a101d16e", "nvfp4-none-grpo-r32-s0-d8a0f9b2"
 COMMITTED = sorted(path.parent for path in (REPOSITORY / "docs").rglob(SETTINGS))
 
 
@@ -103,7 +104,7 @@ def test_a_study_a_part_of_it_and_run_folders_are_read_alike(runs: Path, study: 
     write_study([*find_runs(runs), *(study / name for name in (names[0], *names[4:]))], again, mixed_code=False)
     for first, second in zip(load_runs([study]), load_runs([again]), strict=True):
         assert_same(first, second)
-    with pytest.raises(ConfigError, match=f"{names[1]} is there twice"):
+    with pytest.raises(ConfigError, match=f"{names[1]} was found twice"):
         load_runs([runs, study])
 
 
@@ -163,17 +164,20 @@ def edited(study: Path, change: Callable[[dict], None]) -> None:
     ("change", "complaint"),
     [
         (lambda content: content.pop("runs"), "has no runs"),
-        (lambda content: content["settings"].pop("a101d16e"), "lacks the setting.* of nvfp4-exp"),
-        (lambda content: content["runs"]["nvfp4-exp-grpo-r32-s1-a101d16e"].pop("seed"), "or the seed of nvfp4-exp"),
-        (lambda content: content["environments"].clear(), "lacks .*the environment .*of bf16-.* 5 more"),
-        (lambda content: content["config"].update(steps=11), "under the fingerprint 47daada3 has the fingerprint"),
         (
-            lambda content: content["runs"].pop("nvfp4-exp-grpo-r32-s1-a101d16e"),
-            "does not know 1 runs of tidy.parquet.*nvfp4-exp-grpo-r32-s1-a101d16e",
+            lambda content: content["settings"].pop(content["runs"][RUN]["fingerprint"]),
+            "lacks the setting.* of nvfp4-exp",
+        ),
+        (lambda content: content["runs"][RUN].pop("seed"), "or the seed of nvfp4-exp"),
+        (lambda content: content["environments"].clear(), "lacks .*the environment .*of bf16-.* 5 more"),
+        (lambda content: content["config"].update(steps=11), "the config listed as .* has the fingerprint"),
+        (
+            lambda content: content["runs"].pop(RUN),
+            rf"does not know 1 runs of tidy.parquet.*{RUN}",
         ),
         (
-            lambda content: content["runs"]["nvfp4-exp-grpo-r32-s1-a101d16e"].update(fingerprint="d8a0f9b2"),
-            "another fingerprint than a101d16e: nvfp4-exp-grpo-r32-s1-a101d16e",
+            lambda content: content["runs"][RUN].update(fingerprint=content["runs"][OTHER]["fingerprint"]),
+            rf"under other fingerprints than \w+: {RUN}",
         ),
     ],
 )
@@ -199,7 +203,7 @@ def test_runs_of_several_versions_of_the_code_are_refused_in_a_study_too(study: 
     def change(content: dict) -> None:
         del content["environment"]["code"]
         content["environments"] = [{"code": "1f"}, {"code": "2f"}]
-        content["runs"]["nvfp4-exp-grpo-r32-s1-a101d16e"]["environment"] = 1
+        content["runs"][RUN]["environment"] = 1
 
     edited(study, change)
     with pytest.raises(ConfigError, match="2 versions of the code"):
@@ -211,7 +215,7 @@ def test_the_metrics_of_a_study_are_those_that_claims_and_figures_name() -> None
     known = definitions()
     named = {
         node.value
-        for folder in ("src/qerl_bench/study", "analysis")
+        for folder in ("src/qerl_bench/study", "src/qerl_bench/claims", "src/qerl_bench/figures", "analysis")
         for file in (REPOSITORY / folder).glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known

@@ -1,7 +1,7 @@
 """Whether a comparison could have shown its effect at all. A contrast that fails a gate is not testable here.
 
-Gates are fixed before the data, with the claims, and look at the arms' levels and at the treatment's own target, never
-at the effect that is asked about.
+Gates are fixed with the claims, before the data. They look at the levels of the arms and at what the treatment acts on
+directly, never at the effect that the claim is about.
 """
 
 from __future__ import annotations
@@ -12,62 +12,62 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qerl_bench.claims.estimate import Setting, holds, settings
-from qerl_bench.claims.match import Contrast, Where
+from qerl_bench.claims.estimate import Comparison, compare
+from qerl_bench.claims.match import Contrast, Filter
 from qerl_bench.claims.measure import LATE, Measure
 from qerl_bench.study.load import Run
 
-LEVEL = 0.025  # of the one-sided test that a treatment acts on its own target
-CEILING = 0.95  # share of right answers above which arms cannot differ by much
-LEARNED = 0.05  # share of right answers by which an arm has to rise above its own start
-LOST = 0.10  # share of right answers by which a run that diverged ends below its own best
+LEVEL = 0.025  # of the one-sided test of a manipulation check
+CEILING = 0.95  # accuracy above which arms cannot differ by much
+LEARNED = 0.05  # accuracy that an arm must gain to have learned
+LOST = 0.10  # accuracy that a diverged run has lost since its best
 SMOOTHED = 10  # steps in a mean of accuracy
 
-Gate = Callable[[Setting, Sequence[Run]], str]  # why a setting is not testable, empty if it is
+Gate = Callable[[Comparison, Sequence[Run]], str]  # why a comparison is not testable, empty if it is
 
 
 @dataclass(frozen=True)
-class Acts:
-    """The treatment moves its own target upwards: each of `contrasts` is above zero in the primary setting."""
+class ManipulationCheck:
+    """The treatment raises what it acts on directly: each of `contrasts` is above zero in the primary setting."""
 
     measure: Measure
     contrasts: tuple[Contrast, ...]
-    where: tuple[Where, ...]
+    where: tuple[Filter, ...]
 
-    def __call__(self, setting: Setting, runs: Sequence[Run]) -> str:
+    def __call__(self, comparison: Comparison, runs: Sequence[Run]) -> str:
         for contrast in self.contrasts:
-            found = [
+            checks = [
                 one
-                for one in settings(self.measure, contrast, self.where, runs)
-                if all(holds(condition, one.stratum) for condition in self.where) and _alike(setting, one)
+                for one in compare(self.measure, contrast, self.where, runs)
+                if one.is_in(self.where) and _same_setting(comparison, one)
             ]
-            if not found:
+            if not checks:
                 return f"no runs show whether the treatment acts on {self.measure.name} ({contrast.label})"
-            for one in found:
+            for one in checks:
                 if one.effect is None:
                     return f"{contrast.label}, {self.measure.name}: {one.reason}"
                 if not one.effect.whole.p_above(0.0) <= LEVEL:
-                    seen = self.measure.describe(one.effect.whole)
-                    shown = "the treatment was not shown to act on its own target"
-                    return f"{shown}: {contrast.label}, {self.measure.name} {seen}"
+                    effect = self.measure.estimate_text(one.effect.whole)
+                    failed = "the treatment was not shown to act on its own target"
+                    return f"{failed}: {contrast.label}, {self.measure.name} {effect}"
         return ""
 
 
-def _alike(setting: Setting, other: Setting) -> bool:
-    """Whether two settings agree in whatever their own arms share in both."""
-    mine, theirs = setting.stratum.facts, other.stratum.facts
+def _same_setting(first: Comparison, second: Comparison) -> bool:
+    """Whether two comparisons agree in all config items that both of them share between their arms."""
+    mine, theirs = first.stratum.shared, second.stratum.shared
     return all(mine[key] == theirs[key] for key in mine.keys() & theirs.keys())
 
 
-def learned(setting: Setting, runs: Sequence[Run]) -> str:
-    """Arms of which two or more never rose above their start, or are all but perfect, hide what they differ in."""
-    ends = [_ends(list(arm.values())) for arm in setting.stratum.arms]
-    arms = setting.contrast.arms
+def learned(comparison: Comparison, runs: Sequence[Run]) -> str:
+    """At most one arm stayed near its start, and at most one is all but perfect; two such arms could not differ."""
+    arms = comparison.contrast.arms
+    ends = [_start_and_end(list(arm.values())) for arm in comparison.stratum.arms]
     blank = [arm.label for arm, (start, end) in zip(arms, ends, strict=True) if math.isnan(end - start)]
-    if blank:
-        return f"no accuracy was recorded for {' and '.join(blank)}"
     floor = [arm.label for arm, (start, end) in zip(arms, ends, strict=True) if end < start + LEARNED]
     ceiling = [arm.label for arm, (_, end) in zip(arms, ends, strict=True) if end > CEILING]
+    if blank:
+        return f"no accuracy was recorded for {' and '.join(blank)}"
     if len(floor) > 1:
         return (
             f"at the floor: accuracy of {' and '.join(floor)} ends less than {100 * LEARNED:.0f} points above its start"
@@ -77,23 +77,23 @@ def learned(setting: Setting, runs: Sequence[Run]) -> str:
     return ""
 
 
-def stable(setting: Setting, runs: Sequence[Run]) -> str:
-    """No arm diverged: fewer than half of its runs end more than ten points below their own best."""
-    lost = diverged_arms(setting)
+def stable(comparison: Comparison, runs: Sequence[Run]) -> str:
+    """In each arm, fewer than half of the runs diverged."""
+    lost = diverged_arms(comparison)
     return f"diverged: {', '.join(lost)}" if lost else ""
 
 
-def diverged_arms(setting: Setting) -> list[str]:
-    """Arms half of whose runs diverged, with the count; those of which fewer did are left in without a word."""
-    found = []
-    for arm, runs in zip(setting.contrast.arms, setting.stratum.arms, strict=True):
-        lost = sum(map(diverged, runs.values()))
-        found += [f"{arm.label} in {lost} of {len(runs)} runs"] if 2 * lost >= len(runs) else []
-    return found
+def diverged_arms(comparison: Comparison) -> list[str]:
+    """Arms in which half of the runs or more diverged, with the count."""
+    arms = []
+    for arm, runs in zip(comparison.contrast.arms, comparison.stratum.arms, strict=True):
+        count = sum(map(diverged, runs.values()))
+        arms += [f"{arm.label} in {count} of {len(runs)} runs"] if 2 * count >= len(runs) else []
+    return arms
 
 
 def diverged(run: Run) -> bool:
-    """Whether the accuracy of a run's samples, a mean of ten steps, ends more than ten points below its own best."""
+    """Whether the accuracy of rollouts, as a mean of ten steps, ends more than ten points below its best."""
     accuracy = run.series("train", "accuracy").dropna()
     if len(accuracy) < SMOOTHED:
         return False
@@ -101,8 +101,8 @@ def diverged(run: Run) -> bool:
     return bool(smooth.max() - smooth[-1] > LOST)
 
 
-def _ends(runs: Sequence[Run]) -> tuple[float, float]:
-    """Mean accuracy at the start and at the end: of samples while training, or held out where none were sampled."""
+def _start_and_end(runs: Sequence[Run]) -> tuple[float, float]:
+    """Mean accuracy at the start and the end: of rollouts, or held-out accuracy if there were no rollouts."""
     pairs = []
     for run in runs:
         values = run.series("train", "accuracy").dropna()

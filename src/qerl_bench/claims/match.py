@@ -1,6 +1,6 @@
-"""Which runs may be compared: those whose configs differ in one factor, and in nothing else but base model and seed.
+"""Which runs may be compared: those whose configs differ in one factor, and otherwise only in base model and seed.
 
-A pair of runs is made of one base and one seed, on one machine with one set of library versions.
+A pair of runs has one base and one seed, and ran on one machine with one set of library versions.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from qerl_bench.checks import require
-from qerl_bench.study.load import Run
+from qerl_bench.study.load import Cell, Run
+from qerl_bench.study.study import group_by_setting, missing_runs
 
-Facts = dict[str, Any]  # dotted config keys and the device
-Cell = tuple[str, int]  # base model and seed: what arms are paired by
-# Not written to any config, but said about a run: its learning rate over that of its model's YAML, and its batch.
-DERIVED: dict[str, Callable[[Facts], float]] = {
-    "lr_factor": lambda facts: facts["optim.lr"] / facts.get("model.lr", math.nan),
-    "completions": lambda facts: facts["rollout.prompts_per_step"] * facts["rollout.group_size"],
+Items = dict[str, Any]  # dotted config keys and the device
+FrozenItems = tuple[tuple[str, Any], ...]
+# Not in any config: the learning rate over the default of the model, and the completions of a step.
+DERIVED: dict[str, Callable[[Items], float]] = {
+    "lr_factor": lambda items: items["optim.lr"] / items.get("model.lr", math.nan),
+    "completions": lambda items: items["rollout.prompts_per_step"] * items["rollout.group_size"],
 }
-
-HEADS = {"lora": "lora.rank"}  # what a group of keys is known by, if not by its name
+NAME_KEYS = {"lora": "lora.rank"}  # the key that identifies a config group, if that is not GROUP.name
 
 
 @dataclass(frozen=True)
-class Where:
-    """A condition on one key: among these values, or none of those, or between `low` and `high`.
+class Filter:
+    """A condition on one config key: one of `among`, none of `excluding`, between `low` and `high`.
 
-    `otherwise` says of runs that fail it, and it alone, why they cannot speak.
+    `excuse` says, of runs that fail this condition only, why they do not count.
     """
 
     key: str
@@ -37,10 +36,10 @@ class Where:
     excluding: tuple[Any, ...] = ()
     low: float = -math.inf
     high: float = math.inf
-    otherwise: str = ""
+    excuse: str = ""
 
-    def holds(self, facts: Facts) -> bool:
-        value = DERIVED[self.key](facts) if self.key in DERIVED else facts.get(self.key)
+    def accepts(self, items: Items) -> bool:
+        value = DERIVED[self.key](items) if self.key in DERIVED else items.get(self.key)
         bounded = self.low > -math.inf or self.high < math.inf
         return (
             (not self.among or value in self.among)
@@ -49,22 +48,26 @@ class Where:
         )
 
 
+def all_accept(filters: Iterable[Filter], items: Items) -> bool:
+    return all(one.accepts(items) for one in filters)
+
+
 @dataclass(frozen=True)
 class Arm:
-    """One side of a contrast; `sign` is what its number counts with."""
+    """One side of a contrast; its number is multiplied by `sign`."""
 
     label: str
     sign: int
-    where: tuple[Where, ...]
+    where: tuple[Filter, ...]
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Arms that differ in the config keys that begin with one of `factor`, and in no others.
+    """Arms that differ only in config keys that begin with one of `factor`.
 
-    But for those of `confounded`: keys in which the arms differ too, although they are not what is asked about. A
-    contrast that has any is one of recipes; it says what they make of each other, and not why. A contrast votes on its
-    claim unless it is confounded, or was named as a check of robustness.
+    `confounded` lists keys that also differ between the arms but are not the subject of the claim. Such a contrast
+    compares whole recipes: it can show that they differ, not why. A contrast votes on its claim unless it is
+    confounded, or is declared a robustness check.
     """
 
     label: str
@@ -77,16 +80,16 @@ class Contrast:
     def votes(self) -> bool:
         return not self.confounded and not self.robustness
 
-    def varies(self, key: str) -> bool:
+    def may_differ_in(self, key: str) -> bool:
         return key.startswith(self.factor + self.confounded)
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """Matched runs: for each arm its runs by base and seed. `facts` they share, `variants` set the arms apart."""
+    """Matched runs: for each arm its runs by cell. All arms have the config items `shared`, each has its `variants`."""
 
-    facts: Facts
-    variants: tuple[Facts, ...]
+    shared: Items
+    variants: tuple[Items, ...]
     arms: tuple[dict[Cell, Run], ...]
 
     @property
@@ -99,56 +102,47 @@ class Stratum:
         return [run for arm in self.arms for run in arm.values()]
 
     @property
-    def blocks(self) -> list[str]:
-        """Machines and library versions between which its arms were torn, cell by cell; empty where pairs are whole."""
-        torn: dict[str, None] = {}
+    def mixed_machines(self) -> list[str]:
+        """Machines and library versions that differ between the arms in some cell; empty if every pair has one."""
+        mixed: dict[str, None] = {}
         for cell in self.cells:
             blocks = dict.fromkeys(arm[cell].block for arm in self.arms if cell in arm)
-            torn |= blocks if len(blocks) > 1 else {}
-        return list(torn)
+            mixed |= blocks if len(blocks) > 1 else {}
+        return list(mixed)
 
 
-def facts_of(run: Run) -> Facts:
-    return run.facts
-
-
-def match(contrast: Contrast, where: Sequence[Where], runs: Iterable[Run]) -> list[Stratum]:
+def match(contrast: Contrast, where: Sequence[Filter], runs: Iterable[Run]) -> list[Stratum]:
     """Every setting in which each arm of `contrast` has a run, in order of their labels.
 
-    Raises ConfigError if a setting has two runs of one base and seed.
-    Where an arm was run with several values of the factor (noise of two strengths, say), each gives a stratum. Of two
-    arms, each variant of the first meets those of the second that are alike in most keys; where there are more, the
-    values of each key are balanced, as in a design of two by two. Recipes that happen to be matched are none.
+    If an arm has several variants (two noise levels, say), each variant forms its own stratum. With two arms, a variant
+    of the first is paired with the variants of the second that differ from it in the fewest config keys. With four arms
+    (a 2 x 2 design), only balanced combinations are kept. Contrasts declared as confounded are dropped if nothing
+    confounds them. Raises ConfigError if a setting has two runs of one base and seed.
     """
-    settings: dict[tuple[Any, ...], list[dict[tuple[Any, ...], dict[Cell, Run]]]] = {}
-    for run in runs:
-        facts = facts_of(run)
-        if not all(condition.holds(facts) for condition in where):
-            continue
-        places = [i for i, arm in enumerate(contrast.arms) if all(condition.holds(facts) for condition in arm.where)]
-        if not places:
-            continue
-        shared = _frozen({key: value for key, value in facts.items() if not contrast.varies(key)})
-        variant = _frozen({key: value for key, value in facts.items() if contrast.varies(key)})
-        for place in places:
-            cells = settings.setdefault(shared, [{} for _ in contrast.arms])[place].setdefault(variant, {})
-            other = cells.setdefault((run.base, run.option("seed")), run)
-            require(other is run, f"{other.path} and {run.path} are two runs of one setting and seed: leave one out")
-    found = []
-    for shared, arms in settings.items():
+    pools: dict[FrozenItems, list[dict[FrozenItems, dict[Cell, Run]]]] = {}
+    for setting in group_by_setting(runs):
+        items = setting.runs[0].config_items
+        places = [place for place, arm in enumerate(contrast.arms) if all_accept((*where, *arm.where), items)]
+        if places:
+            shared = _frozen({key: value for key, value in items.items() if not contrast.may_differ_in(key)})
+            variant = _frozen({key: value for key, value in items.items() if contrast.may_differ_in(key)})
+            for place in places:
+                pools.setdefault(shared, [{} for _ in contrast.arms])[place][variant] = setting.by_cell
+    strata = []
+    for shared, pool in pools.items():
         candidates = []
-        for chosen in product(*(arm.items() for arm in arms)):
+        for chosen in product(*(arm.items() for arm in pool)):
             variants = tuple(dict(variant) for variant, _ in chosen)
-            if len(arms) == 2 or _balanced(contrast, variants):
+            if len(pool) == 2 or _balanced(contrast, variants):
                 stratum = Stratum(dict(shared), variants, tuple(cells for _, cells in chosen))
                 if bool(confounders(contrast, [stratum])) == bool(contrast.confounded):
                     candidates.append(stratum)
-        found += _closest(candidates) if len(contrast.arms) == 2 else candidates
-    return [found[place] for _, place in sorted(zip(labels(found), range(len(found)), strict=True))]
+        strata += _closest(candidates) if len(pool) == 2 else candidates
+    return [stratum for _, stratum in sorted(zip(labels(strata), strata, strict=True), key=lambda pair: pair[0])]
 
 
-def _balanced(contrast: Contrast, variants: Sequence[Facts]) -> bool:
-    """Whether what a value of a key does by itself cancels: it stands in as many arms that are added as subtracted."""
+def _balanced(contrast: Contrast, variants: Sequence[Items]) -> bool:
+    """Whether the effect of any single value cancels: it occurs in as many added arms as subtracted ones."""
     counts: dict[tuple[str, Any], int] = {}
     for arm, variant in zip(contrast.arms, variants, strict=True):
         for key in _keys(variants):
@@ -158,33 +152,33 @@ def _balanced(contrast: Contrast, variants: Sequence[Facts]) -> bool:
 
 
 def _closest(candidates: Sequence[Stratum]) -> list[Stratum]:
-    """For each variant of the first arm, the strata whose other arm differs from it in the fewest keys."""
-    apart = [sum(map(len, _differing(stratum.variants).values())) for stratum in candidates]
-    fewest: dict[tuple[Any, ...], int] = {}
-    for stratum, count in zip(candidates, apart, strict=True):
+    """For each variant of the first arm, the strata whose second arm differs from it in the fewest keys."""
+    counts = [sum(map(len, _differing_keys(stratum.variants).values())) for stratum in candidates]
+    fewest: dict[FrozenItems, int] = {}
+    for stratum, count in zip(candidates, counts, strict=True):
         first = _frozen(stratum.variants[0])
         fewest[first] = min(count, fewest.get(first, count))
-    return [s for s, count in zip(candidates, apart, strict=True) if count == fewest[_frozen(s.variants[0])]]
+    return [s for s, count in zip(candidates, counts, strict=True) if count == fewest[_frozen(s.variants[0])]]
 
 
 def confounders(contrast: Contrast, strata: Sequence[Stratum]) -> list[str]:
-    """What else the arms differ in, with the value of each: keys of `contrast.confounded`, a named group by its name.
+    """The keys of `contrast.confounded` in which the arms differ, with their values.
 
-    How noise is put in (`noise.`) is left out where the noise itself differs.
+    Of a config group whose name differs, only the name is listed; `noise.*` is left out if the schedule differs.
     """
-    found: dict[str, dict[str, None]] = {}
+    values: dict[str, dict[str, None]] = {}
     for stratum in strata:
-        different = _differing(stratum.variants)
-        for group, keys in different.items():
-            name = [f"{group}.name"] if f"{group}.name" in keys else keys
-            for key in name if not (group == "noise" and "aqn" in different) else ():
+        differing = _differing_keys(stratum.variants)
+        for group, keys in differing.items():
+            listed = [f"{group}.name"] if f"{group}.name" in keys else keys
+            for key in listed if not (group == "noise" and "aqn" in differing) else ():
                 if key.startswith(contrast.confounded):
-                    found.setdefault(key, {})[_values(key, stratum.variants)] = None
-    return [f"{key} ({' and '.join(values)})" for key, values in found.items()]
+                    values.setdefault(key, {})[_values(key, stratum.variants)] = None
+    return [f"{key} ({' and '.join(texts)})" for key, texts in values.items()]
 
 
-def _differing(variants: Sequence[Facts]) -> dict[str, list[str]]:
-    """The keys in which `variants` differ, sorted, by their first part."""
+def _differing_keys(variants: Sequence[Items]) -> dict[str, list[str]]:
+    """The keys in which `variants` differ, sorted, by config group."""
     groups: dict[str, list[str]] = {}
     for key in sorted(_keys(variants)):
         if len({_text(variant.get(key)) for variant in variants}) > 1:
@@ -192,29 +186,29 @@ def _differing(variants: Sequence[Facts]) -> dict[str, list[str]]:
     return groups
 
 
-def _values(key: str, variants: Sequence[Facts]) -> str:
+def _values(key: str, variants: Sequence[Items]) -> str:
     return " / ".join(dict.fromkeys(_text(variant.get(key)) for variant in variants))
 
 
-def _keys(variants: Sequence[Facts]) -> set[str]:
+def _keys(variants: Sequence[Items]) -> set[str]:
     return {key for variant in variants for key in variant}
 
 
 def labels(strata: Sequence[Stratum]) -> list[str]:
-    """For each stratum what tells it from the others: the config keys in which they differ.
+    """For each stratum the config keys in which it differs from the others.
 
-    A key that is settled by the name of its group, or by the rank of the adapter, is left out. A single stratum is told
-    by what its arms differ in, if that has no name: ranks, rates.
+    Keys that follow from the name of their group, or from the adapter's rank, are left out. A single stratum is
+    labelled by the keys in which its arms differ, if these do not follow from a name: ranks, learning rates.
     """
     if len(strata) == 1:
-        nameless = [
+        keys = [
             key
-            for group, keys in _differing(strata[0].variants).items()
-            for key in ([HEADS[group]] if group in HEADS else keys if f"{group}.name" not in keys else ())
+            for group, keys in _differing_keys(strata[0].variants).items()
+            for key in ([NAME_KEYS[group]] if group in NAME_KEYS else keys if f"{group}.name" not in keys else ())
         ]
-        return [", ".join(f"{key}={_values(key, strata[0].variants)}" for key in nameless) or "all"]
+        return [", ".join(f"{key}={_values(key, strata[0].variants)}" for key in keys) or "all"]
     described = [
-        stratum.facts
+        stratum.shared
         | {
             f"{key} ({place})": value
             for place, variant in enumerate(stratum.variants)
@@ -222,41 +216,34 @@ def labels(strata: Sequence[Stratum]) -> list[str]:
         }
         for stratum in strata
     ]
-    keys = list(dict.fromkeys(key for facts in described for key in facts))
-    telling = [key for key in keys if len({_text(facts.get(key)) for facts in described}) > 1 and "_target_" not in key]
-    telling = [key for key in telling if not any(_settles(other, key, described) for other in telling)]
+    keys = list(dict.fromkeys(key for items in described for key in items))
+    keys = [key for key in keys if len({_text(items.get(key)) for items in described}) > 1 and "_target_" not in key]
+    keys = [key for key in keys if not any(_implies(other, key, described) for other in keys)]
     return [
-        ", ".join(dict.fromkeys(f"{key.split(' (')[0]}={_text(facts[key])}" for key in telling if key in facts))
-        or "all"
-        for facts in described
+        ", ".join(dict.fromkeys(f"{key.split(' (')[0]}={_text(items[key])}" for key in keys if key in items)) or "all"
+        for items in described
     ]
 
 
-def _settles(head: str, key: str, described: Sequence[Facts]) -> bool:
-    """Whether `head` names the group of `key`, and each of its values goes with a single one of `key`."""
-    (name, _, arm), (own, _, its_arm) = head.partition(" ("), key.partition(" (")
-    group = own.split(".")[0]
-    if head == key or arm != its_arm or name != HEADS.get(group, f"{group}.name"):
+def _implies(name: str, key: str, described: Sequence[Items]) -> bool:
+    """Whether `name` is the name of the group of `key`, and each of its values occurs with a single value of `key`."""
+    (plain_name, _, arm), (plain_key, _, arm_of_key) = name.partition(" ("), key.partition(" (")
+    group = plain_key.split(".")[0]
+    if name == key or arm != arm_of_key or plain_name != NAME_KEYS.get(group, f"{group}.name"):
         return False
-    pairs = {(_text(facts.get(head)), _text(facts.get(key))) for facts in described}
+    pairs = {(_text(items.get(name)), _text(items.get(key))) for items in described}
     return len(pairs) == len({value for value, _ in pairs})
 
 
 def missing(contrast: Contrast, stratum: Stratum) -> list[str]:
-    """The runs that each arm lacks of a full grid of all bases and all seeds, as one text for each arm and base."""
-    bases = list(dict.fromkeys(base for base, _ in stratum.cells))
-    seeds = sorted({seed for _, seed in stratum.cells})
-    lacking = []
-    for arm, runs in zip(contrast.arms, stratum.arms, strict=True):
-        for base in bases:
-            gone = [seed for seed in seeds if (base, seed) not in runs]
-            where = f" of base {base}" if len(bases) > 1 else ""
-            lacking += [f"{arm.label}{where} seed={','.join(map(str, gone))}"] if gone else []
-    return lacking
+    """The runs that each arm lacks of a full grid of all bases and all seeds, one text for each arm and base."""
+    bases, seeds = list(dict.fromkeys(base for base, _ in stratum.cells)), {seed for _, seed in stratum.cells}
+    pairs = zip(contrast.arms, stratum.arms, strict=True)
+    return [text for arm, runs in pairs for text in missing_runs(arm.label, runs, bases, seeds)]
 
 
-def _frozen(facts: Facts) -> tuple[Any, ...]:
-    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in facts.items()))
+def _frozen(items: Items) -> FrozenItems:
+    return tuple(sorted((key, tuple(value) if isinstance(value, list) else value) for key, value in items.items()))
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a claim looks at: one number of a run, or one for each held-out question."""
+"""What is compared between runs: one number of a run, or one for each held-out question."""
 
 from __future__ import annotations
 
@@ -10,140 +10,159 @@ import numpy as np
 import pandas as pd
 
 from qerl_bench.checks import require
-from qerl_bench.statistics import Mean, area_under_curve, steps_to_threshold
+from qerl_bench.statistics import Estimate, area_under_curve, steps_to_threshold
 from qerl_bench.study.load import Run
 
-TAUGHT = "train/taught_frac"
-WARM_UP = 0.1  # share of a run's steps, the first ones, that timings leave out
-LATE = 0.2  # share of a run's steps, the last ones, that stand for its end
-START = 5  # steps that stand for the start of a curve
+TRAINED_SHARE = "train/taught_frac"  # share of a step's completion tokens with a gradient
+WARM_UP = 0.1  # share of a run's steps, at its start, that timings leave out
+LATE = 0.2  # share of a run's steps that count as its end
+START_STEPS = 5  # that count as the start of a curve
 WINDOW = 10  # steps in the mean that must reach a threshold
+
+RunMetric = Callable[[Run], float]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """`of` gives a run's number, or a Series of them by question.
+    """`metric` gives the number of a run, or a Series of numbers by question.
 
-    With `ratio`, arms are compared by quotient: the numbers are positive, and their logarithms are averaged. With
-    `gpu`, runs on a CPU cannot speak. An `exact` number may have no chance in it: where all seeds agree, it is known.
-    `scale` and `unit` are for readers: what a difference is multiplied by, and called.
+    With `ratio`, numbers are positive, arms are compared by quotient, and logarithms are averaged. `margin` is the
+    smallest difference that matters, in units of the metric (of its logarithm with `ratio`); 0 if no claim is about it.
+    With `gpu`, runs on a CPU do not count. An `exact` number may be the same for all seeds, which is then no sign of
+    copied runs. `scale` and `unit` are for readers: a difference is multiplied by one and followed by the other.
     """
 
     name: str
-    of: Callable[[Run], float | pd.Series]
+    metric: Callable[[Run], float | pd.Series]
     unit: str = ""
     scale: float = 1.0
     ratio: bool = False
+    margin: float = 0.0
     gpu: bool = False
     exact: bool = False
+    level_format: str = "{:.3f}"  # of an arm's own mean in a figure
 
-    def show(self, effect: float) -> str:
-        """An effect, or a margin, as a reader sees it."""
+    def number(self, run: Run) -> float:
+        """The one number of a run."""
+        value = self.metric(run)
+        assert isinstance(value, float)
+        return value
+
+    def averaged(self, run: Run) -> float:
+        """The number of a run as it is averaged: its logarithm with `ratio`."""
+        value = self.number(run)
+        require(not self.ratio or value > 0, f"{run.name} has {self.name} {value:g}, which has no ratio")
+        return math.log(value) if self.ratio else value
+
+    def on_axis(self, effect: float) -> float:
+        """An effect in the unit of a figure's axis; in per cent for ratios."""
+        return 100 * math.expm1(effect) if self.ratio else self.scale * effect
+
+    def text(self, effect: float) -> str:
+        """An effect or margin, with its sign."""
         return f"×{math.exp(effect):.3f}" if self.ratio else f"{self.scale * effect:+.{2 if self.scale > 1 else 4}f}"
 
-    def shown(self, effect: float) -> float:
-        """An effect as a number of an axis: a difference in the unit, or in per cent for ratios."""
-        return 100 * (math.exp(effect) - 1) if self.ratio else self.scale * effect
-
-    def level(self, mean: float) -> str:
-        """What one arm came to by itself."""
+    def level_text(self, mean: float) -> str:
+        """The mean of one arm."""
         return f"{math.exp(mean) if self.ratio else self.scale * mean:.4g}"
 
-    def describe(self, mean: Mean) -> str:
-        """Effect and interval; a single seed is called that, since its interval, if any, knows no other seed."""
-        if mean.n == 1:
-            return f"{self.show(mean.mean)} {self.unit}".strip() + " (a single seed)"
-        if mean.identical:
-            return f"{self.show(mean.mean)} {self.unit}".strip() + f" (the same in all {mean.n} repetitions)"
-        return f"{self.show(mean.mean)} {self.between(mean.low, mean.high)} {self.unit}".strip()
+    def estimate_text(self, estimate: Estimate) -> str:
+        """Effect and interval; a single seed has none, because its interval knows nothing of other seeds."""
+        value = f"{self.text(estimate.value)} {self.unit}".strip()
+        if estimate.n == 1:
+            return f"{value} (a single seed)"
+        if estimate.identical:
+            return f"{value} (the same in all {estimate.n} repetitions)"
+        return f"{self.text(estimate.value)} {self.interval_text(estimate.low, estimate.high)} {self.unit}".strip()
 
-    def between(self, low: float, high: float) -> str:
-        """Two ends of an interval."""
-        return f"[{self.show(low)}, {self.show(high)}]"
+    def interval_text(self, low: float, high: float) -> str:
+        return f"[{self.text(low)}, {self.text(high)}]"
 
-    def size(self, effect: float) -> str:
-        """An effect without a direction, such as a margin or what can be detected."""
+    def size_text(self, effect: float) -> str:
+        """An effect without a direction, such as a margin."""
         if self.ratio:
             return f"{100 * (math.exp(effect) - 1):.1f} %"
-        return f"{self.show(effect).removeprefix('+')} {self.unit}".strip()
+        return f"{self.text(effect).removeprefix('+')} {self.unit}".strip()
 
 
-def curve(run: Run, metric: str) -> pd.Series:
-    """A training metric by step. Raises ConfigError if the run did not write it, or wrote no number."""
+def training_curve(run: Run, metric: str) -> pd.Series:
+    """A training metric by step. Raises ConfigError if the run wrote no number of it."""
     values = run.series("train", metric)
     require(bool(values.notna().any()), f"{run.name} has no number of the metric {metric}")
     return values
 
 
-def first(metric: str) -> Callable[[Run], float]:
-    """The value at the first step: of the policy before any training."""
-    return lambda run: float(curve(run, metric).dropna().iloc[0])
+def first_step(metric: str) -> RunMetric:
+    """The value at the first step, of the policy before any training."""
+    return lambda run: float(training_curve(run, metric).dropna().iloc[0])
 
 
-def area(metric: str) -> Callable[[Run], float]:
-    """The mean height of the curve: two runs that start and end alike differ in it by how early they rise."""
-    return lambda run: area_under_curve(*_arrays(curve(run, metric)))
+def area(metric: str) -> RunMetric:
+    """The mean height of the curve; it is larger for a run that rises earlier to the same end."""
+    return lambda run: area_under_curve(*_arrays(training_curve(run, metric)))
 
 
-def climb(metric: str) -> Callable[[Run], float]:
-    """The mean height of the curve above its own start, the mean of the first steps."""
-    return lambda run: area(metric)(run) - float(np.nanmean(curve(run, metric).iloc[:START]))
+def mean_gain(metric: str) -> RunMetric:
+    """The mean height of the curve above the mean of its first steps."""
+    return lambda run: area(metric)(run) - float(np.nanmean(training_curve(run, metric).iloc[:START_STEPS]))
 
 
-def late(metric: str) -> Callable[[Run], float]:
+def last_fifth_mean(metric: str) -> RunMetric:
     """The mean over the last fifth of the steps."""
-    return lambda run: float(np.nanmean(curve(run, metric).iloc[-max(1, round(LATE * len(curve(run, metric)))) :]))
+
+    def of_run(run: Run) -> float:
+        values = training_curve(run, metric)
+        return float(np.nanmean(values.iloc[-max(1, round(LATE * len(values))) :]))
+
+    return of_run
 
 
-def during(metric: str, start: float, end: float) -> Callable[[Run], float]:
-    """The mean over the steps between two shares of the run, such as 0.1 to 0.2: the second tenth of them."""
+def mean_between(metric: str, start: float, end: float) -> RunMetric:
+    """The mean over the steps between two shares of the run; 0.1 and 0.2 give its second tenth."""
 
-    def of(run: Run) -> float:
-        values = curve(run, metric)
+    def of_run(run: Run) -> float:
+        values = training_curve(run, metric)
         return float(np.nanmean(values.iloc[math.floor(start * len(values)) : max(1, math.floor(end * len(values)))]))
 
-    return of
+    return of_run
 
 
-def typical(metric: str) -> Callable[[Run], float]:
-    """The median over the steps that trained, those of the first tenth left out."""
+def median_after_warmup(metric: str) -> RunMetric:
+    """The median over the steps with a gradient, without the first tenth of the run."""
 
-    def of(run: Run) -> float:
-        values = _trained(run, metric)
-        warm = run.series("train", metric).index[: math.ceil(WARM_UP * len(run.series("train", metric)))]
-        kept = values.drop(warm, errors="ignore")
-        require(not kept.empty, f"{run.name} trained in no step after its first tenth")
+    def of_run(run: Run) -> float:
+        steps = run.series("train", metric).index
+        kept = _trained_steps(run, metric).drop(steps[: math.ceil(WARM_UP * len(steps))], errors="ignore")
+        require(not kept.empty, f"{run.name} has no step with a gradient after its first tenth")
         return float(kept.median())
 
-    return of
+    return of_run
 
 
-def largest(metric: str) -> Callable[[Run], float]:
-    """The maximum over the steps that trained."""
-    return lambda run: float(_trained(run, metric).max())
+def peak(metric: str) -> RunMetric:
+    """The maximum over the steps with a gradient."""
+    return lambda run: float(_trained_steps(run, metric).max())
 
 
-def _trained(run: Run, metric: str) -> pd.Series:
-    """Steps in which some completion had a gradient; speed and memory of others are no training's.
+def _trained_steps(run: Run, metric: str) -> pd.Series:
+    """The steps with a gradient: speed and memory of the others are not those of training.
 
-    Raises ConfigError for a run that has none, and for one that did not record which steps these are.
+    Raises ConfigError for a run without any, and for one that did not record which steps have one.
     """
-    values, taught = curve(run, metric), run.series("train", TAUGHT)
-    require(not taught.empty, f"{run.name} does not record {TAUGHT}, so its steps may not have trained anything")
+    values, share = training_curve(run, metric), run.series("train", TRAINED_SHARE)
+    require(not share.empty, f"{run.name} does not record {TRAINED_SHARE}, so its steps may not have trained anything")
     require(
-        bool((taught > 0).any()),
-        f"{run.name} trained nothing ({TAUGHT} is 0 in every step: all rewards of a group were equal)",
+        bool((share > 0).any()),
+        f"{run.name} trained nothing: {TRAINED_SHARE} is 0 in every step, because all rewards of a group were equal",
     )
-    return values.loc[(taught.reindex(values.index) > 0).to_numpy()]
+    return values.loc[(share.reindex(values.index) > 0).to_numpy()]
 
 
 def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
-    """Share of right answers to each held-out question after training; to all, where a committed study kept no more.
+    """Share of correct answers to each held-out question after training; over all questions, for a committed study that
+    kept no answers. Raises ConfigError without that evaluation."""
 
-    Raises ConfigError without that evaluation.
-    """
-
-    def of(run: Run) -> float | pd.Series:
+    def of_run(run: Run) -> float | pd.Series:
         last = run.option("steps")
         if run.path.is_dir() or run.kept_answers is not None:
             answers = run.answers(mode)
@@ -153,25 +172,41 @@ def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
         require(last in accuracy.index, f"{run.name} was not evaluated after its last step")
         return float(accuracy.loc[last])
 
-    return of
+    return of_run
 
 
-def difference(of: Callable[[Run], float]) -> Callable[[Run, Run], float]:
-    return lambda run, control: of(run) - of(control)
+def final_accuracy(mode: str) -> RunMetric:
+    """Held-out accuracy at the last evaluation after step 0. Raises ConfigError for a run without one."""
+
+    def of_run(run: Run) -> float:
+        accuracy = run.series("eval", f"eval/accuracy_{mode}")
+        accuracy = accuracy.loc[accuracy.index > 0].dropna()
+        require(
+            not accuracy.empty, f"{run.name} was not evaluated after training: run it with eval=task, or leave it out"
+        )
+        return float(accuracy.iloc[-1])
+
+    return of_run
+
+
+def difference(metric: RunMetric) -> Callable[[Run, Run], float]:
+    return lambda run, control: metric(run) - metric(control)
 
 
 def steps_saved(run: Run, control: Run) -> float:
-    """Steps by which `run` reaches 90 % of the reward that `control` gains before `control` does; at most all of them.
+    """How many steps earlier than `control` a run reaches 90 % of the reward that `control` gains.
 
-    A run that never does counts as if it did after the last step, which makes a difference look smaller than it is.
+    A run that never reaches it counts as reaching it after the last step, so the difference is at most all steps.
     """
-    gained = curve(control, "reward/mean").to_numpy()
-    require(len(gained) >= WINDOW, f"{control.name} has {len(gained)} steps, steps saved need {WINDOW}: train longer")
-    start, end = gained[:WINDOW].mean(), gained[-WINDOW:].mean()
+    rewards = training_curve(control, "reward/mean").to_numpy()
+    require(len(rewards) >= WINDOW, f"{control.name} has {len(rewards)} steps, steps saved need {WINDOW}: train longer")
+    start, end = rewards[:WINDOW].mean(), rewards[-WINDOW:].mean()
     threshold = start + 0.9 * (end - start)
-    reached = [steps_to_threshold(*_arrays(curve(one, "reward/mean")), threshold, WINDOW) for one in (run, control)]
-    mine, theirs = (min(step, control.last_step + 1) for step in reached)
-    return theirs - mine
+    reached, reached_by_control = (
+        min(steps_to_threshold(*_arrays(training_curve(one, "reward/mean")), threshold, WINDOW), control.last_step + 1)
+        for one in (run, control)
+    )
+    return reached_by_control - reached
 
 
 def _arrays(series: pd.Series) -> tuple[np.ndarray, np.ndarray]:

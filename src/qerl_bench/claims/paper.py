@@ -1,11 +1,12 @@
-"""The claims of QeRL (arXiv 2510.11696v1) as data: what is compared, which way it should go, the paper's own numbers.
+"""The claims of QeRL (arXiv 2510.11696v1) as data: what is compared, which direction is claimed, the paper's own
+numbers.
 
-The margins are ours, and judgements: a point of accuracy, a fiftieth of the reward for a right answer, two per cent of
-an entropy and five of a time or a memory are the smallest differences that anybody would choose a setting by.
+The margins are our judgement of the smallest difference that would change a decision: one point of accuracy, a fiftieth
+of the reward for a correct answer, two per cent of an entropy, five per cent of a time or a memory.
 
-Each claim names one primary setting, which alone decides, and its gates, without which its contrast could not show what
-it is about. Whatever else was run is a check of robustness. Changing any of this after a study has data needs a dated
-line in docs/LOG.md.
+Each claim names one primary setting, which alone votes, and gates, without which its contrast could not show the
+effect. All other runs are robustness checks. Changing any of this after a study has data needs a dated line in
+docs/LOG.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from qerl_bench.claims.contrasts import (
     ADAPTER,
     ANSWERING,
+    DEFAULT_RATE,
     EVALUATED,
     GRPO,
     LEARNING,
@@ -24,7 +26,6 @@ from qerl_bench.claims.contrasts import (
     NVFP4,
     ON_POLICY,
     OWN_KERNELS,
-    OWN_RATE,
     PRIMARY,
     RANK_32,
     SIGMA,
@@ -36,37 +37,50 @@ from qerl_bench.claims.contrasts import (
     rank,
     schedules,
 )
-from qerl_bench.claims.gates import Acts, learned, stable
-from qerl_bench.claims.judge import Claim
-from qerl_bench.claims.match import Where
+from qerl_bench.claims.evaluate import Claim
+from qerl_bench.claims.gates import ManipulationCheck, learned, stable
+from qerl_bench.claims.match import Filter
 from qerl_bench.claims.measure import (
     Measure,
     area,
-    climb,
     difference,
-    during,
-    first,
+    first_step,
     held_out,
-    largest,
-    late,
+    last_fifth_mean,
+    mean_between,
+    mean_gain,
+    median_after_warmup,
+    peak,
     steps_saved,
-    typical,
 )
 
-INITIAL_ENTROPY = Measure("entropy of the sampler at the first step", first("entropy"), ratio=True)
-NOISY_ENTROPY = Measure(
-    "entropy of the sampler over the second tenth of the steps", during("entropy", 0.1, 0.2), ratio=True
+INITIAL_ENTROPY = Measure(
+    "entropy of the sampler at the first step", first_step("entropy"), ratio=True, margin=math.log(1.02)
 )
-REWARD = Measure("mean reward over the run (area under its curve)", area("reward/mean"), unit="reward")
-LATE_REWARD = Measure("mean reward over the last fifth of the steps", late("reward/mean"), unit="reward")
-ACCURACY = Measure("held-out accuracy after training, sampled", held_out("sampled"), unit="points", scale=100.0)
-ROLLOUT = Measure("completion tokens per second", typical("speed/rollout_tok_s"), ratio=True, gpu=True)
-STEP = Measure("seconds per step", typical("time/step_s"), ratio=True, gpu=True)
-MEMORY = Measure("peak memory", largest("memory/peak_gib"), ratio=True, gpu=True, exact=True)
+NOISY_ENTROPY = Measure(
+    "entropy of the sampler over the second tenth of the steps", mean_between("entropy", 0.1, 0.2), ratio=True
+)
+REWARD = Measure("mean reward over the run (area under its curve)", area("reward/mean"), unit="reward", margin=0.02)
+LATE_REWARD = Measure(
+    "mean reward over the last fifth of the steps", last_fifth_mean("reward/mean"), unit="reward", margin=0.02
+)
+ACCURACY = Measure(
+    "held-out accuracy after training, sampled", held_out("sampled"), unit="points", scale=100.0, margin=0.01
+)
+SPEED_MARGIN = math.log(1.05)
+ROLLOUT = Measure(
+    "completion tokens per second",
+    median_after_warmup("speed/rollout_tok_s"),
+    ratio=True,
+    margin=SPEED_MARGIN,
+    gpu=True,
+)
+STEP = Measure("seconds per step", median_after_warmup("time/step_s"), ratio=True, margin=SPEED_MARGIN, gpu=True)
+MEMORY = Measure("peak memory", peak("memory/peak_gib"), ratio=True, margin=SPEED_MARGIN, gpu=True, exact=True)
 
 NVFP4_RUNS = (*LEARNING, NVFP4)
 NOISY = (*PRIMARY, SIGMA)
-EIGHT = Where("completions", among=(8,))  # a step, as in the paper's Table 6
+EIGHT = Filter("completions", among=(8,))  # per step, as in the paper's Table 6
 SPEEDS = (RANK_32, GRPO, NEAREST, EIGHT, *OWN_KERNELS)
 TRAINED = (learned, stable)
 
@@ -79,15 +93,12 @@ CLAIMS = (
         title="4-bit raises initial entropy",
         statement="A policy with 4-bit weights samples with more entropy than the same policy with 16-bit weights.",
         paper="more, no number",
-        paper_effects=(),
         source="Fig. 5 (7B, GSM8K): 4-bit above 16-bit, between 0.1 and 0.3, the gap largest early; one seed, no table",
         expected="more",
         measure=INITIAL_ENTROPY,
-        margin=math.log(1.02),
         where=LEARNING,
         primary=PRIMARY,
         contrasts=formats("bf16", "nvfp4", "mxfp4", "nf4"),
-        gates=(),
         command=MAIN,
         at_scale="python src/run.py experiment=paper/figure4_grpo -m",
     ),
@@ -95,13 +106,11 @@ CLAIMS = (
         title="Faster reward growth than 16-bit LoRA",
         statement="Reward grows faster with NVFP4 weights and LoRA than with 16-bit weights and LoRA.",
         paper="200 steps against over 500",
-        paper_effects=(),
         source="Fig. 7 (7B, BigMath); Fig. 4 (7B, GSM8K): peak near step 80 against 110. The paper gave its 4-bit "
-        "arms twice the learning rate (1e-5 against 5e-6); matched arms have the same. A lower start makes the area "
-        "smaller, and leaves more to gain: hence the gain above the own start, beside it",
+        "arms twice the learning rate (1e-5 against 5e-6); matched arms have the same. A run that starts lower has "
+        "less area and more to gain, so the gain above its start is shown too",
         expected="more",
         measure=REWARD,
-        margin=0.02,
         where=LEARNING,
         primary=PRIMARY,
         contrasts=(
@@ -112,8 +121,8 @@ CLAIMS = (
         gates=TRAINED,
         command=MAIN,
         at_scale=f"{TABLE_1} recipe=method/lora,method/nvfp4 optim.lr=1e-5 -m",
-        beside=(
-            ("mean reward above the run's own start, difference", difference(climb("reward/mean"))),
+        additional=(
+            ("difference of the mean reward above the run's start", difference(mean_gain("reward/mean"))),
             ("steps saved to 90 % of BF16's gain", steps_saved),
         ),
     ),
@@ -126,7 +135,6 @@ CLAIMS = (
         "+1.3 at 7B, +0.3 at 14B, -0.8 at 32B",
         expected="more",
         measure=ACCURACY,
-        margin=0.01,
         where=ANSWERING,
         primary=PRIMARY,
         contrasts=(
@@ -146,11 +154,10 @@ CLAIMS = (
         source="Table 1 (GSM8K), one seed; Table 2 (BigMath, mean of four): -0.6 at 7B, +1.5 at 14B, +4.2 at 32B",
         expected="more",
         measure=ACCURACY,
-        margin=0.01,
         where=(*ANSWERING, NVFP4),
         primary=NOISY,
         contrasts=(noise(),),
-        gates=(Acts(NOISY_ENTROPY, (noise(),), (*NVFP4_RUNS, *NOISY)), *TRAINED),
+        gates=(ManipulationCheck(NOISY_ENTROPY, (noise(),), (*NVFP4_RUNS, *NOISY)), *TRAINED),
         command=MAIN,
         at_scale=f"{TABLE_1} recipe=method/nvfp4,method/qerl -m",
     ),
@@ -158,16 +165,16 @@ CLAIMS = (
         title="Exponential decay is best",
         statement="Noise that decays exponentially ends with more reward than noise that decays in another way.",
         paper="best late, no number",
-        paper_effects=(),
         source="Fig. 9 (3B, 150 steps): equal early; the other schedules are not given as formulas",
         expected="more",
         measure=LATE_REWARD,
-        margin=0.02,
         where=NVFP4_RUNS,
         primary=NOISY,
         contrasts=schedules("exp", "linear", "cosine", "log"),
         gates=(
-            Acts(NOISY_ENTROPY, tuple(map(noise, ("exp", "linear", "cosine", "log"))), (*NVFP4_RUNS, *NOISY)),
+            ManipulationCheck(
+                NOISY_ENTROPY, tuple(map(noise, ("exp", "linear", "cosine", "log"))), (*NVFP4_RUNS, *NOISY)
+            ),
             *TRAINED,
         ),
         command="python src/run.py experiment=tiny/schedules -m",
@@ -177,13 +184,11 @@ CLAIMS = (
         title="Rank matters little",
         statement="The rank of the adapter hardly changes how reward grows.",
         paper="near-identical, no number",
-        paper_effects=(),
         source="Fig. 10 (3B, 150 steps): ranks 16, 32, 64 and 128, 16 slightly faster",
         expected="same",
         measure=REWARD,
-        margin=0.02,
         where=NVFP4_RUNS,
-        primary=(GRPO, NEAREST, OWN_RATE, Where("lora.alpha", among=(32,))),
+        primary=(GRPO, NEAREST, DEFAULT_RATE, Filter("lora.alpha", among=(32,))),
         contrasts=(rank(16), rank(64), other_ranks(16, 64)),
         gates=TRAINED,
         command="python src/run.py experiment=tiny/ranks -m",
@@ -193,19 +198,22 @@ CLAIMS = (
         title="Quantized policies bear a higher learning rate",
         statement="A high learning rate does less harm to an NVFP4 policy than to a 16-bit one.",
         paper="16-bit collapses, no number",
-        paper_effects=(),
         source="Figs. 16 and 17 (7B): at 3e-5 instead of 5e-6 QeRL learns twice as fast and stays stable",
         expected="more",
         measure=LATE_REWARD,
-        margin=0.02,
         where=LEARNING,
         primary=(RANK_32, GRPO, NEAREST),
         contrasts=(
-            high_rate("NVFP4-LoRA", "LoRA", Where("lr_factor", low=2.9, high=3.5), OWN_RATE, times="3x"),
+            high_rate("NVFP4-LoRA", "LoRA", Filter("lr_factor", low=2.9, high=3.5), DEFAULT_RATE, times="3x"),
             high_rate(
-                "NVFP4-LoRA", "LoRA", Where("lr_factor", low=3.6, high=20.0), OWN_RATE, times="higher", robustness=True
+                "NVFP4-LoRA",
+                "LoRA",
+                Filter("lr_factor", low=3.6, high=20.0),
+                DEFAULT_RATE,
+                times="higher",
+                robustness=True,
             ),
-            high_rate("QeRL", "LoRA", Where("optim.lr", among=(3e-5,)), Where("optim.lr", among=(5e-6,)), NOISE),
+            high_rate("QeRL", "LoRA", Filter("optim.lr", among=(3e-5,)), Filter("optim.lr", among=(5e-6,)), NOISE),
         ),
         gates=(learned,),
         command="python src/run.py experiment=tiny/learning_rates -m",
@@ -219,7 +227,6 @@ CLAIMS = (
         source="Table 1 (GSM8K): 76.1 against 83.3 and 85.0 against 88.5, one seed",
         expected="less",
         measure=ACCURACY,
-        margin=0.01,
         where=ANSWERING,
         primary=PRIMARY,
         contrasts=(
@@ -234,13 +241,11 @@ CLAIMS = (
         title="The reverse holds for supervised fine-tuning",
         statement="In supervised fine-tuning quantization error only harms: 4-bit weights end with less accuracy.",
         paper="less, no number",
-        paper_effects=(),
-        source="said in the text; no experiment of the paper shows it",
+        source="stated in the text; no experiment of the paper shows it",
         expected="less",
         measure=ACCURACY,
-        margin=0.01,
-        where=(Where("algo.name", among=("sft",)), ADAPTER, LEARNS, EVALUATED),
-        primary=(RANK_32, NEAREST, OWN_RATE),
+        where=(Filter("algo.name", among=("sft",)), ADAPTER, LEARNS, EVALUATED),
+        primary=(RANK_32, NEAREST, DEFAULT_RATE),
         contrasts=formats("bf16", "nvfp4", "nf4"),
         gates=TRAINED,
         command="python src/run.py experiment=tiny/sft -m",
@@ -255,7 +260,6 @@ CLAIMS = (
         source="Table 6 and Fig. 1 (H100, batch 8). Over 16-bit: ×1.0 at 3B, ×1.5 at 14B, ×1.8 to 2.0 at 32B",
         expected="more",
         measure=ROLLOUT,
-        margin=math.log(1.05),
         where=(ON_POLICY, ADAPTER),
         primary=SPEEDS,
         contrasts=(
@@ -264,7 +268,6 @@ CLAIMS = (
             published("QeRL", "LoRA", differ=NOISE),
             published("QeRL", "QLoRA", differ=NOISE),
         ),
-        gates=(),
         command=SPEED,
         at_scale=SPEED,
     ),
@@ -276,11 +279,9 @@ CLAIMS = (
         source="Table 3 (H100): ×1.5, 1.4 and 1.2 as fast at batch 2, 4 and 8; Table 6 for the same model: ×1.1 to 1.2",
         expected="less",
         measure=STEP,
-        margin=math.log(1.05),
         where=(ON_POLICY, ADAPTER),
         primary=SPEEDS,
         contrasts=(*formats("bf16", "nvfp4"), published("QeRL", "LoRA", differ=NOISE)),
-        gates=(),
         command=SPEED,
         at_scale=SPEED,
     ),
@@ -289,14 +290,12 @@ CLAIMS = (
         statement="Training with NVFP4 needs less memory at its peak than with 16-bit LoRA.",
         paper="×0.4 to 0.5",
         paper_effects=(math.log(0.4), math.log(0.5)),
-        source="said in the text; no peak was reported, only weights on disk, 5.9 against 15.2 GB at 7B (×0.39)",
+        source="stated in the text; no peak was reported, only weights on disk, 5.9 against 15.2 GB at 7B (×0.39)",
         expected="less",
         measure=MEMORY,
-        margin=math.log(1.05),
         where=(ON_POLICY, ADAPTER),
         primary=SPEEDS,
         contrasts=(*formats("bf16", "nvfp4"), published("QeRL", "LoRA", differ=NOISE)),
-        gates=(),
         command=SPEED,
         at_scale=SPEED,
     ),

@@ -1,10 +1,10 @@
-"""How many bases and seeds would decide a claim, and what they cost: from the spread of runs that there are.
+"""How many bases and seeds would decide a claim, and what they cost, given the spread of existing runs.
 
     qerl-bench plan runs/ effect=1 power=0.8
 
-For each training claim it reads the spread of the primary contrast over seeds, and over bases where there are several,
-and prints the cheapest design that finds an effect of so many margins with that power, at the level that Holm's method
-may demand of a single claim. What a base adds cannot be read from one base: --between says how much to assume.
+For each training claim it takes the spread of the primary contrast over seeds, and over bases if there are several, and
+prints the design with the fewest runs that finds the effect (in margins) with that power, at the strictest level of
+Holm's method. With a single base, --between is the assumed spread between bases.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from itertools import product
 from statistics import fmean, median
 
 from qerl_bench.checks import require
-from qerl_bench.claims.judge import DIRECTION, Judgement, Result, judge
+from qerl_bench.claims.estimate import Effect
+from qerl_bench.claims.evaluate import DIRECTION, ClaimResult, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.statistics import Mean
+from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import load_runs
 from qerl_bench.study.script import parser_for
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)
 SEEDS = (1, 2, 4, 8, 16)
+HEADER = ("claim", "sd over seeds", "sd over bases", "bases x seeds", "runs", "time, one at a time", "16 x 2 finds")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Variances of the difference that a claim is about, in units of its measure, squared."""
+    """Variances of the effect of a claim, in squared units of its measure."""
 
-    within: float  # of single pairs of runs of one base
-    between: float  # of the true effects of bases
+    within: float  # between pairs of runs of one base
+    between: float  # between the true effects of bases
     questions: float  # of the mean, from the choice of questions
 
-    def mean(self, bases: int, seeds: int) -> Mean:
-        """What a study of so many bases and seeds gives: of one base its seeds are the unit, else bases are."""
+    def estimate(self, bases: int, seeds: int) -> Estimate:
+        """The estimate of a study; its units are bases, or seeds if there is one base."""
         units = seeds if bases == 1 else bases
         variance = self.within / (bases * seeds) + (self.between / bases if bases > 1 else 0.0) + self.questions
-        return Mean(0.0, math.sqrt(variance), units - 1, units, self.questions)
+        return Estimate(0.0, math.sqrt(variance), units, units - 1, math.sqrt(self.questions))
 
 
 @dataclass(frozen=True)
@@ -48,55 +50,58 @@ class Design:
     detectable: float
 
 
-def spread(result: Result, between: float) -> Spread:
-    """The spread of a primary contrast; `between`, a standard deviation, stands in where there is a single base."""
-    assert result.primary is not None and result.primary.effect is not None
-    effect = result.primary.effect
+def spread(effect: Effect, between: float) -> Spread:
+    """The spread of an effect; `between`, a standard deviation, is used if there is a single base."""
+    questions = (effect.whole.stderr_questions or 0.0) ** 2
     if effect.bases is None:
-        return Spread((effect.whole.error**2 - effect.whole.fixed) * effect.whole.n, between**2, effect.whole.fixed)
-    within = fmean((base.error**2 - base.fixed) * base.n for base in effect.bases.by_base) if effect.seeds > 1 else 0.0
-    return Spread(within, effect.bases.between**2, effect.whole.fixed)
+        return Spread(_variance_of_pairs(effect.whole), between**2, questions)
+    within = fmean(map(_variance_of_pairs, effect.bases.by_base)) if effect.seeds > 1 else 0.0
+    return Spread(within, effect.bases.between**2, questions)
 
 
-def designs(found: Spread, effect: float, level: float) -> list[Design]:
+def _variance_of_pairs(estimate: Estimate) -> float:
+    return (estimate.stderr**2 - (estimate.stderr_questions or 0.0) ** 2) * estimate.n
+
+
+def designs(variances: Spread, effect: float, level: float) -> list[Design]:
     """Every design of at least two units, fewest runs first."""
-    tried = [(b, s, found.mean(b, s)) for b, s in product(BASES, SEEDS) if b > 1 or s > 1]
-    made = [Design(b, s, mean.power(effect, level), mean.detectable(level)) for b, s, mean in tried]
-    return sorted(made, key=lambda design: (design.bases * design.seeds, -design.power))
+    estimates = [(b, s, variances.estimate(b, s)) for b, s in product(BASES, SEEDS) if b > 1 or s > 1]
+    candidates = [Design(b, s, one.power(effect, level), one.detectable(level)) for b, s, one in estimates]
+    return sorted(candidates, key=lambda design: (design.bases * design.seeds, -design.power))
 
 
-def plan(judgement: Judgement, margins: float, power: float, between: float, level: float) -> tuple[str, ...]:
-    """One row: the spread, the design of several bases with the fewest runs that is enough, and its cost."""
-    claim = judgement.claim
-    voting = [r for r in judgement.voting if r.primary and r.primary.effect and r.primary.effect.whole.error > 0]
-    if not voting:
-        return (claim.title, "-", "-", f"no spread to read: {judgement.reason}", "-", "-", "-")
-    widest = max((spread(r, between * claim.margin) for r in voting), key=lambda found: found.within + found.between)
-    every = designs(widest, margins * claim.margin, level)
-    enough = next((design for design in every if design.power >= power and design.bases > 1), None)
-    recommended = next(design for design in every if (design.bases, design.seeds) == (16, 2))
-    walls = [run.done["wall_s"] for r in voting if r.primary for run in r.primary.stratum.runs if "wall_s" in run.done]
-    arms = {repr(sorted(run.facts.items())) for r in voting if r.primary for run in r.primary.stratum.runs}
-    runs = enough.bases * enough.seeds * len(arms) if enough else 0
-    cost = f"{runs * median(walls) / 3600:.1f} h" if enough and walls else "-"
-    several = all(r.primary and r.primary.effect and r.primary.effect.bases for r in voting)
-    show = claim.measure.size
+def plan(result: ClaimResult, margins: float, power: float, between: float, level: float) -> tuple[str, ...]:
+    """One row: the spread, the design of several bases with the fewest runs that has enough power, and its cost."""
+    claim, measure = result.claim, result.claim.measure
+    primary = [one.primary for one in result.voting if one.primary and one.primary.effect]
+    measured = [(one.stratum, one.effect) for one in primary if one.effect and one.effect.whole.stderr > 0]
+    if not measured:
+        return (claim.title, "-", "-", f"no spread to read: {result.reason}", "-", "-", "-")
+    spreads = [spread(effect, between * measure.margin) for _, effect in measured]
+    widest = max(spreads, key=lambda one: one.within + one.between)
+    candidates = designs(widest, margins * measure.margin, level)
+    enough = next((design for design in candidates if design.power >= power and design.bases > 1), None)
+    recommended = next(design for design in candidates if (design.bases, design.seeds) == (16, 2))
+    used = [run for stratum, _ in measured for run in stratum.runs]
+    walls = [run.done["wall_s"] for run in used if "wall_s" in run.done]
+    runs = enough.bases * enough.seeds * len({run.setting_items for run in used}) if enough else 0
+    assumed = "" if all(effect.bases for _, effect in measured) else " (assumed)"
     return (
         claim.title,
-        show(math.sqrt(widest.within)),
-        show(math.sqrt(widest.between)) + ("" if several else " (assumed)"),
+        measure.size_text(math.sqrt(widest.within)),
+        measure.size_text(math.sqrt(widest.between)) + assumed,
         f"{enough.bases} x {enough.seeds}" if enough else f"more than {BASES[-1]} x {SEEDS[-1]}",
         str(runs) if enough else "-",
-        cost,
-        f"{show(recommended.detectable)} ({recommended.power:.0%})",
+        f"{runs * median(walls) / 3600:.1f} h" if enough and walls else "-",
+        f"{measure.size_text(recommended.detectable)} ({recommended.power:.0%})",
     )
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
-    parser.add_argument("--effect", type=float, default=1.0, help="to be found, in margins of each claim (default: 1)")
+    parser.add_argument("--effect", type=float, default=1.0, help="to find, in margins of each claim (default: 1)")
     parser.add_argument("--power", type=float, default=0.8, help="probability of finding it (default: 0.8)")
-    between = "standard deviation of effects between bases, in margins, where runs have one base (default: 0.5)"
+    between = "assumed sd between bases, in margins, if runs have one base (default: 0.5)"
     parser.add_argument("--between", type=float, default=0.5, help=between)
     options = parser.parse_args(arguments)
     require(options.effect > 0, f"--effect is a size in margins and must be positive, got {options.effect:g}")
@@ -108,20 +113,10 @@ def main(arguments: list[str] | None = None) -> None:
     for model, task in scopes:
         group = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]
         level = DIRECTION / 2 / len(claims)
-        header = (
-            "claim",
-            "sd over seeds",
-            "sd over bases",
-            "bases x seeds",
-            "runs",
-            "time, one at a time",
-            "16 x 2 finds",
-        )
-        rows = [plan(one, options.effect, options.power, options.between, level) for one in judge(claims, group)]
-        print(
-            f"{model} on {task}: designs that find {options.effect:g} margins with a probability of {options.power:.0%}"
-        )
-        print(*(f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)), sep="\n")
+        results = evaluate_claims(claims, group)
+        rows = [plan(one, options.effect, options.power, options.between, level) for one in results]
+        print(f"{model} on {task}: designs that find {options.effect:g} margins with a power of {options.power:.0%}")
+        print(*(f"| {' | '.join(row)} |" for row in (HEADER, ("---",) * len(HEADER), *rows)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Does the chain from runs to verdicts err as rarely as it says? Runs with planted effects go through all of it.
+"""Checks the error rates of the verdicts: runs with planted effects go through all of the evaluation.
 
     python -m qerl_bench.claims.planting --out docs/results/planting
 
-The nine training claims are planted at once, with the same true effect in margins of each claim: 0, one half, one and
-two, in the direction claimed. Every replication makes runs with curves, accuracies by question, seeds and bases, and
-hands them to `judge`. The table counts how often a verdict was false, claim by claim, and how often any of the nine was
-(both should stay below 5 % for each kind of error), and how often the true word was found.
+The nine training claims get the same true effect, in margins of each claim: 0, one half, one and two, in the direction
+claimed. Every replication makes runs with curves, accuracies by question, seeds and bases, and passes them to
+`evaluate_claims`. The table has the share of false verdicts over claims, the share of replications with any false
+verdict (both should stay below 5 % for each kind of error), and the share of claims for which each word was found.
 
-The spread is that of the built-in world: within a base the difference of two arms varies over seeds by one margin, and
-the true effects of bases by half a margin.
+The spread is like that of the built-in model and task: the difference of two arms has a standard deviation of one
+margin over the seeds of a base, and the true effects of bases have one of half a margin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from qerl_bench.claims.judge import Claim, judge
+from qerl_bench.claims.evaluate import Claim, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.seeding import derive
 from qerl_bench.study.load import Run
@@ -35,10 +35,10 @@ from qerl_bench.study.script import guarded
 
 EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
 DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each
-WITHIN, BETWEEN = 1.0, 0.5  # standard deviations of a difference of two arms, in margins
+WITHIN, BETWEEN = 1.0, 0.5  # standard deviations of the difference of two arms, in margins
 MARGINS = {"entropy": float(np.log(1.02)), "area": 0.02, "late": 0.02, "accuracy": 0.01}
-ACTS = 5.0  # margins of entropy by which noise acts on its own target
-STEPS, POINTS = 40, 20  # of a run, and at how many of them it is recorded
+ENTROPY_SHIFT = 5.0  # of noise, in margins of entropy: it passes its manipulation check
+STEPS, POINTS = 40, 20  # of a run, and how many of them are recorded
 QUESTIONS, SAMPLES = 128, 32
 TABLE = "planting.csv"
 WORDS = ("supported", "negligible", "reversed")
@@ -47,7 +47,7 @@ TRAINING = tuple(claim for claim in CLAIMS if not claim.measure.gpu)
 
 @dataclass(frozen=True)
 class PlantedArm:
-    """One arm: its config, and its true distance from BF16 without noise, in margins."""
+    """The config of an arm, and its true distances from BF16 without noise, in margins."""
 
     config: dict[str, Any]
     entropy: float = 0.0  # at every step
@@ -57,13 +57,13 @@ class PlantedArm:
 
 
 def planted_arms(effect: float) -> list[PlantedArm]:
-    """The arms of every primary contrast of the training claims, each claim true by `effect` margins."""
+    """The arms of every primary contrast of the training claims, each with a true effect of `effect` margins."""
     e = effect
     nvfp4 = {"entropy": e, "area": e, "accuracy": e}
     arms = [PlantedArm(_config("bf16")), PlantedArm(_config("nvfp4"), **nvfp4)]
     arms += [PlantedArm(_config("mxfp4"), entropy=e), PlantedArm(_config("nf4"), entropy=e)]
     for aqn in ("exp", "linear", "cosine", "log"):
-        noisy = {"entropy": e + ACTS, "accuracy": 2 * e, "late": e if aqn == "exp" else 0.0}
+        noisy = {"entropy": e + ENTROPY_SHIFT, "accuracy": 2 * e, "late": e if aqn == "exp" else 0.0}
         arms.append(PlantedArm(_config("nvfp4", aqn=aqn), **noisy))
     arms += [PlantedArm(_config("nvfp4", rank=rank), area=2 * e) for rank in (16, 64)]
     arms += [PlantedArm(_config("bf16", lr=9e-4)), PlantedArm(_config("nvfp4", lr=9e-4), late=e)]
@@ -73,15 +73,15 @@ def planted_arms(effect: float) -> list[PlantedArm]:
 
 
 def planted_runs(effect: float, bases: int, seeds: int, generator: np.random.Generator) -> list[Run]:
-    """One replication: a run of every arm, base and seed; what a seed does to all arms alike cancels in their pairs."""
+    """One replication: a run of every arm, base and seed. What a seed does to all arms cancels in their differences."""
     easiness = generator.beta(3.0, 1.5, size=QUESTIONS)
     arms, runs = planted_arms(effect), []
     for base in range(bases):
         shared = generator.normal(size=(seeds, len(MARGINS)))
         for arm in arms:
-            own = generator.normal(size=len(MARGINS)) * (BETWEEN if bases > 1 else 0.0) / 2**0.5
+            of_arm = generator.normal(size=len(MARGINS)) * (BETWEEN if bases > 1 else 0.0) / 2**0.5
             for seed in range(seeds):
-                noise = shared[seed] + own + generator.normal(size=len(MARGINS)) * WITHIN / 2**0.5
+                noise = shared[seed] + of_arm + generator.normal(size=len(MARGINS)) * WITHIN / 2**0.5
                 shifts = {
                     name: margin * (getattr(arm, name) + noise[place])
                     for place, (name, margin) in enumerate(MARGINS.items())
@@ -91,7 +91,7 @@ def planted_runs(effect: float, bases: int, seeds: int, generator: np.random.Gen
 
 
 def false_verdict(claim: Claim, verdict: str, effect: float) -> str:
-    """The word of a verdict that is not true of the planted effect, in margins; empty if all of it is true."""
+    """The word of a verdict that is false for the planted effect, in margins; empty if there is none."""
     words = verdict.split(" but ")
     if claim.expected == "same":
         true = {"supported": effect < 1.0, "reversed": effect > 1.0}
@@ -101,19 +101,19 @@ def false_verdict(claim: Claim, verdict: str, effect: float) -> str:
 
 
 def replicate(effect: float, bases: int, seeds: int, count: int, seed: int) -> list[dict[str, Any]]:
-    """The verdicts of `count` replications, a row for each and each claim."""
+    """The verdicts of `count` replications: a row for each claim in each of them."""
     rows = []
     for number in range(count):
         generator = np.random.default_rng(derive(seed, "planting", f"{effect:g}", bases, seeds, number))
-        for judgement in judge(TRAINING, planted_runs(effect, bases, seeds, generator)):
-            claim, verdict = judgement.claim, judgement.verdict
+        for result in evaluate_claims(TRAINING, planted_runs(effect, bases, seeds, generator)):
+            claim, verdict = result.claim, result.verdict
             row = {"effect": effect, "bases": bases, "seeds": seeds, "replication": number, "claim": claim.title}
             rows.append(row | {"verdict": verdict, "false": false_verdict(claim, verdict, effect)})
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Per planted effect and design: shares of false verdicts and of words found, over claims and replications."""
+    """For each planted effect and design, the shares of each word and of false verdicts."""
     same = {claim.title for claim in TRAINING if claim.expected == "same"}
     cells: dict[tuple[float, int, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -123,15 +123,15 @@ def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
         words = [row["verdict"].split(" but ") for row in cell if row["claim"] not in same]
         studies = {row["replication"] for row in cell}
         line: dict[str, Any] = {"effect": effect, "bases": bases, "seeds": seeds, "replications": len(studies)}
-        line |= {word: fmean(word in found for found in words) for word in WORDS}
+        line |= {word: fmean(word in verdict for verdict in words) for word in WORDS}
         line |= {f"false {word}": fmean(row["false"] == word for row in cell) for word in WORDS}
         lines.append(line | {"any false": len({row["replication"] for row in cell if row["false"]}) / len(studies)})
     return pd.DataFrame(lines)
 
 
-def markdown(found: pd.DataFrame) -> str:
+def markdown(shares_table: pd.DataFrame) -> str:
     """The table of docs/claims.md."""
-    shares = [name for name in found.columns if name not in ("effect", "bases", "seeds", "replications")]
+    shares = [name for name in shares_table.columns if name not in ("effect", "bases", "seeds", "replications")]
     header = ["true effect", "bases x seeds", *shares]
     lines = [
         [
@@ -139,7 +139,7 @@ def markdown(found: pd.DataFrame) -> str:
             f"{row['bases']:.0f} x {row['seeds']:.0f}",
             *(f"{100 * row[name]:.1f} %" for name in shares),
         ]
-        for row in found.to_dict("records")
+        for row in shares_table.to_dict("records")
     ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *lines]) + "\n"
 
@@ -157,11 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(options.jobs) as pool:
         jobs = [pool.submit(replicate, *cell, options.replications, options.seed) for cell in cells]
         rows = [row for job in tqdm(jobs, "planted effects", disable=None) for row in job.result()]
-    found = table(rows)
+    shares = table(rows)
     options.out.mkdir(parents=True, exist_ok=True)
-    found.to_csv(options.out / TABLE, index=False, float_format="%.5f")
-    (options.out / "planting.md").write_text(markdown(found))
-    print(markdown(found))
+    shares.to_csv(options.out / TABLE, index=False, float_format="%.5f")
+    (options.out / "planting.md").write_text(markdown(shares))
+    print(markdown(shares))
 
 
 def _config(quant: str, aqn: str = "none", rank: int = 32, lr: float = 3e-4, algo: str = "grpo") -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _config(quant: str, aqn: str = "none", rank: int = 32, lr: float = 3e-4, alg
         "quant": {"name": quant}, "quantizer": {"name": "rtn"}, "aqn": noise, "noise": {"site": "rollout"},
         "algo": {"name": algo}, "lora": {"name": "default", "rank": rank, "alpha": 32}, "optim": {"lr": lr},
         "model": {"name": "planted", "lr": 3e-4}, "task": {"name": "planted"}, "eval": {"name": "task"},
-        "rollout": {"prompts": 16, "group_size": 8}, "steps": STEPS,
+        "rollout": {"prompts_per_step": 16, "group_size": 8}, "steps": STEPS,
     }  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def _run(
     easiness: np.ndarray,
     generator: np.random.Generator,
 ) -> Run:
-    """A run whose curves and answers are as far from a common course as `shifts` says."""
+    """A run whose curves and answers are moved by `shifts` from those of all runs."""
     name = "-".join(
         [
             "planted",

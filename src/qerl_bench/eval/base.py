@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qerl_bench.eval.statistics import Estimate
+from qerl_bench.statistics import Estimate
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:

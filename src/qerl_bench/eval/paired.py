@@ -14,7 +14,7 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.eval.base import Score
-from qerl_bench.eval.statistics import Estimate, paired_difference
+from qerl_bench.statistics import Estimate, paired_difference
 
 
 def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.DataFrame:

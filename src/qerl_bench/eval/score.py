@@ -17,10 +17,10 @@ from typing import Any
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.cli import options
 from qerl_bench.config import compose, spec
-from qerl_bench.eval.statistics import over_samples
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt
 from qerl_bench.rundir import write_atomically
+from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
 

@@ -10,10 +10,10 @@ from qerl_bench.checks import check_fields, count, number, optional, require, re
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
-from qerl_bench.eval.statistics import majority, over_samples, pass_at_k
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
+from qerl_bench.statistics import majority, over_samples, pass_at_k
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:

@@ -1,13 +1,12 @@
 """Formats over several settings at once, after Agarwal et al. 2021: interquartile mean, probability of improvement over
 16-bit weights, and performance profile, each with a stratified bootstrap interval.
 
-A setting (a learning rate with its noise, say) takes the place that a task has there: seeds are drawn anew within each.
-Claims are judged setting by setting and in pairs (judge.py); this is the view over all of them, for a reader's eye.
+Settings (a learning rate with its noise, say) take the place of their tasks, so seeds are drawn anew within each
+setting. Claims are evaluated within one setting (claims/evaluate.py); this is an overview.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,129 +17,120 @@ from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.checks import require
 from qerl_bench.claims.contrasts import FORMAT
-from qerl_bench.claims.match import Cell
-from qerl_bench.figures.paired import by_cell, over_bases, repeated
-from qerl_bench.figures.style import GREY, TEXT_WIDTH, PaperFigure, caption, colour, paper_style, percent, place
+from qerl_bench.figures.effects import label_rows
+from qerl_bench.figures.paired import average_seeds, by_cell
+from qerl_bench.figures.style import GRAY, TEXT_WIDTH, PaperFigure, caption, color, format_order, paper_style, percent
 from qerl_bench.statistics import (
     Resampled,
     interquartile_mean,
     performance_profile,
-    require_complete,
+    probability_of_improvement,
     stratified_bootstrap,
 )
-from qerl_bench.study.load import Run
-from qerl_bench.study.select import cell
+from qerl_bench.study.load import Cell, Run
+from qerl_bench.study.study import (
+    Setting,
+    describe_repeats,
+    group_by_setting,
+    missing_runs,
+    rate_distance,
+    require_complete,
+)
 
 CONTROL = "bf16"
-POINTS = 101  # thresholds of a profile
-TELLING = ("model.name", "task.name", "algo.name", "lora.rank", "aqn.name", "rollout.temperature", "steps")
+PROFILE_POINTS = 101
+DESCRIBED = ("model.name", "task.name", "algo.name", "lora.rank", "aqn.name", "rollout.temperature", "steps")
 
 
-def scores(runs: Sequence[Run], of: Callable[[Run], float]) -> tuple[dict[str, np.ndarray], str]:
-    """For each format the number `of` its runs, (units, settings), and what the settings are.
+def scores(runs: Sequence[Run], metric: Callable[[Run], float]) -> tuple[dict[str, np.ndarray], str]:
+    """For each format the metric of its runs, (units, settings), and a description of the settings.
 
-    Settings are those in which every format was run, at the learning rate nearest to the model's own: a mean over rates
-    at which runs learn and rates at which they diverge would be one of neither. A unit is a base model, its seeds
-    averaged, or a seed where there is a single base. Raises ConfigError if there is no such setting, or if a format lacks
-    a base and seed in one, or has it twice.
+    Used are the settings in which every format was run, at the learning rate closest to the model's default: a mean
+    over rates at which runs learn and at which they diverge would describe neither. A unit is a base model with its
+    seeds averaged, or a seed if there is one base. Raises ConfigError if there is no such setting, or if a format lacks
+    a base and seed in one or has it twice.
     """
-    settings: dict[str, dict[str, dict[Cell, Run]]] = {}
-    for run in runs:
-        facts = {key: value for key, value in run.facts.items() if not key.startswith(FORMAT)}
-        units = settings.setdefault(repr(sorted(facts.items())), {}).setdefault(run.option("quant.name"), {})
-        other = units.setdefault(cell(run), run)
-        require(other is run, f"{other.name} and {run.name} are one setting, format and seed: leave one out")
+    groups: dict[frozenset[tuple[str, str]], dict[str, Setting]] = {}  # formats that differ in nothing else
+    for setting in group_by_setting(runs):
+        rest = frozenset(item for item in setting.runs[0].setting_items if not item[0].startswith(FORMAT))
+        other = groups.setdefault(rest, {}).setdefault(setting["quant.name"], setting)
+        pair = f"{other.runs[0].name} and {setting.runs[0].name}"
+        require(other is setting, f"{pair} are one format in one setting, packed in two ways: leave one out")
     names = {run.option("quant.name") for run in runs}
-    common = [settings[key] for key in sorted(settings) if settings[key].keys() == names]
+    common = [groups[rest] for rest in sorted(groups, key=sorted) if groups[rest].keys() == names]
     require(
         len(names) > 1 and CONTROL in names and bool(common),
         f"no setting was run with each of the formats {', '.join(sorted(names))}, {CONTROL} among them: add what is "
         "missing, or leave the runs of a format out",
     )
-    nearest = min(_away(setting) for setting in common)
-    common = [setting for setting in common if _away(setting) == nearest]
-    wanted = sorted({key for setting in common for group in setting.values() for key in group})
-    require_complete(
-        {
-            f"{next(iter(group.values())).name} of base {base}": [seed for other, seed in group if other == base]
-            for setting in common
-            for group in setting.values()
-            for base in {base for base, _ in wanted}
-        }
-    )
-    found = {}
-    for name in sorted(names, key=place):
-        runs_of = [[setting[name][key] for key in wanted] for setting in common]
-        found[name] = np.stack([over_bases(by_cell(group, of)).to_numpy()[0] for group in runs_of], axis=1)
-    return found, _described(common, wanted)
+    nearest = min(_distance(group) for group in common)
+    common = [group for group in common if _distance(group) == nearest]
+    settings = [setting for group in common for setting in group.values()]
+    cells = sorted({cell for setting in settings for cell in setting.by_cell})
+    bases, seeds = list(dict.fromkeys(base for base, _ in cells)), {seed for _, seed in cells}
+    require_complete([text for one in settings for text in missing_runs(one.name, one.by_cell, bases, seeds)])
+    tables = {}
+    for name in sorted(names, key=format_order):
+        columns = [average_seeds(by_cell(group[name].runs, metric)).to_numpy()[0] for group in common]
+        tables[name] = np.stack(columns, axis=1)
+    return tables, _describe(common, cells)
 
 
-def _away(setting: dict[str, dict[Cell, Run]]) -> float:
-    """How far the learning rate of a setting is from its model's own, as a factor."""
-    facts = next(iter(setting[CONTROL].values())).facts
-    return round(abs(math.log(facts["optim.lr"] / facts.get("model.lr", facts["optim.lr"]))), 6)
+def _distance(group: dict[str, Setting]) -> float:
+    return round(rate_distance(group[CONTROL].runs[0]), 6)
 
 
-def _described(common: Sequence[dict[str, dict[Cell, Run]]], wanted: Sequence[Cell]) -> str:
-    firsts = [next(iter(setting[CONTROL].values())) for setting in common]
-    values = [{key: run.facts.get(key) for key in TELLING} for run in firsts]
-    keys = [key for key in TELLING if len({value[key] for value in values}) > 1]
-    said = "; ".join(", ".join(_said(key, value[key]) for key in keys) for value in values)
-    several = f"{len(common)} settings ({said})" if keys else "one setting"
-    runs = [common[0][CONTROL][key] for key in wanted]
-    return f"{several} at learning rate {firsts[0].option('optim.lr'):g}, each of {repeated(runs)}"
+def _describe(common: Sequence[dict[str, Setting]], cells: Sequence[Cell]) -> str:
+    controls = [group[CONTROL] for group in common]
+    keys = [key for key in DESCRIBED if len({setting[key] for setting in controls}) > 1]
+    values = "; ".join(", ".join(_value_text(key, setting[key]) for key in keys) for setting in controls)
+    several = f"{len(common)} settings ({values})" if keys else "one setting"
+    repeats = describe_repeats([controls[0].by_cell[cell] for cell in cells])
+    return f"{several} at learning rate {controls[0]['optim.lr']:g}, each of {repeats}"
 
 
-def _said(key: str, value: object) -> str:
+def _value_text(key: str, value: object) -> str:
     if key == "aqn.name":
         return "no noise" if value == "none" else f"AQN {value}"
     return str(value) if key.endswith(".name") else f"{key.split('.')[-1]} {value}"
 
 
-def chance(differences: np.ndarray) -> float:
-    """P(a run beats the one of the control with its seed and base), ties counting half."""
-    return float((np.sign(differences) / 2 + 0.5).mean())
+def overview(tables: dict[str, np.ndarray], settings: str, label: str, generator: np.random.Generator) -> Figure:
+    """Interquartile mean and probability of beating BF16; below them the profile of each format, and of BF16.
 
-
-def overview(found: dict[str, np.ndarray], settings: str, label: str, generator: np.random.Generator) -> Figure:
-    """Interquartile mean and chance of beating BF16 on top, below them a profile per format beside that of BF16.
-
-    `found` and `settings` are those of `scores`, shares between 0 and 1 that `label` names.
+    `tables` and `settings` are from `scores`; the scores are shares between 0 and 1, and `label` names them.
     """
-    control = found[CONTROL]
-    others = [name for name in found if name != CONTROL]
-    values = np.concatenate([table.ravel() for table in found.values()])
-    thresholds = np.linspace(values.min(), values.max(), POINTS)
+    control = tables[CONTROL]
+    others = [name for name in tables if name != CONTROL]
+    values = np.concatenate([table.ravel() for table in tables.values()])
+    thresholds = np.linspace(values.min(), values.max(), PROFILE_POINTS)
     with paper_style():
-        figure = PaperFigure(figsize=(TEXT_WIDTH, 1.9 + 0.2 * len(found)))
+        figure = PaperFigure(figsize=(TEXT_WIDTH, 1.9 + 0.2 * len(tables)))
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(2, 2 * len(others), height_ratios=[0.45 + 0.2 * len(found), 1.3])
+        grid = figure.add_gridspec(2, 2 * len(others), height_ratios=[0.45 + 0.2 * len(tables), 1.3])
         middle, better = (figure.add_subplot(grid[0, part]) for part in (slice(len(others)), slice(len(others), None)))
-        profiles = [figure.add_subplot(grid[1, 2 * place : 2 * place + 2]) for place in range(len(others))]
-        for height, (name, table) in enumerate(found.items()):
-            _dot(middle, height, stratified_bootstrap([table], interquartile_mean, generator), name)
+        profiles = [figure.add_subplot(grid[1, 2 * column : 2 * column + 2]) for column in range(len(others))]
+        for height, (name, table) in enumerate(tables.items()):
+            _dot(middle, height, stratified_bootstrap(table, interquartile_mean, generator), name)
             if name != CONTROL:
-                _dot(better, height, stratified_bootstrap([table - control], chance, generator), name)
-        better.axvline(0.5, color=GREY, linewidth=0.7, zorder=0.5)
+                _dot(better, height, stratified_bootstrap(table - control, probability_of_improvement, generator), name)
+        better.axvline(0.5, color=GRAY, linewidth=0.7, zorder=0.5)
         better.set_xlim(0, 1)
         for ax in (middle, better):
-            ax.set_yticks(range(len(found)), [name.upper() for name in found])
-            ax.set_ylim(len(found) - 0.4, -0.6)
-            ax.grid(axis="y", visible=False)
-            ax.tick_params(axis="y", length=0)
-        for tick, name in zip(middle.get_yticklabels(), found, strict=True):
-            tick.set_color(colour(name))
+            label_rows(ax, [name.upper() for name in tables])
+        for tick, name in zip(middle.get_yticklabels(), tables, strict=True):
+            tick.set_color(color(name))
         better.set_yticklabels([])
         middle.set_xlabel(f"interquartile mean, {label}")
         better.set_xlabel("P(better than BF16 of the same seed)")
         middle.xaxis.set_major_formatter(percent)
         for ax, name in zip(profiles, others, strict=True):
             for one in (CONTROL, name):
-                curve = stratified_bootstrap([found[one]], lambda x: performance_profile(x, thresholds), generator)
-                shade = colour(one)
+                curve = stratified_bootstrap(tables[one], lambda x: performance_profile(x, thresholds), generator)
+                shade = color(one)
                 ax.plot(thresholds, curve.value, color=shade, drawstyle="steps-post", label=one.upper(), linewidth=1)
                 ax.fill_between(thresholds, curve.low, curve.high, color=shade, alpha=0.12, linewidth=0, step="post")
-            ax.set_title(f"{name.upper()} and BF16", color=colour(name))
+            ax.set_title(f"{name.upper()} and BF16", color=color(name))
             ax.set_xlabel("x")
             ax.xaxis.set_major_locator(MaxNLocator(nbins=3))
             for axis in (ax.xaxis, ax.yaxis):
@@ -156,8 +146,8 @@ def overview(found: dict[str, np.ndarray], settings: str, label: str, generator:
     return figure
 
 
-def _dot(ax: Axes, height: int, found: Resampled, name: str) -> None:
-    reach = [[found.value - found.low], [found.high - found.value]]
+def _dot(ax: Axes, height: int, statistic: Resampled, name: str) -> None:
+    reach = [[statistic.value - statistic.low], [statistic.high - statistic.value]]
     ax.errorbar(
-        found.value, height, xerr=reach, fmt="o", color=colour(name), elinewidth=1.1, capsize=0, label=f"_{name}"
+        statistic.value, height, xerr=reach, fmt="o", color=color(name), elinewidth=1.1, capsize=0, label=f"_{name}"
     )

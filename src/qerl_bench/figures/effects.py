@@ -1,6 +1,7 @@
-"""Figures of one number per run: what an arm is above its control, in pairs, with the margin of the claim as a band.
+"""Figures of one number per run: the paired difference of an arm to its control, with the margin of the claim as a
+band.
 
-Learning curves are in curves.py; what is paired with what, and how sure that is, in paired.py.
+curves.py has learning curves, paired.py what is paired and how large the interval is.
 """
 
 from __future__ import annotations
@@ -14,163 +15,155 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.claims.gates import LOST, diverged
-from qerl_bench.figures.paired import Column, by_cell, effect, interval_note, level, over_bases, repeated
-from qerl_bench.figures.style import (
-    BAND,
-    FULL_WIDTH,
-    GREY,
-    SMALL,
-    caption,
-    colour,
-    panels,
-    paper_style,
-)
+from qerl_bench.claims.measure import Measure
+from qerl_bench.figures.paired import average_seeds, by_cell, effect, interval_note, level
+from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, SMALL, caption, color, panels, paper_style
 from qerl_bench.study.load import Run
-from qerl_bench.study.select import Row
+from qerl_bench.study.study import Setting, describe_repeats
 
 BANDS = "Grey band: the margin, within which a difference would not matter."
 CROSS = f"×: one of the pair diverged: it ended more than {100 * LOST:.0f} points of accuracy below its own best."
 
 
 @dataclass(frozen=True)
-class Line:
-    """One arm in a figure of differences; without a `control` it is a heading, or the control itself."""
+class PlottedArm:
+    """One arm in a figure of differences. Without a `control` it is the control itself; without `runs`, a heading."""
 
     label: str
     runs: Sequence[Run] = ()
     control: Sequence[Run] = ()
-    shade: str = GREY
+    shade: str = GRAY
     filled: bool = True
 
 
-def line(row: Row, label: str, control: Row | None, shade: str = "") -> Line:
-    """The line of a setting (see `select.arms`): its format's colour, filled with noise."""
-    own = shade or colour(row["quant.name"])
-    return Line(label, row["runs"], control["runs"] if control else (), own, row["aqn.name"] != "none")
+def plotted_arm(setting: Setting, label: str, control: Setting | None, shade: str = "") -> PlottedArm:
+    """A setting in the color of its format, filled if it has noise."""
+    shade = shade or color(setting["quant.name"])
+    return PlottedArm(label, setting.runs, control.runs if control else (), shade, setting["aqn.name"] != "none")
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def effect_rows(lines: Sequence[Line], columns: Sequence[Column], *notes: str) -> Figure:
-    """A row per line and a panel per column: the paired difference to its control, and its own level as a number."""
-    lines = _filled(lines)
+def dot_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: str) -> Figure:
+    """A row per arm and a panel per measure: the paired difference to its control, and its own mean as a number."""
+    arms = _filled(arms)
     with paper_style():
-        figure, axes = panels(1, len(columns), 0.55 + 0.17 * len(lines), FULL_WIDTH, sharey=True)
-        draw_rows(axes[0], lines, columns)
-        caption(figure, *notes, *marks(lines, columns))
+        figure, axes = panels(1, len(measures), 0.55 + 0.17 * len(arms), FULL_WIDTH, sharey=True)
+        draw_dots(axes[0], arms, measures)
+        caption(figure, *notes, *mark_notes(arms, measures))
     return figure
 
 
-def draw_rows(axes: Sequence[Axes], lines: Sequence[Line], columns: Sequence[Column]) -> None:
-    for ax, column in zip(axes, columns, strict=True):
-        ax.axvspan(column.shown(-column.margin), column.shown(column.margin), color=BAND, linewidth=0, zorder=0)
-        ax.axvline(0, color=GREY, linewidth=0.7, zorder=1, label="_control")
-        for height, one in enumerate(lines):
-            if one.control:
-                draw_effect(ax, height, one, column, along="x")
-            if one.runs:
+def draw_dots(axes: Sequence[Axes], arms: Sequence[PlottedArm], measures: Sequence[Measure]) -> None:
+    """The panels of `dot_plot`."""
+    for ax, measure in zip(axes, measures, strict=True):
+        ax.axvspan(measure.on_axis(-measure.margin), measure.on_axis(measure.margin), color=BAND, linewidth=0, zorder=0)
+        ax.axvline(0, color=GRAY, linewidth=0.7, zorder=1, label="_control")
+        for height, arm in enumerate(arms):
+            if arm.control:
+                draw_effect(ax, height, arm, measure, along="x")
+            if arm.runs:
                 ax.annotate(
-                    level(one.runs, column), (1, height), (3, 0), xycoords=("axes fraction", "data"),
-                    textcoords="offset points", va="center", fontsize=SMALL, color="#555555",
+                    measure.level_format.format(level(arm.runs, measure)), (1, height), (3, 0), va="center",
+                    xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=SMALL, color="#555555",
                 )  # fmt: skip
-        ax.set_title(column.label)
-        ax.set_xlabel("difference, %" if column.ratio else f"difference{f', {column.unit}' if column.unit else ''}")
+        ax.set_title(measure.name)
+        ax.set_xlabel("difference, %" if measure.ratio else f"difference{f', {measure.unit}' if measure.unit else ''}")
         ax.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
-        ax.set_yticks(range(len(lines)), [one.label for one in lines])
-        ax.set_ylim(len(lines) - 0.4, -0.6)
-        ax.tick_params(axis="y", length=0)
-        ax.grid(axis="y", visible=False)
-    for tick, one in zip(axes[0].get_yticklabels(), lines, strict=True):
-        tick.set_color(one.shade if one.runs else "black")
-        tick.set_fontweight("normal" if one.runs else "bold")
+        label_rows(ax, [arm.label for arm in arms])
+    for tick, arm in zip(axes[0].get_yticklabels(), arms, strict=True):
+        tick.set_color(arm.shade if arm.runs else "black")
+        tick.set_fontweight("normal" if arm.runs else "bold")
 
 
-def draw_effect(ax: Axes, position: float, one: Line, column: Column, along: str) -> None:
-    """Draw a dot with its interval, the differences behind it, at `position` on the axis that is not `along`."""
-    mean, points = effect(one.runs, one.control, column)
-    lost, its = (
-        over_bases(by_cell(arm, lambda run: float(diverged(run)))).to_numpy()[0] for arm in (one.runs, one.control)
-    )
-    crosses = lost + its > 0
-    middle, *ends = (column.shown(value) for value in (mean.mean, mean.low, mean.high))
-    drawn = [column.shown(value) for value in points]
-    for marker, chosen in ((".", ~crosses), ("x", crosses)):
-        values = [value for value, there in zip(drawn, chosen, strict=True) if there]
+def label_rows(ax: Axes, labels: Sequence[str], top: float = 0.6, bottom: float = 0.4) -> None:
+    """A labelled row per integer of the vertical axis, from the top down."""
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_ylim(len(labels) - bottom, -top)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+
+
+def draw_effect(ax: Axes, position: float, arm: PlottedArm, measure: Measure, along: str) -> None:
+    """Draw the mean difference with its interval, and the single differences, `along` x or y."""
+    estimate, points = effect(arm.runs, arm.control, measure)
+    shares = [average_seeds(by_cell(runs, lambda run: float(diverged(run)))) for runs in (arm.runs, arm.control)]
+    crossed_out = np.sum([table.to_numpy()[0] for table in shares], axis=0) > 0
+    middle, *ends = (measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high))
+    on_axis = [measure.on_axis(value) for value in points]
+    for marker, chosen in ((".", ~crossed_out), ("x", crossed_out)):
+        values = [value for value, wanted in zip(on_axis, chosen, strict=True) if wanted]
         at = [position] * len(values)
         ax.plot(
-            *((values, at) if along == "x" else (at, values)), marker, color=one.shade, alpha=0.45, markersize=3,
+            *((values, at) if along == "x" else (at, values)), marker, color=arm.shade, alpha=0.45, markersize=3,
             markeredgewidth=0.7, label="_units", zorder=2,
         )  # fmt: skip
     reach = [[0.0], [0.0]] if len(points) == 1 else [[middle - ends[0]], [ends[1] - middle]]
     ax.errorbar(
-        *((middle, position) if along == "x" else (position, middle)), fmt="o", color=one.shade, elinewidth=1.1,
-        markerfacecolor=one.shade if one.filled else "white", label=f"_{one.label}", zorder=3, capsize=0,
+        *((middle, position) if along == "x" else (position, middle)), fmt="o", color=arm.shade, elinewidth=1.1,
+        markerfacecolor=arm.shade if arm.filled else "white", label=f"_{arm.label}", zorder=3, capsize=0,
         markersize=4.5, xerr=reach if along == "x" else None, yerr=reach if along == "y" else None,
     )  # fmt: skip
 
 
-def _filled(lines: Sequence[Line]) -> list[Line]:
-    """`lines`, all of them filled unless some have noise and some have none."""
-    mixed = len({one.filled for one in lines if one.control}) > 1
-    return [replace(one, filled=one.filled or not mixed) for one in lines]
+def _filled(arms: Sequence[PlottedArm]) -> list[PlottedArm]:
+    """The arms, all filled unless some have noise and some have none."""
+    mixed = len({arm.filled for arm in arms if arm.control}) > 1
+    return [replace(arm, filled=arm.filled or not mixed) for arm in arms]
 
 
-def marks(lines: Sequence[Line], columns: Sequence[Column], levels: bool = True) -> list[str]:
-    """The sentences that say what is drawn, for a caption."""
-    runs = [run for one in lines for run in one.runs]
-    noisy = {one.filled for one in lines if one.control}
-    filled = "Filled: with noise, hollow: without." if len(noisy) == 2 else ""
-    fallen = CROSS if any(map(diverged, runs)) else ""
-    numbers = "Numbers: each arm's own mean." if levels else ""
-    return [interval_note(lines[-1].runs), numbers, filled, margins(columns), fallen]
-
-
-def margins(columns: Sequence[Column]) -> str:
-    said = [
-        f"{column.label} ±{column.shown(column.margin):.3g}{'%' if column.ratio else f' {column.unit}'.rstrip()}"
-        for column in columns
-        if column.margin
+def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: bool = True) -> list[str]:
+    """The sentences of a caption that explain the marks."""
+    mixed = len({arm.filled for arm in arms if arm.control}) == 2
+    return [
+        interval_note(arms[-1].runs),
+        "Numbers: each arm's own mean." if levels else "",
+        "Filled: with noise, hollow: without." if mixed else "",
+        margin_note(measures),
+        CROSS if any(diverged(run) for arm in arms for run in arm.runs) else "",
     ]
-    return f"{BANDS[:-1]} ({', '.join(said)})." if said else ""
 
 
-def level_rows(lines: Sequence[Line], columns: Sequence[Column], *notes: str) -> Figure:
-    """A row per line and a panel per column, from 0: each arm's own level and, below it, its ratio to its control."""
-    lines = _filled(lines)
+def margin_note(measures: Sequence[Measure]) -> str:
+    margins = [
+        f"{one.name} ±{one.on_axis(one.margin):.3g}{'%' if one.ratio else f' {one.unit}'.rstrip()}"
+        for one in measures
+        if one.margin
+    ]
+    return f"{BANDS[:-1]} ({', '.join(margins)})." if margins else ""
+
+
+def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: str) -> Figure:
+    """A row per arm and a panel per measure, from 0: the arm's own mean and, below it, its ratio to its control."""
+    arms = _filled(arms)
     with paper_style():
-        figure, axes = panels(1, len(columns), 0.5 + 0.36 * len(lines), FULL_WIDTH, sharey=True)
-        for ax, column in zip(axes[0], columns, strict=True):
-            for height, one in enumerate(lines):
-                values = [column.of(run) for run in one.runs]
-                ax.plot(values, [height] * len(values), ".", color=one.shade, alpha=0.45, markersize=3, label="_units")
-                shown = one.shade if one.filled else "white"
+        figure, axes = panels(1, len(measures), 0.5 + 0.36 * len(arms), FULL_WIDTH, sharey=True)
+        for ax, measure in zip(axes[0], measures, strict=True):
+            for height, arm in enumerate(arms):
+                values = [measure.number(run) for run in arm.runs]
+                ax.plot(values, [height] * len(values), ".", color=arm.shade, alpha=0.45, markersize=3, label="_units")
+                face = arm.shade if arm.filled else "white"
                 mean = float(np.mean(values))
-                ax.plot(mean, height, "o", color=one.shade, markerfacecolor=shown, label=f"_{one.label}")
-                text = column.level.format(mean)
-                if one.control:
-                    found = effect(one.runs, one.control, column)[0]
-                    ratio, low, high = (f"{np.exp(value):.2f}" for value in (found.mean, found.low, found.high))
-                    text += f", ×{ratio}" + (f" [{low}, {high}]" if found.n > 1 and not found.identical else "")
+                ax.plot(mean, height, "o", color=arm.shade, markerfacecolor=face, label=f"_{arm.label}")
+                text = measure.level_format.format(mean)
+                if arm.control:
+                    estimate = effect(arm.runs, arm.control, measure)[0]
+                    ratio, low, high = (f"{np.exp(x):.2f}" for x in (estimate.value, estimate.low, estimate.high))
+                    text += f", ×{ratio}" + (f" [{low}, {high}]" if estimate.n > 1 and not estimate.identical else "")
                 ax.annotate(
                     text, (0, height), (2, -8), xycoords=("axes fraction", "data"), textcoords="offset points",
                     va="center", fontsize=SMALL, color="#555555",
                 )  # fmt: skip
             ax.set_xlim(left=0)
             ax.margins(x=0.08)
-            ax.set_xlabel(column.label)
+            ax.set_xlabel(measure.name)
             ax.xaxis.set_major_locator(MaxNLocator(nbins=4))
-            ax.set_yticks(range(len(lines)), [one.label for one in lines])
-            ax.set_ylim(len(lines) - 0.3, -0.5)
-            ax.tick_params(axis="y", length=0)
-            ax.grid(axis="y", visible=False)
-        for tick, one in zip(axes[0][0].get_yticklabels(), lines, strict=True):
-            tick.set_color(one.shade)
-        first = lines[0]
-        runs = f"Points: {repeated(first.runs)}; small: each. " if len(first.runs) > 1 else "A single seed. "
+            label_rows(ax, [arm.label for arm in arms], top=0.5, bottom=0.3)
+        for tick, arm in zip(axes[0][0].get_yticklabels(), arms, strict=True):
+            tick.set_color(arm.shade)
+        first = arms[0]
+        points = f"Points: {describe_repeats(first.runs)}; small: each." if len(first.runs) > 1 else "A single seed."
         ratio = (
             f"Numbers: mean and, for the others, ratio to {first.label} with its 95% interval (Student's t, in pairs)."
         )
-        marks = "Filled: with noise, hollow: without." if len({one.filled for one in lines}) == 2 else ""
-        caption(figure, *notes, runs + ratio, marks)
+        marks = "Filled: with noise, hollow: without." if len({arm.filled for arm in arms}) == 2 else ""
+        caption(figure, *notes, points, ratio, marks)
     return figure

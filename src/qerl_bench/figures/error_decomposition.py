@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.figures.style import FULL_WIDTH, SMALL, caption, colour, panels, paper_style, place
+from qerl_bench.figures.style import FULL_WIDTH, SMALL, caption, color, format_order, panels, paper_style
 
-SAME = 1e-3  # relative difference of errors that rounding on another device may make
+TOLERANCE = 1e-3  # relative difference that rounding on another device may make
 PARTS = {
     "dead_zone": "in weights rounded to zero (dead zone)",
     "scale_bias": "a change of scale of layers (scale bias)",
@@ -23,7 +23,7 @@ def one_of_each(table: pd.DataFrame) -> pd.DataFrame:
     key = ["quant", "quantizer", "layer"]
     first = table.drop_duplicates(key)
     both = table.merge(first, on=key, suffixes=("", "_first"))
-    other = both[(both["relative_error"] / both["relative_error_first"] - 1).abs() > SAME]
+    other = both[(both["relative_error"] / both["relative_error_first"] - 1).abs() > TOLERANCE]
     if len(other) > 0:
         row = other.iloc[0]
         raise ConfigError(
@@ -39,7 +39,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
     Small points are layers. Output errors are missing where no text was run through the layers.
     """
-    quants = sorted(set(table["quant"]), key=place)
+    quants = sorted(set(table["quant"]), key=format_order)
     quantizers = sorted(set(table["quantizer"]), key=lambda name: [*QUANTIZERS, name].index(name))
     measures = {"relative_error": "error of the weights, %", "output_error": "error of the outputs, %"}
     with paper_style():
@@ -55,9 +55,9 @@ def draw(table: pd.DataFrame) -> Figure:
                     if len(values) == 0:
                         unknown.append(f"{quant.upper()} with {quantizer} ({measure.split('_')[0]})")
                         continue
-                    ax.plot(values, [height] * len(values), ".", color=colour(quant), alpha=0.35, markersize=3)
+                    ax.plot(values, [height] * len(values), ".", color=color(quant), alpha=0.35, markersize=3)
                     mean = float(np.sqrt((values**2).mean()))
-                    ax.plot(mean, height, "o", color=colour(quant), markersize=4.5, label=f"_{quantizer}")
+                    ax.plot(mean, height, "o", color=color(quant), markersize=4.5, label=f"_{quantizer}")
                     ax.annotate(
                         f"{mean:.1f}", (1, height), (3, 0), xycoords=("axes fraction", "data"), va="center",
                         textcoords="offset points", fontsize=SMALL, color="#555555",
@@ -69,22 +69,22 @@ def draw(table: pd.DataFrame) -> Figure:
                 ax.tick_params(axis="y", length=0)
                 ax.grid(axis="y", visible=False)
                 ax.set_xlabel(label)
-                ax.set_title(quant.upper() if row == 0 else "", color=colour(quant))
+                ax.set_title(quant.upper() if row == 0 else "", color=color(quant))
         caption(figure, *_notes(table), f"Not measured: {', '.join(unknown)}." if unknown else "")
     return figure
 
 
 def _notes(table: pd.DataFrame) -> list[str]:
     """What is drawn, and how much of the squared error is of which kind: too little to be seen beside the rest."""
-    said = []
+    parts = []
     for part, name in PARTS.items():
         shares = []
         for _, layers in table.groupby(["quant", "quantizer"]):
             squares = layers["relative_error"].to_numpy() ** 2
             shares.append(100 * float(layers[part].to_numpy().sum() / squares.sum()))
-        said.append(f"{min(shares):.1f} to {max(shares):.1f}% {name}")
+        parts.append(f"{min(shares):.1f} to {max(shares):.1f}% {name}")
     return [
         "Large points and numbers: root mean square over layers; small: layers. Weights: ||W - Q|| / ||W||. Outputs: "
         "||X (W - Q)^T|| / ||X W^T|| on the text X that awq and gptq were calibrated with, so in their favour.",
-        f"Of the squared error of the weights is {', '.join(said)}; the rest is the spacing of the code table.",
+        f"Of the squared error of the weights is {', '.join(parts)}; the rest is the spacing of the code table.",
     ]

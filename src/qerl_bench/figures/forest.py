@@ -1,4 +1,4 @@
-"""Forest plots: effects with their intervals, the margin as a band, what the paper reports as hollow marks."""
+"""Forest plots: effects with their intervals, the margin as a band, the paper's numbers as hollow marks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_bench.claims.estimate import Effect, Setting
-from qerl_bench.claims.judge import Judgement, Result
+from qerl_bench.claims.estimate import Comparison, Effect
+from qerl_bench.claims.evaluate import ClaimResult, ContrastResult
 from qerl_bench.figures.style import FULL_WIDTH, SMALL, caption, panels, paper_style
 
-REACH = 5.0  # margins; marks beyond stand at the edge as arrows
+REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
 VERDICTS = {"supported": "#00694d", "reversed": "#a34700", "negligible": "#0b5394"}
 OPEN = "#666666"
@@ -22,54 +22,54 @@ LABEL = 46  # characters of a label in one line
 ROW = 0.19  # inches
 
 
-def all_claims(judgements: Sequence[Judgement], scope: str) -> Figure:
-    """Every primary contrast on one axis, in margins of its own claim: to the right is what the paper claims.
+def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
+    """Every primary contrast on one axis, in margins of its claim; the direction that the paper claims is to the right.
 
-    Small dots are single bases, or nothing where there is one; hollow diamonds are the paper's numbers; an arrow marks
-    what lies beyond the axis.
+    Small dots are single bases, if there are several; hollow diamonds are the paper's numbers; arrows point to marks
+    beyond the axis.
     """
-    lines = list(_lines(judgements))
+    lines = list(_lines(results))
     with paper_style():
         figure, axes = panels(1, 1, 0.7 + ROW * len(lines), width=FULL_WIDTH)
         ax = axes[0, 0]
         _ground(ax, 1.0)
-        for y, (_, judgement, result, first) in enumerate(lines):
-            claim = judgement.claim
-            scaled = _scaled((-1 if claim.expected == "less" else 1) / claim.margin)
+        for y, (_, claim_result, result, first) in enumerate(lines):
+            claim = claim_result.claim
+            scaled = _scaled((-1 if claim.expected == "less" else 1) / claim.measure.margin)
             effect = result.primary.effect if result.primary else None
             if effect:
                 _mark(ax, y, effect, scaled, OPEN if result.status else BLACK, "D", REACH)
             for number in claim.paper_effects if first else ():
                 _point(ax, y, scaled(number), "D", PAPER, REACH, hollow=True)
-            if word := judgement.verdict if first else result.status or "":
+            if word := claim_result.verdict if first else result.status or "":
                 shade = VERDICTS.get(word.split(" ")[0], OPEN)
                 ax.text(REACH * 1.06, y, word, color=shade, va="center", fontsize=SMALL)
         _rows(ax, [label for label, *_ in lines])
         ax.set_xlim(-REACH, REACH)
         ax.set_xlabel("effect in margins, to the right as claimed")
         ax.set_title(scope, loc="left")
-        caption(figure, *_explained(judgements))
+        caption(figure, *_explained(results))
     return figure
 
 
-def one_claim(judgement: Judgement) -> Figure:
-    """The primary setting of each contrast large and black, checks of robustness and published arms small and blue."""
-    claim = judgement.claim
+def one_claim(claim_result: ClaimResult) -> Figure:
+    """The primary setting of each contrast large and black; robustness checks and published arms small and blue."""
+    claim = claim_result.claim
     rows = [
         (result, setting, setting is result.primary)
-        for result in judgement.results
-        for setting in sorted(result.settings, key=lambda one: one is not result.primary)
+        for result in claim_result.contrasts
+        for setting in sorted(result.comparisons, key=lambda one: one is not result.primary)
         if setting.effect
     ]
-    show: Callable[[float], float] = claim.measure.shown
+    show: Callable[[float], float] = claim.measure.on_axis
     effects = [setting.effect for _, setting, primary in rows if primary and setting.effect]
-    widest = max([claim.margin, *(max(abs(e.whole.low), abs(e.whole.high)) for e in effects if e.whole.n > 1)])
+    widest = max([claim.measure.margin, *(max(abs(e.whole.low), abs(e.whole.high)) for e in effects if e.whole.n > 1)])
     reach = 2.5 * abs(show(widest))
     with paper_style():
         labels = [fill(_label(result, setting, primary), LABEL) for result, setting, primary in rows]
         figure, axes = panels(1, 1, 0.75 + ROW * sum(label.count("\n") + 1 for label in labels), width=FULL_WIDTH)
         ax = axes[0, 0]
-        _ground(ax, abs(show(claim.margin)))
+        _ground(ax, abs(show(claim.measure.margin)))
         for y, (_, setting, primary) in enumerate(rows):
             assert setting.effect is not None
             _mark(ax, y, setting.effect, show, BLACK if primary else ROBUST, "D" if primary else "o", reach)
@@ -90,18 +90,18 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue().decode()
 
 
-def _lines(judgements: Sequence[Judgement]) -> Iterator[tuple[str, Judgement, Result, bool]]:
-    """Label, claim and contrast of each row; whether it is the first of its claim."""
-    for number, judgement in enumerate(judgements, start=1):
-        for result in judgement.voting:
-            first = result is judgement.voting[0]
-            contrast = result.contrast.label if len(judgement.voting) > 1 else ""
-            head = f"{number}. {judgement.claim.title}" if first else ""
-            yield ": ".join(filter(None, (head, contrast))), judgement, result, first
+def _lines(results: Sequence[ClaimResult]) -> Iterator[tuple[str, ClaimResult, ContrastResult, bool]]:
+    """Label, claim and contrast of each row, and whether it is the first of its claim."""
+    for number, claim_result in enumerate(results, start=1):
+        for result in claim_result.voting:
+            first = result is claim_result.voting[0]
+            contrast = result.contrast.label if len(claim_result.voting) > 1 else ""
+            head = f"{number}. {claim_result.claim.title}" if first else ""
+            yield ": ".join(filter(None, (head, contrast))), claim_result, result, first
 
 
-def _explained(judgements: Sequence[Judgement]) -> Iterator[str]:
-    effects = [r.primary.effect for j in judgements for r in j.voting if r.primary and r.primary.effect]
+def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
+    effects = [r.primary.effect for j in results for r in j.voting if r.primary and r.primary.effect]
     origins = " or ".join(sorted({f"{effect.whole.n} {effect.unit}s" for effect in effects}))
     if effects:
         yield f"Diamonds: primary contrasts, with 95% intervals (Student's t over {origins}), grey where not testable."
@@ -113,7 +113,7 @@ def _explained(judgements: Sequence[Judgement]) -> Iterator[str]:
         yield "All from one base model, for which alone the intervals speak."
 
 
-def _label(result: Result, setting: Setting, primary: bool) -> str:
+def _label(result: ContrastResult, setting: Comparison, primary: bool) -> str:
     published = ", as published" if result.contrast.confounded else ""
     return f"{result.contrast.label}{published}" + (": primary" if primary else f": {setting.label}")
 
@@ -137,17 +137,17 @@ def _mark(
         for end in ends:
             if abs(end) > reach:
                 _point(ax, y, end, kind, shade, reach, hollow=False)
-    for mean in effect.bases.by_base if effect.bases else ():
-        ax.plot(max(-reach, min(reach, show(mean.mean))), y + 0.28, "o", color=shade, alpha=0.45, markersize=2)
-    _point(ax, y, show(whole.mean), kind, shade, reach, hollow=whole.n == 1)
+    for base in effect.bases.by_base if effect.bases else ():
+        ax.plot(max(-reach, min(reach, show(base.value))), y + 0.28, "o", color=shade, alpha=0.45, markersize=2)
+    _point(ax, y, show(whole.value), kind, shade, reach, hollow=whole.n == 1)
 
 
 def _point(ax: Axes, y: float, x: float, kind: str, shade: str, reach: float, hollow: bool) -> None:
-    """A mark at x, or an arrow at the edge that x lies beyond."""
+    """A mark at x, or an arrow at the edge if x is beyond it."""
     marker = kind if abs(x) <= reach else (">" if x > 0 else "<")
     face = "none" if hollow else shade
-    place = max(-reach, min(reach, x))
-    ax.plot(place, y, marker, color=shade, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=3)
+    inside = max(-reach, min(reach, x))
+    ax.plot(inside, y, marker, color=shade, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=3)
 
 
 def _rows(ax: Axes, labels: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """A first look at runs: one metric by step for several runs, and the figures of a single run.
 
-The functions that return a figure leave saving to the caller. What compares arms is drawn as paired differences, by
-step in curves.py and as one number per run in effects.py.
+Functions that return a figure leave saving to the caller. Comparisons of arms are paired differences: by step in
+curves.py, as one number per run in effects.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from qerl_bench.checks import require
-from qerl_bench.figures.paired import by_cell, over_bases, repeated
+from qerl_bench.figures.labels import label_settings, sigma_by_step
+from qerl_bench.figures.paired import average_seeds, by_cell
 from qerl_bench.figures.style import (
     TITLES,
-    colour,
+    color,
     label_axes,
     legend_above,
     line_style,
@@ -34,84 +36,84 @@ from qerl_bench.figures.style import (
     paper_style,
     save,
 )
-from qerl_bench.statistics import interval
+from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import Run, load_run
-from qerl_bench.study.naming import format_rows, sigma_of
-from qerl_bench.study.select import Row, by_setting, cell
+from qerl_bench.study.study import Setting, Study, describe_repeats
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # what tells settings of one colour and dash apart
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # of settings with one color and dash
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
 
 
 # --- several runs ----------------------------------------------------------------------------------------------------
 
 
-def comparison(runs: Sequence[Run], metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
-    """One panel per metric side by side and a line per setting: runs that differ in nothing but seed and base.
+def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
+    """One panel per metric, and a line per setting.
 
     `smooth` is the number of steps, an odd one, in the mean around each step; fewer at the ends. With several seeds a
     band is the 95 % interval of their mean at each step, over the steps that all of them have; one seed is a thin line.
-    A non-finite value leaves a gap. Raises ConfigError if no run has the metric, or if a setting holds a seed twice.
+    A non-finite value leaves a gap. Raises ConfigError if no run has the metric, or if a setting has two runs of a
+    seed.
     """
-    require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, not {smooth}")
-    rows = _labelled(runs)
-    most = max((row["runs"] for row in rows), key=len)
+    require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, got {smooth}")
+    settings = _labelled(study)
+    longest = max((setting.runs for setting in settings), key=len)
     with paper_style():
         figure, axes = panels(1, len(metrics), 2.1, sharey=share_y)
         for ax, metric in zip(axes[0], metrics, strict=True):
-            _curves(ax, rows, metric, smooth)
+            _draw_curves(ax, settings, metric, smooth)
             ax.set_title(TITLES.get(metric, "") if len(metrics) > 1 else "")
             if share_y:
                 ax.label_outer()
-        several = f"mean and 95% interval of {repeated(most)}" if len(most) > 1 else ""
+        several = f"mean and 95% interval of {describe_repeats(longest)}" if len(longest) > 1 else ""
         legend_above(figure, axes[0], [several, _smoothing(smooth)])
     return figure
 
 
-def _labelled(runs: Sequence[Run]) -> list[Row]:
-    """A row per setting, in one order. What no detail tells from another row has its fingerprint in the label."""
-    keys = ("quant.name", "aqn.name")
-    rows = format_rows([{key: group[0].option(key) for key in keys} | {"runs": group} for group in by_setting(runs)])
-    for row in rows:
-        row["label"] += "" if row["aqn.name"] == "none" else f", AQN {row['aqn.name']}"
-    counts = Counter(row["label"] for row in rows)
-    for row in rows:
-        row["label"] += f", {row['runs'][0].identity()['fingerprint']}" if counts[row["label"]] > 1 else ""
-    return rows
+def _labelled(study: Study) -> list[Setting]:
+    """The settings in order; the label has the fingerprint if no other option of a label tells two settings apart."""
+    settings = [
+        replace(one, label=one.label + ("" if one["aqn.name"] == "none" else f", AQN {one['aqn.name']}"))
+        for one in label_settings(study.settings)
+    ]
+    counts = Counter(setting.label for setting in settings)
+    return [
+        replace(one, label=f"{one.label}, {one.runs[0].identity()['fingerprint']}") if counts[one.label] > 1 else one
+        for one in settings
+    ]
 
 
-def _curves(ax: Axes, rows: Sequence[Row], metric: str, smooth: int) -> None:
-    found = [row for row in rows if not row["runs"][0].series("train", metric).empty]
-    require(bool(found), f"none of these runs has the metric {metric}: choose runs whose algorithm writes it")
-    alike = Counter((row["quant.name"], row["aqn.name"]) for row in found)
-    mixed = len({aqn for _, aqn in alike}) > 1  # else dashes would tell nothing
-    for number, row in enumerate(found):
-        names = " and ".join(run.name for run in row["runs"])
-        units = {cell(run) for run in row["runs"]}
-        require(len(units) == len(row["runs"]), f"{names} repeat one setting with the same seed: leave one out")
-        table = over_bases(by_cell(row["runs"], lambda run: run.series("train", metric)))
+def _draw_curves(ax: Axes, settings: Sequence[Setting], metric: str, smooth: int) -> None:
+    drawn = [setting for setting in settings if not setting.runs[0].series("train", metric).empty]
+    require(bool(drawn), f"none of these runs has the metric {metric}: choose runs whose algorithm writes it")
+    marks = Counter((setting["quant.name"], setting["aqn.name"]) for setting in drawn)
+    mixed = len({aqn for _, aqn in marks}) > 1  # otherwise dashes would mean nothing
+    for number, setting in enumerate(drawn):
+        quant, aqn = setting["quant.name"], setting["aqn.name"]
+        table = average_seeds(by_cell(setting.runs, lambda run: run.series("train", metric)))
+        names = " and ".join(run.name for run in setting.runs)
         require(not table.empty, f"{names} have no step in common: leave one out")
-        dashes = line_style(row["aqn.name"]) if mixed else "solid"
-        line = mean_and_band(ax, moving_average(table, smooth), colour(row["quant.name"]), row["label"], dashes)
-        if alike[row["quant.name"], row["aqn.name"]] > 1 or len(table) <= 3:
+        dashes = line_style(aqn) if mixed else "solid"
+        line = mean_and_band(ax, moving_average(table, smooth), color(quant), setting.label, dashes)
+        if marks[quant, aqn] > 1 or len(table) <= 3:
             line.set_marker(MARKERS[number % len(MARKERS)])
             line.set_markersize(3)
             every = max(1, len(table) // 8)
-            line.set_markevery((number * every // len(found), every))  # side by side, not on top of each other
+            line.set_markevery((number * every // len(drawn), every))  # side by side, not on top of each other
     label_axes(ax, metric)
 
 
 def mean_and_band(ax: Axes, seeds: pd.DataFrame, shade: str, label: str, dashes: str = "solid") -> Line2D:
-    """Draw the mean of `seeds` (steps, seeds) by step and, for several, the 95 % interval of it; return the line.
+    """Draw the mean of `seeds` (steps, seeds) by step and, for several, its 95 % interval; return the line.
 
-    The vertical axis is fitted to the seeds: an interval of two, which is wide, does not flatten the curves.
+    The vertical axis is fitted to the seeds, so that the wide interval of two seeds does not flatten the curves.
     """
     mean = seeds.mean(axis=1, skipna=False)
     several = seeds.shape[1] > 1
     width = 1.2 if several else 0.8
     (line,) = ax.plot(mean.index, mean, label=label, color=shade, linestyle=dashes, linewidth=width)
     if several:
-        halves = np.array([interval(values).half for values in seeds.to_numpy()])
+        halves = np.array([mean_ci(values).half_width for values in seeds.to_numpy()])
         band = FillBetweenPolyCollection(
             "x", mean.index.to_numpy(), (mean - halves).to_numpy(), (mean + halves).to_numpy(), color=shade, alpha=0.15,
             linewidth=0, label=f"_95% interval of {seeds.shape[1]} seeds",
@@ -131,28 +133,31 @@ def run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
     A run without rollouts (algo=sft) gets loss.* instead. Raises ConfigError if the run has no training step yet.
     """
     run = load_run(run_dir)
-    drawn = {"reward/mean": ("reward", reward_figure), "entropy": ("entropy", entropy_figure)}
-    written = [metric for metric in drawn if not run.series("train", metric).empty]
-    chosen = [drawn[metric] for metric in written] or [("loss", loss_figure)]
-    return [file for name, draw in chosen for file in save(draw(run), run.path / "figures" / name, ("svg", "png"))]
+    figures = {}
+    if not run.series("train", "reward/mean").empty:
+        figures["reward"] = reward_figure(run)
+    if not run.series("train", "entropy").empty:
+        figures["entropy"] = entropy_figure(run)
+    figures = figures or {"loss": loss_figure(run)}
+    return [file for name, one in figures.items() for file in save(one, run.path / "figures" / name, ("svg", "png"))]
 
 
 def reward_figure(run: Run) -> Figure:
-    """Reward and accuracy of the rollouts by step, and held-out accuracy with +-1 s.e. of the questions."""
+    """Reward and accuracy of the rollouts by step, and held-out accuracy ±1 s.e. over questions."""
     return _training_figure(run, "reward/mean", "accuracy")
 
 
 def loss_figure(run: Run) -> Figure:
-    """Loss by step, and held-out accuracy with +-1 s.e. of the questions."""
+    """Loss by step, and held-out accuracy ±1 s.e. over questions."""
     return _training_figure(run, "loss", None)
 
 
 def entropy_figure(run: Run) -> Figure:
-    """Entropy by step of the policy that sampled and of the same weights without noise; below it, the noise's stages.
+    """Entropy by step of the sampler, and of the same weights without noise; below it the stages of the noise.
 
-    Nothing is smoothed: a mean over neighbours would show the effect of a stage before the stage begins.
+    Nothing is smoothed: a mean around a step would show the effect of a stage before the stage begins.
     """
-    sigma = sigma_of(run)
+    sigma = sigma_by_step(run)
     noisy = bool((sigma > 0).any())
     with paper_style():
         figure, axes = panels(1 + noisy, 1, 2.0 + 0.7 * noisy, sharex=True, height_ratios=[3, 1][: 1 + noisy])
@@ -196,7 +201,7 @@ def _trace(ax: Axes, run: Run, metric: str, window: int, **line: Any) -> None:
     """Draw the mean of `window` steps around each step of one metric and, if that is more than one, each step thin."""
     values = run.series("train", metric)
     require(not values.empty, f"{run.path} has no training step with the metric {metric}: nothing to draw")
-    shade = colour(run.option("quant.name"))
+    shade = color(run.option("quant.name"))
     if window > 1:
         ax.plot(values.index, values, color=shade, linewidth=0.5, alpha=0.35, label="_each step")
     mean = moving_average(values, window)
@@ -205,7 +210,7 @@ def _trace(ax: Axes, run: Run, metric: str, window: int, **line: Any) -> None:
 
 
 def _held_out(ax: Axes, run: Run) -> None:
-    """Points with error bars; the two ways of decoding stand a little apart, so that neither hides the other."""
+    """Points with error bars, a little apart for the two ways of decoding, so that neither hides the other."""
     apart = 0.012 * max(1, run.last_step)
     for side, (decoding, marker) in zip((-apart, apart), HELD_OUT.items(), strict=True):
         accuracy = run.series("eval", f"eval/accuracy_{decoding}").dropna()
@@ -219,14 +224,14 @@ def _held_out(ax: Axes, run: Run) -> None:
 
 
 def _stage_starts(sigma: pd.Series) -> list[int]:
-    """The steps at which the noise changes; none for a schedule that changes it nearly every step of a long run."""
+    """The steps at which the noise changes; none if there are more than 30."""
     changed = sigma.ne(sigma.shift()) & (sigma.index > sigma.index.min())
     starts = [int(step) for step in sigma.index[changed.to_numpy()]]
     return starts if len(starts) <= 30 else []
 
 
 def _draw_noise(ax: Axes, sigma: pd.Series) -> None:
-    """The noise by step: on a logarithmic scale that still holds zero if it spans more than a decade, else linear."""
+    """The noise by step, on a linear scale or, if it spans more than a decade, a logarithmic one that includes zero."""
     ax.plot(sigma.index, sigma, drawstyle="steps-mid", color="#555555", linewidth=1, label="_noise")
     smallest, largest = sigma[sigma > 0].min(), sigma.max()
     if largest > 10 * smallest:

@@ -1,8 +1,8 @@
-"""How every figure looks: size, palette, labels, captions, and files that come out the same on any day.
+"""The look of every figure: size, palette, labels, captions, and files that are the same on any day.
 
-One meaning per mark in all figures: colour = weight format, filled (points) or solid (lines) = with noise. What tells
-runs of one format apart has OTHER_COLOURS, which are those of no format. Figures are plain objects drawn by Agg,
-without pyplot's global state, so the runner can draw in any process.
+A mark has one meaning in all figures: the color is the weight format; filled points and solid lines have noise.
+Settings of one format have OTHER_COLORS, which no format has. Figures are drawn by Agg without pyplot's global state,
+so that a run can draw in any process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.optimize import isotonic_regression
 
 TEXT_WIDTH = 5.5  # inches: the text block of a NeurIPS page, the width of every figure unless told otherwise
-FULL_WIDTH = 6.75  # inches: both columns of an ICML page, for rows of panels with labels and numbers beside them
-SMALL = 7  # points: ticks, captions and numbers beside points; nothing is smaller
+FULL_WIDTH = 6.75  # inches: both columns of an ICML page, for rows of panels with labels and numbers
+SMALL = 7  # points: ticks, captions and numbers; nothing is smaller
 STYLE = Path(__file__).with_name("paper.mplstyle")
 
-# Okabe and Ito's palette for colour-blind readers. Its yellow is left out: too faint for a line on white.
-FORMAT_COLOURS = {"bf16": "#000000", "nf4": "#0072B2", "mxfp4": "#009E73", "nvfp4": "#D55E00"}
-OTHER_COLOURS = ("#882255", "#56B4E9", "#E69F00", "#7F7F7F", "#CC79A7", "#44AA99", "#999933", "#332288")
-GREY, BAND = "#777777", "#E6E6E6"  # a reference line; what lies within a claim's margin
+# Okabe and Ito's palette for color-blind readers, without its yellow, which is too faint for a line on white.
+FORMAT_COLORS = {"bf16": "#000000", "nf4": "#0072B2", "mxfp4": "#009E73", "nvfp4": "#D55E00"}
+OTHER_COLORS = ("#882255", "#56B4E9", "#E69F00", "#7F7F7F", "#CC79A7", "#44AA99", "#999933", "#332288")
+GRAY, BAND = "#777777", "#E6E6E6"  # a reference line; the margin of a claim
 
 LABELS = {
     "reward/mean": "reward per completion",
@@ -48,7 +48,7 @@ TITLES = {"entropy": "as sampled, noise in", "entropy_clean": "same tokens, nois
 
 
 class PaperFigure(Figure):
-    """A figure that a notebook shows by itself, without pyplot."""
+    """A figure that a notebook shows without pyplot."""
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()
@@ -62,18 +62,18 @@ def paper_style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(fname=STYLE)
 
 
-def colour(quant: str) -> str:
-    """The colour of a weight format; one that this file does not know gets another colour, always the same one."""
-    return FORMAT_COLOURS.get(quant, OTHER_COLOURS[zlib.crc32(quant.encode()) % len(OTHER_COLOURS)])
+def color(quant: str) -> str:
+    """The color of a weight format; an unknown format has one of OTHER_COLORS, always the same."""
+    return FORMAT_COLORS.get(quant, OTHER_COLORS[zlib.crc32(quant.encode()) % len(OTHER_COLORS)])
 
 
-def place(quant: str) -> int:
-    """Where a format stands among others: known ones first."""
-    return [*FORMAT_COLOURS, quant].index(quant)
+def format_order(quant: str) -> int:
+    """The position of a format in a figure: known formats first."""
+    return [*FORMAT_COLORS, quant].index(quant)
 
 
 def line_style(aqn: str) -> str:
-    """Dashed without noise, solid with any kind of it."""
+    """Dashed without noise, solid with it."""
     return "dashed" if aqn == "none" else "solid"
 
 
@@ -85,21 +85,21 @@ def panels(rows: int, columns: int, height: float, width: float = TEXT_WIDTH, **
 
 
 def save(figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = ("svg",)) -> list[Path]:
-    """Write `path`.FORMAT for each of svg, pdf, png; the same figure gives the same bytes on any day."""
+    """Write `path`.FORMAT for each of `formats` (svg, pdf, png); the same figure gives the same bytes on any day."""
     base = Path(path)
     base.parent.mkdir(parents=True, exist_ok=True)
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
     files = [base.with_name(f"{base.name}.{kind}") for kind in formats]
     with paper_style():
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # keep this layout: another pass, or another resolution, would move things
+        figure.set_layout_engine("none")  # another pass, or another resolution, would change the layout
         for kind, file in zip(formats, files, strict=True):
             figure.savefig(file, metadata=dates[kind])
     return files
 
 
 def label_axes(ax: Axes, metric: str) -> None:
-    """Name and unit of `metric` up the side, whole steps along the bottom; shares are ticked in per cent."""
+    """Name and unit of `metric` on the vertical axis, whole steps on the other; shares are in per cent."""
     ax.set_xlabel("step")
     ax.set_ylabel(LABELS.get(metric, metric))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
@@ -126,13 +126,13 @@ def caption(figure: Figure, *sentences: str) -> None:
 
 
 def _width(figure: Figure, text: str) -> float:
-    """Of `text` at the size of a caption, in pixels."""
+    """The width of `text` at the size of a caption, in pixels."""
     assert isinstance(figure.canvas, FigureCanvasAgg)
     return figure.canvas.get_renderer().get_text_width_height_descent(text, FontProperties(size=SMALL), ismath=False)[0]
 
 
 def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float = SMALL) -> None:
-    """Write each (value, text, colour) at the right of `ax` beside its value, moved apart where they would overlap."""
+    """Write each (value, text, color) at the right of `ax` at its value, moved apart where they would overlap."""
     ordered = sorted(ends)
     figure = ax.get_figure(root=True)
     if not ordered or figure is None:
@@ -142,9 +142,9 @@ def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float = S
     apart = 1.2 * size / 72 * figure.dpi / box.height
     wanted = np.clip([(value - low) / (high - low) for value, *_ in ordered], 0, 1)
     spaced = apart * np.arange(len(ordered))
-    found = isotonic_regression(wanted - spaced).x + spaced  # as near as can be, each at least `apart` above the last
-    found = np.maximum(found, spaced)  # not over the ticks below
-    for height, (_, text, shade) in zip(found, ordered, strict=True):
+    heights = isotonic_regression(wanted - spaced).x + spaced  # as near as possible, each `apart` above the last
+    heights = np.maximum(heights, spaced)  # not over the ticks below
+    for height, (_, text, shade) in zip(heights, ordered, strict=True):
         ax.annotate(
             text, (1, height), (3, 0), xycoords="axes fraction", textcoords="offset points", color=shade,
             va="center", fontsize=size, annotation_clip=False,

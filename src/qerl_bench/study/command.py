@@ -2,8 +2,9 @@
 
     qerl-bench collect runs/ out=docs/results/NAME
 
-Writes settings.json (what was run), tidy.parquet (one row per number) and, if the runs kept their answers to held-out
-questions, answers.parquet. metrics=study, the default, writes what the claims and figures need; metrics=all everything.
+Writes settings.json (configs and environments), tidy.parquet (one row per number) and, if answers to held-out questions
+were kept, answers.parquet. --metrics study, the default, writes the metrics of all claims and figures; --metrics all
+writes all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from qerl_bench.study.script import parser_for
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
-    metrics_help = "metrics to write: names, study, or all (default: study)"
-    parser.add_argument("--metrics", nargs="+", default=["study"], help=metrics_help)
+    chosen = "metrics to write: names, study, or all (default: study)"
+    parser.add_argument("--metrics", nargs="+", default=["study"], help=chosen)
     parser.add_argument("--csv", action="store_true", help="write tidy.csv too, about twenty times as large")
     options = parser.parse_args(arguments)
 

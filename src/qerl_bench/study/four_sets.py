@@ -1,4 +1,4 @@
-"""Accuracy of a run on the four sets of QeRL's Table 2, each from a record of its own, and their average."""
+"""Accuracy of a run on the four test sets of QeRL's Table 2, each evaluated on its own, and their average."""
 
 from __future__ import annotations
 
@@ -25,42 +25,45 @@ ERRORS = ("stderr", "stderr_sampling")
 
 
 def set_of(config: dict[str, Any]) -> str | None:
-    """Which of the four sets the run or evaluation of this config holds out; None if it is another one."""
+    """The one of the four sets that this config evaluates on; None if it is another."""
     source = config["task"].get("eval")
     return NAMES.get(source["dataset_id"]) if isinstance(source, dict) else None
 
 
 def evaluations(run: Run) -> dict[str, Path]:
-    """The folder of the record of each set: later evaluations in RUN/evals, or else the run itself.
+    """The folder with the evaluation of each set: one in RUN/evals or, without it, the run itself.
 
-    Raises ConfigError for two later evaluations of one set, and, naming them, for sets without any.
+    Raises ConfigError if RUN/evals has two evaluations of a set, or if a set was not evaluated.
     """
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for folder in sorted(path.parent for path in (run.path / "evals").glob("*/done.json")):
         name = set_of(yaml.safe_load((folder / "config.yaml").read_text()))
         if name is not None:
-            require(name not in found, f"{folder} and {found.get(name)} both evaluate {name}: move one elsewhere")
-            found[name] = folder
-    own = set_of(run.config)
-    if own is not None and (run.path / "eval.json").is_file():
-        found.setdefault(own, run.path)
-    missing = [name for name in SETS if name not in found]
-    asked = f"task.instruction={run.option('task.instruction')}"
+            require(name not in folders, f"{folder} and {folders.get(name)} both evaluate {name}: move one elsewhere")
+            folders[name] = folder
+    held_out = set_of(run.config)
+    if held_out is not None and (run.path / "eval.json").is_file():
+        folders.setdefault(held_out, run.path)
+    missing = [name for name in SETS if name not in folders]
+    instruction = f"task.instruction={run.option('task.instruction')}"
     require(
         not missing,
         f"{run.name} has no finished evaluation of {', '.join(missing)}: for each of them, qerl-bench eval "
-        f"{run.path} task={missing[0] if missing else ''} {asked}",
+        f"{run.path} task={missing[0] if missing else ''} {instruction}",
     )
-    return found
+    return folders
 
 
-def scores(run: Run, name: str, folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """How a set was asked, and its sampled accuracy by step. Raises ConfigError unless all its questions were asked."""
+def read_scores(run: Run, name: str, folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """The prompt and sampling options of an evaluation, and its sampled accuracy by step.
+
+    Raises ConfigError unless all questions of the set were asked.
+    """
     task = yaml.safe_load((folder / "config.yaml").read_text())["task"]
     entries = [e for e in json.loads((folder / "eval.json").read_text()) if e["metric"] == "eval/accuracy_sampled"]
     by_step = {entry["step"]: entry for entry in entries}
-    lacking = [step for step in (0, run.option("steps")) if step not in by_step]
-    require(not lacking, f"{folder} has no sampled accuracy of step {', '.join(map(str, lacking))}: evaluate it again")
+    missing = [step for step in (0, run.option("steps")) if step not in by_step]
+    require(not missing, f"{folder} has no sampled accuracy of step {', '.join(map(str, missing))}: evaluate it again")
     for entry in entries:
         require(
             entry["n"] == SETS[name],
@@ -71,15 +74,18 @@ def scores(run: Run, name: str, folder: Path) -> tuple[dict[str, Any], dict[int,
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
-    """The untrained policy and the trained one. Raises ConfigError if the sets were not all asked in the same way."""
-    found = {name: scores(run, name, folder) for name, folder in evaluations(run).items()}
-    protocol = found["math500"][0]
-    for name, (other, _) in found.items():
+    """One row for the untrained policy and one for the trained one.
+
+    Raises ConfigError if the sets were evaluated with different prompts or sampling options.
+    """
+    scores = {name: read_scores(run, name, folder) for name, folder in evaluations(run).items()}
+    protocol = scores["math500"][0]
+    for name, (other, _) in scores.items():
         different = [f"{key} ({other[key]}, {protocol[key]})" for key in protocol if other[key] != protocol[key]]
         require(not different, f"{run.name}: {name} and math500 differ in {', '.join(different)}: evaluate one again")
     table = []
     for step in (0, run.option("steps")):
-        entries = {name: found[name][1][step] for name in SETS}
+        entries = {name: scores[name][1][step] for name in SETS}
         identity = run.identity()
         row = {key: identity[key] for key in ("model", "quant", "aqn", "lora_rank", "lr", "seed")} | {"step": step}
         row |= {name: 100 * entry["value"] for name, entry in entries.items()}

@@ -1,14 +1,13 @@
-"""Finished (or still running) runs as tables: the one way that figures, tables and notebooks read runs.
+"""Reads finished and running runs: the one way that figures, tables and notebooks read them.
 
-A run is read from its own folder, or from a committed study (study.py), which keeps the tables of many. Nothing is
-recovered from a directory's name or from log text, and no service is asked. Left out on purpose: rollouts.jsonl, which
-few readers need.
+A run is read from its own folder, or from a committed study (committed.py), which holds many. Nothing is parsed from
+folder names or log text, and no service is asked. Left out: rollouts.jsonl, which few readers need.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,25 +18,24 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from qerl_bench.checks import require
-from qerl_bench.config import fingerprint, scientific
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.config import canonical, fingerprint, scientific
 from qerl_bench.rundir import flat
 from qerl_bench.study import parse
-from qerl_bench.study.committed import SETTINGS, TEXT, is_study, read_study, study_of
-from qerl_bench.study.versions import refuse_mixed
+from qerl_bench.study.committed import SETTINGS, TEXT, find_study, is_study, read_study
+from qerl_bench.study.parse import first_names
+
+Cell = tuple[str, int]  # base model and seed: runs of different settings are compared within a cell
 
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
 IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
-BASE_KEYS = frozenset({"model.seed"})  # config keys that choose a base of the same kind
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run of a study may compute with
+BASE_KEYS = frozenset({"model.seed"})  # config keys that select the base model
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
 MEASURED = ("kind", "step", "metric", "value")
-NUMERIC = {
-    "lora_rank": "int64",
-    "seed": "int64",
+NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
     "lr": "float64",
-    "finished": "bool",
-    "step": "int64",
     "value": "float64",
+    "finished": "bool",
 }
 SCHEMA = pa.schema([(name, NUMERIC.get(name, TEXT)) for name in (*IDENTITY, *MEASURED)])  # the others are categories
 
@@ -46,9 +44,9 @@ SCHEMA = pa.schema([(name, NUMERIC.get(name, TEXT)) for name in (*IDENTITY, *MEA
 class Run:
     """One run. `metrics` is long: kind (category), step, metric (category), value; one row per number written.
 
-    A null in metrics.jsonl, which stands for a non-finite number, is a row with value NaN; a number that was never
-    written has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while unfinished, and
-    `environment`, the content of env.json, if there is no such file.
+    A null in metrics.jsonl stands for a non-finite number and is a row with value NaN; a number that was never written
+    has no row. The time of a line, in unix seconds, is the metric `time`. `done` is empty while the run is unfinished,
+    and `environment`, the content of env.json, is empty without that file.
 
     A run of a committed study has the path STUDY/NAME, which need not exist, the metrics that were kept, and its
     answers in `kept_answers`: mode, question, step, correct, samples.
@@ -68,21 +66,21 @@ class Run:
 
     @property
     def code(self) -> str:
-        """What tells the version of the code that made this run: see `rundir.environment`."""
+        """The version of the code that made this run: the digest of its sources or, without it, the commit."""
         env = self.environment
         return str(env.get("code") or f"of commit {env.get('commit')}{' with changes' if env.get('dirty') else ''}")
 
     @property
     def device(self) -> str:
-        """Where it ran: the name of the GPU, cpu, or unknown."""
+        """The name of the GPU, cpu, or unknown."""
         return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
 
     @property
     def base(self) -> str:
-        """What identifies the base model: the digest of its weights, if env.json has one (`base_digest.digest_of`).
+        """The base model: the digest of its weights, if env.json has one.
 
-        Else the config: id and revision of a model of the hub; for one that is made from `model.seed`, that, its shape
-        and the task of its warm start. The same seed can give other weights on another machine.
+        Otherwise its config: id and revision of a hub model; seed, shape and warm-start task of one that is made from
+        `model.seed`. The same seed can give other weights on another machine.
         """
         if recorded := self.environment.get("base"):
             return str(recorded)
@@ -95,13 +93,17 @@ class Run:
 
     @property
     def block(self) -> str:
-        """Machine and library versions, which can change numbers, as text; what was not recorded is left out."""
+        """Machine and library versions, which can change numbers, as far as they were recorded."""
         packages: dict[str, Any] = self.environment.get("packages", {})
         cpu = self.environment.get("cpu")
         versions = [f"{name} {packages[name]}" for name in LIBRARIES if packages.get(name)]
         if self.environment.get("gpu") and packages.get("triton"):
             versions.append(f"triton {packages['triton']}")
         return ", ".join([self.device, *([cpu] if cpu else []), *versions])
+
+    @property
+    def cell(self) -> Cell:
+        return self.base, self.option("seed")
 
     @property
     def last_step(self) -> int:
@@ -120,9 +122,9 @@ class Run:
         return value
 
     def identity(self) -> dict[str, Any]:
-        """The columns IDENTITY of this run; full-parameter training counts as rank 0.
+        """The columns IDENTITY of this run; full-parameter training has rank 0.
 
-        The fingerprint covers every option but the seed, also those that have no column.
+        The fingerprint covers every option but the seed, also those without a column.
         """
         return {
             "run": self.name,
@@ -141,10 +143,15 @@ class Run:
         }
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
-        """The config as far as it decides numbers, flat, and the device; without base and seed."""
-        facts = flat(scientific(self.config))
-        return {key: value for key, value in facts.items() if key not in BASE_KEYS} | {"device": self.device}
+    def config_items(self) -> dict[str, Any]:
+        """The part of the config that decides numbers, with dotted keys, and the device; without base and seed."""
+        items = flat(scientific(self.config))
+        return {key: value for key, value in items.items() if key not in BASE_KEYS} | {"device": self.device}
+
+    @cached_property
+    def setting_items(self) -> frozenset[tuple[str, str]]:
+        """`config_items` as a set; runs of one setting have equal ones."""
+        return frozenset((key, repr(canonical(value))) for key, value in self.config_items.items())
 
     def series(self, kind: str, metric: str) -> pd.Series:
         """One metric indexed by step, in order of steps; empty if it was never written."""
@@ -155,20 +162,20 @@ class Run:
 
     @cached_property
     def _rows(self) -> dict[Any, np.ndarray]:
-        """Where each metric stands in the table."""
+        """The row numbers of each metric."""
         return self.metrics.groupby(["kind", "metric"], observed=True, sort=False).indices
 
     def answers(self, mode: str) -> pd.DataFrame:
-        """Share of right answers to each held-out question, sorted: index question, a column for each evaluated step.
+        """Share of correct answers to each held-out question, sorted: index question, a column for each evaluated step.
 
-        `mode` is greedy or sampled. Raises ConfigError if answers were not kept, lack a column, or are none of this mode.
+        `mode` is greedy or sampled. Raises ConfigError if answers were not kept, or if none are of this mode.
         """
         rows = self.answer_counts()
         where = self.path / "samples.parquet"
         require(
             rows is not None,
-            f"the held-out answers of {self.name} were not kept: {where} is missing (in a committed study, its rows of "
-            "answers.parquet). Run it with eval=task",
+            f"the held-out answers of {self.name} were not kept: {where} is missing (or, in a committed study, its "
+            "rows of answers.parquet). Run it with eval=task",
         )
         assert rows is not None
         chosen = rows[rows["mode"] == mode]
@@ -185,56 +192,83 @@ class Run:
         if self.kept_answers is not None or not path.is_file():
             return self.kept_answers
         needed = ["mode", "question", "step", "correct"]
-        lacking = sorted({*needed} - {*parquet.read_schema(path).names})
-        require(not lacking, f"{path} has no column {', '.join(lacking)}: leave the run out, or run it again")
+        missing = sorted({*needed} - {*parquet.read_schema(path).names})
+        require(not missing, f"{path} has no column {', '.join(missing)}: leave the run out, or run it again")
         rows = pd.read_parquet(path, columns=needed).astype({"correct": "int64"})
         return rows.groupby(["mode", "question", "step"])["correct"].agg(correct="sum", samples="count").reset_index()
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Path]:
-    """The runs at or below `root`, sorted: each folder that holds config.yaml and metrics.jsonl, and STUDY/NAME for
-    each run of a committed study.
+    """The runs at or below `root`, sorted: each folder with config.yaml and metrics.jsonl, and STUDY/NAME for each run
+    of a committed study.
 
     Folders inside a run or a study are not searched. Raises ConfigError if there is no such folder, or no run.
     """
     root = Path(root)
-    if study_of(root) is not None:
+    if find_study(root) is not None:
         return [root]
     require(root.is_dir(), f"{root} is not a folder: pass a run directory, or a folder that holds runs")
-    found = []
+    runs = []
     for folder, subfolders, files in os.walk(root):
         if "config.yaml" in files and "metrics.jsonl" in files:
-            found.append(Path(folder))
+            runs.append(Path(folder))
             subfolders.clear()
         elif SETTINGS in files and is_study(Path(folder)):
-            found += [Path(folder) / name for name in read_study(Path(folder)).runs]
+            runs += [Path(folder) / name for name in read_study(Path(folder)).runs]
             subfolders.clear()
     require(
-        bool(found),
+        bool(runs),
         f"no run in {root}: a run is a folder with config.yaml and metrics.jsonl. "
         "Pass the folder that holds them (runs/ by default), or start one with python src/run.py",
     )
-    return sorted(found)
+    return sorted(runs)
 
 
 def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False) -> list[Run]:
-    """Every run at or below `folders`, for a comparison: the one way for figures and tables to read several runs.
-
-    Raises ConfigError as `load_run` and `refuse_mixed` do.
-    """
+    """Every run at or below `folders`, for a comparison. Raises ConfigError as `load_run` and `check_comparable` do."""
     runs = [load_run(path) for folder in folders for path in find_runs(folder)]
-    refuse_mixed(runs, mixed_code)
+    check_comparable(runs, mixed_code)
     return runs
+
+
+def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
+    """Raise ConfigError, naming the runs, if two have one name, if a metric has several definitions, or if the runs
+    come from several versions of the code and `mixed_code` does not allow that.
+    """
+    by_name: dict[str, list[Run]] = {}
+    by_code: dict[str, list[str]] = {}
+    by_definition: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, []).append(run)
+        by_code.setdefault(run.code, []).append(run.name)
+        for metric, definition in run.environment.get("metrics", {}).items():
+            by_definition.setdefault(metric, {}).setdefault(definition, []).append(run.name)
+    for name, group in by_name.items():
+        folders = " and ".join(str(run.path) for run in group)
+        require(len(group) == 1, f"the run {name} was found twice, in {folders}: pass only one of them")
+    mixed = {metric: groups for metric, groups in by_definition.items() if len(groups) > 1}
+    for metric, groups in mixed.items():
+        meanings = "\n".join(f"  {meaning!r}: {first_names(names)}" for meaning, names in groups.items())
+        others = f" (and of {', '.join(sorted(mixed.keys() - {metric}))})" if len(mixed) > 1 else ""
+        raise ConfigError(
+            f"these runs have different definitions of {metric}{others}:\n{meanings}\nLeave all but one out"
+        )
+    versions = "\n".join(f"  code {code}: {first_names(names)}" for code, names in by_code.items())
+    require(
+        mixed_code or len(by_code) <= 1,
+        f"these runs come from {len(by_code)} versions of the code:\n{versions}\nLeave all but one group out, or pass "
+        "--mixed-code if what changed in between cannot have changed the numbers",
+    )
 
 
 def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
     """Read one run, from its folder or as STUDY/NAME. Raises ConfigError for a damaged file, naming it and the line.
 
-    A run without done.json may still be written to: its half-written last line is dropped with a warning. Without
-    `metrics` that table stays empty, and the rest is read in a millisecond.
+    A run without done.json may still be written to, so its half-written last line is dropped with a warning. With
+    `metrics=False` that table stays empty, and the run is read in a millisecond.
     """
     path = Path(path)
-    kept = study_of(path)
+    kept = find_study(path)
     if kept is not None:
         study, name = kept
         return Run(
@@ -243,7 +277,7 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
             environment=study.environment(name),
             finished=study.runs[name]["finished"],
             done=study.done(name),
-            metrics=study.metrics[name] if metrics and name in study.metrics else parse.long({}, {}),
+            metrics=study.metrics[name] if metrics and name in study.metrics else parse.long_table({}, {}),
             kept_answers=study.answers.get(name),
         )
     for name in ("config.yaml", "metrics.jsonl"):
@@ -255,25 +289,25 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
         environment=parse.read_object(path / "env.json") if (path / "env.json").is_file() else {},
         finished=finished,
         done=parse.read_object(path / "done.json") if finished else {},
-        metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long({}, {}),
+        metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long_table({}, {}),
     )
 
 
 def tidy(runs: Iterable[Run]) -> pd.DataFrame:
     """The long table of several runs: the columns IDENTITY, then MEASURED; text columns are categories.
 
-    Raises ConfigError if two folders hold a run of the same name, or if a metric has several definitions.
+    Raises ConfigError if two runs have one name, or if a metric has several definitions.
     """
     runs = list(runs)
     require(bool(runs), "no runs to put in a table: pass at least one")
-    refuse_mixed(runs, mixed_code=True)
+    check_comparable(runs, mixed_code=True)
     return pa.concat_tables([tidy_rows(run) for run in runs]).unify_dictionaries().to_pandas()
 
 
 def tidy_rows(run: Run) -> pa.Table:
     """The rows of one run in the long table; text columns are dictionaries."""
-    same = np.zeros(len(run.metrics), np.int32)
+    first = np.zeros(len(run.metrics), np.int32)
     columns: dict[str, Any] = {
-        name: pa.DictionaryArray.from_arrays(same, pa.array([value])) for name, value in run.identity().items()
+        name: pa.DictionaryArray.from_arrays(first, pa.array([value])) for name, value in run.identity().items()
     }
     return pa.table(columns | {name: pa.array(run.metrics[name]) for name in MEASURED}).cast(SCHEMA)

@@ -1,6 +1,6 @@
-"""The table of runs that the terminal shows: what each run was, how well it did, and what it cost.
+"""The terminal's table of runs: the options, accuracy and cost of each run.
 
-Left out on purpose: means over seeds and tests between settings, which need more care than one line per run can give.
+Left out: means over seeds and tests between settings, which one line per run cannot show with enough care.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from qerl_bench.study.load import Run, load_run
 
 NOTES = (
     "accuracy: held-out questions, % ±1 s.e. over questions, greedy decoding before and after training, then sampled;",
-    "gain: greedy accuracy over step 0, the quantized base, ±1 s.e. of the difference question by question;",
+    "gain: greedy accuracy minus that of step 0, the quantized base, ±1 s.e. of the paired difference;",
     "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory;",
-    "taught: share of the completion tokens whose completion was in a backward pass, mean over steps",
+    "taught: share of completion tokens that a backward pass used, mean over steps",
 )
-LAST = 5  # steps that say whether a run still trains
+LAST_STEPS = 5  # they show whether a run still trains
 
 
 def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
-    """One row per run, in the given order; accuracies are shares, NaN where a run has not measured something.
+    """One row per run, in the given order; accuracies are shares, and what a run did not measure is NaN.
 
-    A run's final accuracy is its last evaluation after step 0; a running one has its latest. Raises ConfigError as
-    `load_run` does.
+    The final accuracy is that of the last evaluation after step 0. Raises ConfigError as `load_run` does.
     """
     return pd.DataFrame([_row(load_run(path)) for path in run_dirs])
 
 
 def render(table: pd.DataFrame) -> str:
-    """The table of `summary` as aligned text, with a legend under it; `-` where there is no number."""
+    """The table of `summary` as aligned text with a legend; `-` stands for a missing number."""
     if table.empty:
         return "no runs"
     columns = {
@@ -59,15 +58,15 @@ def render(table: pd.DataFrame) -> str:
     return "\n".join([*lines, "", *NOTES, *unfinished])
 
 
-def untaught(table: pd.DataFrame) -> str | None:
-    """A warning where a run of `summary`'s table no longer trained in its last steps; None where all did."""
+def no_gradient_warning(table: pd.DataFrame) -> str | None:
+    """A warning if the last steps of a run in the table of `summary` had no gradient; None if all had one."""
     names = [row["run"] for row in table.to_dict("records") if row["taught_last"] == 0]
     if not names:
         return None
     return (
-        f"{', '.join(names)}: no completion of the last {LAST} steps was in a backward pass (train/taught_frac = 0): "
-        "all of a group earned the same. Nothing was learned, and time, tokens/s and memory are those of sampling and "
-        "one forward pass, not of training. To measure these use task=shape, whose rewards always differ"
+        f"{', '.join(names)}: the last {LAST_STEPS} steps had no backward pass (train/taught_frac = 0), because the "
+        "rewards of every group were equal. Nothing was learned, and time, tokens/s and memory are those of sampling "
+        "and one forward pass. To measure training use task=shape, whose rewards always differ"
     )
 
 
@@ -90,23 +89,23 @@ def _row(run: Run) -> dict[str, Any]:
         "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
         "rollout_tok_s": run.series("train", "speed/rollout_tok_s").iloc[1:].median(),
         "taught": taught.mean(),
-        "taught_last": taught.iloc[-LAST:].max(),
+        "taught_last": taught.iloc[-LAST_STEPS:].max(),
         "peak_gib": run.done.get("peak_memory_gib") or run.series("train", "memory/peak_gib").max(),
     }
 
 
 def _evaluated(run: Run, metric: str, column: str, when: str) -> dict[str, float]:
     """A metric and its standard error at step 0 (`when` = start) or at the last evaluated step after it (final)."""
-    found = {}
+    columns = {}
     for suffix in ("", "_stderr"):
         series = run.series("eval", f"eval/{metric}{suffix}")
         values = [value for step, value in series.items() if (step == 0) == (when == "start")]
-        found[f"{column}_{when}{suffix}"] = values[-1] if values else math.nan
-    return found
+        columns[f"{column}_{when}{suffix}"] = values[-1] if values else math.nan
+    return columns
 
 
 def _shares(table: pd.DataFrame, name: str, signed: bool = False) -> list[str]:
-    """Percentages with one decimal; without the standard error where that is unknown."""
+    """Percentages with one decimal, and the standard error if it is known."""
     return [
         _number(100 * value, "+.1f" if signed else ".1f") + ("" if math.isnan(error) else f" ±{100 * error:.1f}")
         for value, error in zip(table[name], table[f"{name}_stderr"], strict=True)

@@ -1,0 +1,55 @@
+"""What the scripts that draw share: their command line, the choice of runs, and the files they write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from qerl_bench.figures.style import save
+from qerl_bench.study.load import Run, load_runs
+from qerl_bench.study.script import parser_for
+from qerl_bench.study.study import Study
+
+
+def figure_parser(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a script that reads runs and draws."""
+    parser = parser_for(description)
+    kinds = ("svg", "pdf", "png")
+    parser.add_argument("--formats", nargs="+", choices=kinds, default=["svg"], help="of the files (default: svg)")
+    return parser
+
+
+def read_study(
+    arguments: Sequence[str] | None, description: str | None, factors: Sequence[str], unfinished: bool = False
+) -> tuple[Study, argparse.Namespace]:
+    """Parse the command line, read the runs, and select those that differ in `factors` alone.
+
+    Unfinished runs are left out, unless `unfinished`. Their names, and the number of runs selected, go to stderr.
+    """
+    parser = figure_parser(description)
+    also = "config keys that may differ too: optim.lr for the methods of the paper, model. for several model sizes"
+    parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
+    options = parser.parse_args(arguments)
+    runs = load_runs(options.runs, options.mixed_code)
+    for run in runs:
+        if not run.finished:
+            effect = "its setting ends at the step that it has reached" if unfinished else "it is left out"
+            print(f"{run.name} is not finished: {effect}", file=sys.stderr)
+    return select([run for run in runs if run.finished or unfinished], [*factors, *options.also]), options
+
+
+def select(runs: Sequence[Run], factors: Sequence[str]) -> Study:
+    """`Study.select`, which prints how many of the runs it selected to stderr, if not all."""
+    study = Study(runs).select(*factors)
+    if len(study.runs) < len(runs):
+        what = f"the largest set that differs in {', '.join(factors)} alone"
+        print(f"compared: {len(study.runs)} of {len(runs)} runs, {what}", file=sys.stderr)
+    return study
+
+
+def write_figure(figure: Figure, options: argparse.Namespace, name: str) -> None:
+    """Write NAME.svg, or the formats asked for, and print the paths."""
+    print(*save(figure, options.out / name, options.formats), sep="\n")
