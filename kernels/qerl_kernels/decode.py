@@ -21,16 +21,16 @@ from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r), both bfloat16, and the factor of both
 
-MOST_TOKENS = BUCKETS[-1]
-MOST_RANK = 128
+MAX_TOKENS = BUCKETS[-1]
+MAX_RANK = 128
 _COUNTERS = 1 << 14
-_SMALLEST_RANK = 16  # of a tensor-core instruction
+_MIN_RANK = 16  # of a tensor-core instruction
 _PART = 16  # tokens whose partial sums one program adds
 
 
 def supported(weight: KernelWeight, tokens: int, dtype: torch.dtype) -> bool:
     """Whether `decode_gemm` takes this weight, where it lies, and an x (tokens, K) in `dtype`."""
-    return 0 < tokens <= MOST_TOKENS and dtype == torch.bfloat16 and _unsupported(weight.words.device) is None
+    return 0 < tokens <= MAX_TOKENS and dtype == torch.bfloat16 and _unsupported(weight.words.device) is None
 
 
 @cache
@@ -102,8 +102,8 @@ def _check(
     tiles = (-(-n // ROWS), -(-k // INPUTS))
     if (reason := _unsupported(weight.words.device)) is not None:
         raise ValueError(reason)
-    if x.ndim != 2 or not 0 < len(x) <= MOST_TOKENS:
-        raise ValueError(f"x must have the shape (1 to {MOST_TOKENS}, {k}), got {tuple(x.shape)}")
+    if x.ndim != 2 or not 0 < len(x) <= MAX_TOKENS:
+        raise ValueError(f"x must have the shape (1 to {MAX_TOKENS}, {k}), got {tuple(x.shape)}")
     _require("x", x[:1], weight, (1, k), (torch.bfloat16,))
     if x.data_ptr() % 16 or x.stride(0) % 8:
         raise ValueError(f"rows of x must start at multiples of 16 bytes, got strides {x.stride()}; copy it")
@@ -116,8 +116,8 @@ def _check(
         _require("bias", bias, weight, (n,), (torch.bfloat16, torch.float32))
     if lora is not None:
         rank = lora[1].shape[-1]
-        if not 0 < rank <= MOST_RANK:
-            raise ValueError(f"the adapter's rank must be 1 to {MOST_RANK}, got {rank}; add it by a matmul of its own")
+        if not 0 < rank <= MAX_RANK:
+            raise ValueError(f"the adapter's rank must be 1 to {MAX_RANK}, got {rank}; add it by a matmul of its own")
         _require("XA", lora[0], weight, (len(x), rank), (torch.bfloat16,))
         _require("B", lora[1], weight, (n, rank), (torch.bfloat16,))
 
@@ -161,7 +161,7 @@ def _launch(
     rank = 0 if b is None else b.shape[1]
     shared = {
         "SPLIT": config.split,
-        "RANK": 0 if b is None else max(_SMALLEST_RANK, 1 << (rank - 1).bit_length()),
+        "RANK": 0 if b is None else max(_MIN_RANK, 1 << (rank - 1).bit_length()),
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
         "PDL": True,

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = MAGNITUDES[-1]
+MAX = MAGNITUDES[-1]
 
 # Two decoded values are fetched at once as one integer of twice their width.
 _PAIR_WORD = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}

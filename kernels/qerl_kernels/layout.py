@@ -57,7 +57,7 @@ from qerl_kernels import e2m1
 ROWS = 16  # of a tile
 INPUTS = 64  # of a tile
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
-MXFP4_LARGEST_BYTE = 252
+MXFP4_MAX_BYTE = 252
 _NF4_ZERO = 7
 _CODES_AT_ONCE = 1 << 24  # temporaries are int32
 # Axes of codes in the order of a matrix, (T, row half, g, C, j, input half, t, parity), and in that of words.
@@ -146,8 +146,8 @@ def _checked_scales(
     scales = packed["weight_scale"].view(torch.uint8)
     largest = int(scales.max())
     if format_name == "mxfp4":
-        if largest > MXFP4_LARGEST_BYTE:
-            raise ValueError(f"the kernel layout holds E8M0 bytes up to {MXFP4_LARGEST_BYTE}, got {largest}")
+        if largest > MXFP4_MAX_BYTE:
+            raise ValueError(f"the kernel layout holds E8M0 bytes up to {MXFP4_MAX_BYTE}, got {largest}")
         return scales + (254 - largest), 254 - largest
     if largest > 0x7E:
         raise ValueError("the kernel layout holds E4M3 scales from 0 to 448; this weight has a negative one or a NaN")

@@ -87,10 +87,10 @@ class _LinearScores(torch.autograd.Function):
         entropy_gradient: bool,
         rows: int,
     ) -> Scores:
-        from qerl_kernels import jit_head
+        from qerl_kernels import jit_loss_head
 
-        row_scores: Any = jit_head.row_scores
-        gradients: Any = jit_head.gradients
+        row_scores: Any = jit_loss_head.row_scores
+        gradients: Any = jit_loss_head.gradients
 
         vocabulary = len(weight)
         logprob, entropy, entropy_t1, likeliest, logsumexp = hidden.new_empty(5, len(hidden), dtype=torch.float32)

@@ -21,7 +21,7 @@ ROUND_UP = {
     "floor": 0,  # never: OCP Microscaling Formats 1.0, section 6.3; maxima above 6 * 2^(k-2) saturate
     "rceil": (1 << 22) - 1,  # m > 1.5: the smallest scale under which nothing saturates (cuBLAS)
 }
-_LARGEST_BYTE = 252
+_MAX_BYTE = 252
 
 
 def scales(weight: torch.Tensor, scale_rule: str, stretch: float = 1.0) -> dict[str, torch.Tensor]:
@@ -32,7 +32,7 @@ def scales(weight: torch.Tensor, scale_rule: str, stretch: float = 1.0) -> dict[
     blocks = weight.to(torch.float32).unflatten(-1, (-1, BLOCK))  # (N, K/32, 32)
     amax_bits = (blocks.abs().amax(dim=-1) * stretch).view(torch.int32)  # (N, K/32)
     exponent = (amax_bits + ROUND_UP[scale_rule]) >> 23  # k + 127
-    return {"weight_scale": (exponent - 2).clamp(0, _LARGEST_BYTE).to(torch.uint8)}
+    return {"weight_scale": (exponent - 2).clamp(0, _MAX_BYTE).to(torch.uint8)}
 
 
 def unit(scales: dict[str, torch.Tensor]) -> torch.Tensor:

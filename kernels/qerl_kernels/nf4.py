@@ -20,7 +20,7 @@ VALUES = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-_SMALLEST_DIVISOR = 1e-38
+_MIN_DIVISOR = 1e-38
 
 
 @cache
@@ -48,6 +48,6 @@ def nearest(values: torch.Tensor) -> torch.Tensor:
 
 def encode(weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     """Bytes uint8 (N*K/2, 1) of W (N, K) under `scales`; weights beyond a block's scale saturate."""
-    reciprocal = 1.0 / scales["absmax"].clamp(min=_SMALLEST_DIVISOR)
+    reciprocal = 1.0 / scales["absmax"].clamp(min=_MIN_DIVISOR)
     codes = _index((weight.to(torch.float32).reshape(-1, BLOCK) * reciprocal.unsqueeze(1)).flatten()).to(torch.uint8)
     return ((codes[0::2] << 4) | codes[1::2]).unsqueeze(1)

@@ -22,8 +22,8 @@ import torch
 from qerl_kernels import e2m1
 
 BLOCK = 16
-E4M3_LARGEST = 448.0
-E4M3_SMALLEST_NORMAL = 2.0**-6  # torchao's lower bound for a block scale
+E4M3_MAX = 448.0
+E4M3_MIN_NORMAL = 2.0**-6  # torchao's lower bound for a block scale
 CONVENTIONS = ("compressed-tensors", "torchao")
 _EMPTY_BLOCK_SCALE = 0.125  # what compressed-tensors stores where a scale rounds to zero
 
@@ -35,7 +35,7 @@ def tensor_scale(tensor_amax: torch.Tensor) -> torch.Tensor:
     that way in PyTorch. G is 1 where that overflows: a tensor of zeros, or float16 and maxima below about 0.041.
     """
     amax = tensor_amax.clamp(min=torch.finfo(tensor_amax.dtype).tiny)
-    scale = amax.reciprocal() * (E4M3_LARGEST * e2m1.LARGEST)
+    scale = amax.reciprocal() * (E4M3_MAX * e2m1.MAX)
     return torch.nan_to_num(scale, nan=1.0, posinf=1.0).to(torch.float32).reshape(1)
 
 
@@ -56,16 +56,16 @@ def scales(
     block_amax = weight.to(compute_dtype).unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1)  # (N, K/16)
     amax = block_amax.amax() if tensor_amax is None else block_amax.new_tensor(tensor_amax)
     # Divisors are tensors on the device, not Python numbers: CUDA turns division by a number into a product.
-    six = block_amax.new_tensor(e2m1.LARGEST)
+    six = block_amax.new_tensor(e2m1.MAX)
     if convention == "torchao":
-        multiplier = amax.to(torch.float32) / amax.new_tensor(E4M3_LARGEST * e2m1.LARGEST, dtype=torch.float32)
+        multiplier = amax.to(torch.float32) / amax.new_tensor(E4M3_MAX * e2m1.MAX, dtype=torch.float32)
         multiplier = torch.where(multiplier == 0, 1.0, multiplier)
         wanted = block_amax.to(torch.float32) / six.to(torch.float32) / multiplier * stretch
-        block_scale = wanted.clamp(E4M3_SMALLEST_NORMAL, E4M3_LARGEST).to(torch.float8_e4m3fn)
+        block_scale = wanted.clamp(E4M3_MIN_NORMAL, E4M3_MAX).to(torch.float8_e4m3fn)
         return {"weight_scale": block_scale, "weight_scale_2": multiplier.reshape(1)}
     global_scale = tensor_scale(amax)
     wanted = (block_amax / six).to(torch.float32) * global_scale * stretch
-    block_scale = wanted.clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).to(torch.float32)
+    block_scale = wanted.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
     block_scale = torch.where(block_scale == 0, _EMPTY_BLOCK_SCALE, block_scale)
     return {"weight_scale": block_scale.to(torch.float8_e4m3fn), "weight_global_scale": global_scale}
 

@@ -43,13 +43,13 @@ def test_dequantize(arch: int, format_number: int, scales: int, bound: float) ->
 @pytest.mark.parametrize(("scaled", "bound"), [(False, 24.0), (True, 31.0)])
 def test_row_scores(arch: int, scaled: bool, bound: float) -> None:
     """The loop over the vocabulary: instructions a logit, the branches of rare blocks included."""
-    from qerl_kernels import jit_head
+    from qerl_kernels import jit_loss_head
     from qerl_kernels.loss_head import SCORES
 
     names = ("logprob", "entropy", "entropy_t1", "likeliest", "logsumexp")
     signature = {"logits": "*bf16", "targets": "*i64"} | dict.fromkeys(names, "*fp32") | HEAD
     block, warps = SCORES
-    built = compiled(jit_head.row_scores, signature, {"SCALED": scaled, "BLOCK": block}, arch, num_warps=warps)
+    built = compiled(jit_loss_head.row_scores, signature, {"SCALED": scaled, "BLOCK": block}, arch, num_warps=warps)
     _sound(built)
     assert 0 < len(built.loop()) * 32 * warps / block <= bound
 
@@ -57,14 +57,14 @@ def test_row_scores(arch: int, scaled: bool, bound: float) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("with_entropy", "bound"), [(False, 21.0), (True, 26.0)])
 def test_head_gradients(arch: int, with_entropy: bool, bound: float) -> None:
-    from qerl_kernels import jit_head
+    from qerl_kernels import jit_loss_head
     from qerl_kernels.loss_head import GRADIENTS
 
     signature = {"logits": "*bf16", "entropy_gradient": "*bf16", "targets": "*i64"}
     signature |= {"logsumexp": "*fp32", "entropy": "*fp32"} | HEAD
     block, warps = GRADIENTS
     constants = {"WITH_ENTROPY": with_entropy, "BLOCK": block}
-    built = compiled(jit_head.gradients, signature, constants, arch, num_warps=warps)
+    built = compiled(jit_loss_head.gradients, signature, constants, arch, num_warps=warps)
     _sound(built)
     assert len(built.instructions) * 32 * warps / block <= bound
 
@@ -97,28 +97,28 @@ def _of_step(
 
 
 def _attention(arch: int, dtype: str, size: int, splits: int) -> Compiled:
-    from qerl_kernels import jit_step
-    from qerl_kernels.step import key_block
+    from qerl_kernels import jit_decoder_layer
+    from qerl_kernels.decoder_layer import key_block
 
     block = key_block(size, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     shape = {"KV": 4, "GROUP": 7, "ROWS": 16, "D": size, "DIM": size, "BLOCK": block, "SPLITS": splits}
-    return _of_step(jit_step.attend, shape, arch, 4, 3, dtype, total="*fp32")
+    return _of_step(jit_decoder_layer.attend, shape, arch, 4, 3, dtype, total="*fp32")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_step(arch: int) -> None:
     """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
-    from qerl_kernels import jit_step
+    from qerl_kernels import jit_decoder_layer
 
     shape = {"KV": 4, "D": 128, "DIM": 128}
-    _sound(_of_step(jit_step.add_norm, {"ADD": True, "BLOCK": 4096}, arch, 8))
-    _sound(_of_step(jit_step.swiglu, {"BLOCK": 1024}, arch, 4))
-    _sound(_of_step(jit_step.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
+    _sound(_of_step(jit_decoder_layer.add_norm, {"ADD": True, "BLOCK": 4096}, arch, 8))
+    _sound(_of_step(jit_decoder_layer.swiglu, {"BLOCK": 1024}, arch, 4))
+    _sound(_of_step(jit_decoder_layer.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
     for splits in (1, 8):
         attend = _attention(arch, "bf16", 128, splits)
         _sound(attend)
         assert attend.count("HMMA") > 0 and attend.count("LDGSTS") > 0
-    _sound(_of_step(jit_step.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"))
+    _sound(_of_step(jit_decoder_layer.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 256), ("fp32", 128)])
@@ -130,14 +130,14 @@ def test_attention_fits_small_gpus(dtype: str, size: int) -> None:
 
 def test_a_kernel_that_spills_is_found() -> None:
     """The gate itself: the same kernel with a block far too large for its registers."""
-    from qerl_kernels import jit_head
+    from qerl_kernels import jit_loss_head
 
     signature = {"logits": "*bf16", "entropy_gradient": "*bf16", "targets": "*i64"}
     signature |= {"logsumexp": "*fp32", "entropy": "*fp32"} | HEAD
     constants = {"WITH_ENTROPY": True, "BLOCK": 16384}
-    assert compiled(jit_head.gradients, signature, constants, 90, num_warps=1).spills
+    assert compiled(jit_loss_head.gradients, signature, constants, 90, num_warps=1).spills
     with pytest.raises(ValueError, match="BLOCK"):
-        compiled(jit_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
+        compiled(jit_loss_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
 
 
 @pytest.mark.parametrize(

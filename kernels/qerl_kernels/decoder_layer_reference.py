@@ -8,7 +8,7 @@ import torch
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `step.add_norm`."""
+    """As `decoder_layer.add_norm`."""
     total = x if delta is None else x + delta
     wide = total.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -16,7 +16,7 @@ def add_norm(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As `step.swiglu`."""
+    """As `decoder_layer.swiglu`."""
     return torch.nn.functional.silu(gate) * up
 
 
@@ -31,7 +31,7 @@ def rotate_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """As `step.rotate_store`."""
+    """As `decoder_layer.rotate_store`."""
     n, heads, size = len(q), keys.shape[1], keys.shape[3]
     c, s = (table[slot - starts][:, None] for table in (cos, sin))  # (n, 1, D)
 
@@ -52,7 +52,7 @@ def attend(
     slot: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """As `step.attend`."""
+    """As `decoder_layer.attend`."""
     n, heads = len(q), keys.shape[1]
     slots = torch.arange(keys.shape[2], device=q.device)
     visible = (slots >= starts[:, None]) & (slots <= slot)  # (n, S)

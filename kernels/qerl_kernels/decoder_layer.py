@@ -2,7 +2,7 @@
 
 A step takes one token of each sequence, so these operations are tiny, and as the dozens of kernels that transformers
 makes of them they cost as much time as the matmuls. Where a sequence stands is read on the GPU, so a captured CUDA
-graph serves every position; attention reads only what a row may see. `step_reference` has the same functions in plain
+graph serves every position; attention reads only what a row may see. `decoder_layer_reference` has the same functions in plain
 PyTorch. Left out: gradients, sliding windows, more than one query of a row.
 """
 
@@ -18,9 +18,9 @@ from qerl_kernels.checks import require_device, require_shape
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 KEYS = 64  # that a program of `attend` reads at once, fewer where they take more than the next
 _KEY_BYTES = 1 << 14  # tiles of which are read ahead in the 99 KiB that small GPUs share among a program's threads
-_SMALLEST_DOT = 16
+_MIN_DOT = 16
 _PROGRAMS = 256  # that keep a large GPU busy: two on each processor
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 
 
 def add_norm(
@@ -39,10 +39,10 @@ def add_norm(
         require_shape("delta", delta, (rows, width), x.dtype)
         total = torch.empty_like(x)
     require_device(x=x, weight=weight, delta=x if delta is None else delta)
-    from qerl_kernels import jit_step
+    from qerl_kernels import jit_decoder_layer
 
     block = _power_of_2(width)
-    kernel: Any = jit_step.add_norm
+    kernel: Any = jit_decoder_layer.add_norm
     kernel[(rows,)](
         x, delta, weight, total, normed, width, epsilon, ADD=delta is not None, BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
@@ -56,10 +56,10 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     require_shape("gate", gate, (rows, width), *FLOATS, apart=True)
     require_shape("up", up, (rows, width), gate.dtype, apart=True)
     require_device(gate=gate, up=up)
-    from qerl_kernels import jit_step
+    from qerl_kernels import jit_decoder_layer
 
     out = gate.new_empty(rows, width)
-    kernel: Any = jit_step.swiglu
+    kernel: Any = jit_decoder_layer.swiglu
     kernel[(rows, -(-width // 1024))](gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=1024, num_warps=4)
     return out
 
@@ -89,10 +89,10 @@ def rotate_store(
     for name, tensor in (("cos", cos), ("sin", sin)):
         require_shape(name, tensor, (width, size), *FLOATS)
     require_device(q=q, k=k, v=v, cos=cos, sin=sin, starts=starts, slot=slot, keys=keys, values=values)
-    from qerl_kernels import jit_step
+    from qerl_kernels import jit_decoder_layer
 
     turned = q.new_empty(rows, queries, size)
-    kernel: Any = jit_step.rotate_store
+    kernel: Any = jit_decoder_layer.rotate_store
     kernel[(rows, queries + 2 * heads)](
         q, k, v, cos, sin, starts, slot, keys, values, turned, width, q.stride(0), k.stride(0), v.stride(0),
         HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), num_warps=1,
@@ -118,32 +118,32 @@ def attend(
     _require_cache(rows, starts, slot, keys, values)
     require_shape("q", q, (rows, heads * group, size), keys.dtype)
     require_device(q=q, starts=starts, slot=slot, keys=keys, values=values)
-    from qerl_kernels import jit_step
+    from qerl_kernels import jit_decoder_layer
 
-    splits = min(_MOST_SPLITS, _power_of_2(width) // KEYS, _power_of_2(_PROGRAMS // (rows * heads)))
+    splits = min(_MAX_SPLITS, _power_of_2(width) // KEYS, _power_of_2(_PROGRAMS // (rows * heads)))
     splits = max(1, splits)
     out = q.new_empty(rows, heads * group * size)
-    dim = max(_SMALLEST_DOT, _power_of_2(size))
+    dim = max(_MIN_DOT, _power_of_2(size))
     block = key_block(dim, keys.dtype)
     partial = most_seen = sums = None
     if splits > 1:
         partial = q.new_empty(rows * heads * group, splits, size, dtype=torch.float32)
         most_seen, sums = (q.new_empty(rows * heads * group, splits, dtype=torch.float32) for _ in range(2))
-    kernel: Any = jit_step.attend
+    kernel: Any = jit_decoder_layer.attend
     kernel[(rows, heads, splits)](
         q, keys, values, starts, slot, out, partial, most_seen, sums, scaling * math.log2(math.e), width,
-        KV=heads, GROUP=group, ROWS=max(_SMALLEST_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=block,
+        KV=heads, GROUP=group, ROWS=max(_MIN_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=block,
         SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        join: Any = jit_step.join_splits
+        join: Any = jit_decoder_layer.join_splits
         join[(rows * heads * group,)](partial, most_seen, sums, out, D=size, DIM=dim, SPLITS=splits, num_warps=1)
     return out
 
 
 def key_block(dim: int, dtype: torch.dtype) -> int:
     """How many keys of `dim` numbers, a power of two, a program of `attend` reads at once."""
-    return max(_SMALLEST_DOT, min(KEYS, _KEY_BYTES // (dim * dtype.itemsize)))
+    return max(_MIN_DOT, min(KEYS, _KEY_BYTES // (dim * dtype.itemsize)))
 
 
 def _require_cache(
