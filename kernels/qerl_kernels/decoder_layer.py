@@ -1,9 +1,9 @@
-"""What a decoding step does between its matmuls, each in one kernel: norms, rotation, cache, attention, SwiGLU.
+"""The operations between the matmuls of a decoding step, one kernel each: norms, rotation, cache, attention, SwiGLU.
 
-A step takes one token of each sequence, so these operations are tiny, and as the dozens of kernels that transformers
-makes of them they cost as much time as the matmuls. Where a sequence stands is read on the GPU, so a captured CUDA
-graph serves every position; attention reads only what a row may see. `decoder_layer_reference` has the same functions in plain
-PyTorch. Left out: gradients, sliding windows, more than one query of a row.
+A decoding step has one token per sequence, so these operations are tiny. As the dozens of kernels that transformers
+launches they take as much time as the matmuls. Positions are read on the GPU, so one captured CUDA graph serves all of
+them, and attention reads only the slots that a row may see. `decoder_layer_reference` has the same functions in plain
+PyTorch. Left out: gradients, sliding windows, more than one query per row.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch
 from qerl_kernels.checks import require_device, require_shape
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-KEYS = 64  # that a program of `attend` reads at once, fewer where they take more than the next
-_KEY_BYTES = 1 << 14  # tiles of which are read ahead in the 99 KiB that small GPUs share among a program's threads
+KEYS = 64  # that a program of `attend` reads at once, fewer if they exceed _KEY_BYTES
+_KEY_BYTES = 1 << 14  # several such tiles are prefetched into shared memory, of which small GPUs have 99 KiB
 _MIN_DOT = 16
-_PROGRAMS = 256  # that keep a large GPU busy: two on each processor
+_PROGRAMS = 256  # enough to fill a large GPU: two per processor
 _MAX_SPLITS = 32
 
 
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta, and that divided by its root mean square and times `weight`; x and delta (n, H), weight (H,).
+    """The sum x + delta and its RMSNorm with `weight`; x and delta (n, H), weight (H,).
 
-    The sum is x itself where there is no delta. `weight` may be more precise than x.
+    Without delta, the sum is x itself. `weight` may have a higher precision than x.
     """
     rows, width = x.shape
     require_shape("x", x, (rows, width), *FLOATS)
@@ -51,10 +51,10 @@ def add_norm(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, both (n, I); rows may lie apart."""
+    """silu(gate) * up, both (n, I); rows may be strided."""
     rows, width = gate.shape
-    require_shape("gate", gate, (rows, width), *FLOATS, apart=True)
-    require_shape("up", up, (rows, width), gate.dtype, apart=True)
+    require_shape("gate", gate, (rows, width), *FLOATS, strided=True)
+    require_shape("up", up, (rows, width), gate.dtype, strided=True)
     require_device(gate=gate, up=up)
     from qerl_kernels import jit_decoder_layer
 
@@ -75,29 +75,30 @@ def rotate_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """The rotated queries (n, H, D); keys, rotated, and values go to the cache (N, KV, S, D), n rows of it, at `slot`.
+    """The rotated queries (n, H, D); writes rotated keys, and values, to `slot` of the cache's first n rows.
 
-    q is (n, H * D), k and v (n, KV * D), whose rows may lie apart; `cos` and `sin` (S, D) go by position, `starts` (n,)
-    is the slot of each row's position 0, `slot` (1,) that of all. Rotates the two halves of a head, as Llama does.
+    q is (n, H * D), k and v are (n, KV * D), rows may be strided; the cache, `keys` and `values`, is (N, KV, S, D).
+    `cos` and `sin` (S, D) are indexed by position, `starts` (n,) is the slot of each row's position 0, and `slot` (1,)
+    is written by all rows. Rotates the two halves of a head against each other, as Llama does.
     """
     rows, (_, heads, width, size) = len(q), keys.shape
     queries = q.shape[1] // size
     _require_cache(rows, starts, slot, keys, values)
-    require_shape("q", q, (rows, queries * size), keys.dtype, apart=True)
+    require_shape("q", q, (rows, queries * size), keys.dtype, strided=True)
     for name, tensor in (("k", k), ("v", v)):
-        require_shape(name, tensor, (rows, heads * size), keys.dtype, apart=True)
+        require_shape(name, tensor, (rows, heads * size), keys.dtype, strided=True)
     for name, tensor in (("cos", cos), ("sin", sin)):
         require_shape(name, tensor, (width, size), *FLOATS)
     require_device(q=q, k=k, v=v, cos=cos, sin=sin, starts=starts, slot=slot, keys=keys, values=values)
     from qerl_kernels import jit_decoder_layer
 
-    turned = q.new_empty(rows, queries, size)
+    rotated = q.new_empty(rows, queries, size)
     kernel: Any = jit_decoder_layer.rotate_store
     kernel[(rows, queries + 2 * heads)](
-        q, k, v, cos, sin, starts, slot, keys, values, turned, width, q.stride(0), k.stride(0), v.stride(0),
+        q, k, v, cos, sin, starts, slot, keys, values, rotated, width, q.stride(0), k.stride(0), v.stride(0),
         HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), num_warps=1,
     )  # fmt: skip
-    return turned
+    return rotated
 
 
 def attend(
@@ -108,10 +109,10 @@ def attend(
     slot: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """Attention (n, H * D) of one query for each row, q (n, H, D), over the slots `starts` to `slot` of its cache.
+    """Attention (n, H * D) of one query per row, q (n, H, D), over the slots `starts` to `slot` of its cache.
 
-    Query heads side by side share a key head. Softmax and sums are FP32, deterministic. What a row may see is split
-    where there are too few rows and heads to keep the GPU busy.
+    Adjacent query heads share a key head. Softmax and sums are in FP32 and deterministic. If there are too few rows
+    and heads to fill the GPU, the slots of a row are split among programs.
     """
     rows, (_, heads, width, size) = len(q), keys.shape
     group = q.shape[1] // heads
@@ -125,24 +126,24 @@ def attend(
     out = q.new_empty(rows, heads * group * size)
     dim = max(_MIN_DOT, _power_of_2(size))
     block = key_block(dim, keys.dtype)
-    partial = most_seen = sums = None
+    partial = maxima = sums = None
     if splits > 1:
         partial = q.new_empty(rows * heads * group, splits, size, dtype=torch.float32)
-        most_seen, sums = (q.new_empty(rows * heads * group, splits, dtype=torch.float32) for _ in range(2))
+        maxima, sums = (q.new_empty(rows * heads * group, splits, dtype=torch.float32) for _ in range(2))
     kernel: Any = jit_decoder_layer.attend
     kernel[(rows, heads, splits)](
-        q, keys, values, starts, slot, out, partial, most_seen, sums, scaling * math.log2(math.e), width,
+        q, keys, values, starts, slot, out, partial, maxima, sums, scaling * math.log2(math.e), width,
         KV=heads, GROUP=group, ROWS=max(_MIN_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=block,
         SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        join: Any = jit_decoder_layer.join_splits
-        join[(rows * heads * group,)](partial, most_seen, sums, out, D=size, DIM=dim, SPLITS=splits, num_warps=1)
+        combine: Any = jit_decoder_layer.combine_splits
+        combine[(rows * heads * group,)](partial, maxima, sums, out, D=size, DIM=dim, SPLITS=splits, num_warps=1)
     return out
 
 
 def key_block(dim: int, dtype: torch.dtype) -> int:
-    """How many keys of `dim` numbers, a power of two, a program of `attend` reads at once."""
+    """How many keys of `dim` numbers (a power of two) a program of `attend` reads at once."""
     return max(_MIN_DOT, min(KEYS, _KEY_BYTES // (dim * dtype.itemsize)))
 
 
@@ -155,8 +156,8 @@ def _require_cache(
     require_shape("slot", slot, (1,), torch.int64)
     if rows > len(keys) or keys.shape[3] % 2:
         raise ValueError(
-            f"the cache must have at least {rows} rows and heads of an even size, got "
-            f"{tuple(keys.shape)}; make it larger"
+            f"the cache must have at least {rows} rows and an even head size, got "
+            f"{tuple(keys.shape)}; allocate a larger one"
         )
 
 

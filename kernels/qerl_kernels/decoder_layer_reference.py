@@ -1,4 +1,4 @@
-"""`step` in plain PyTorch, on any device: the same functions, written as the modules of transformers compute them."""
+"""The functions of `decoder_layer` in plain PyTorch on any device, computed as the modules of transformers do."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def rotate_store(
     n, heads, size = len(q), keys.shape[1], keys.shape[3]
     c, s = (table[slot - starts][:, None] for table in (cos, sin))  # (n, 1, D)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         low, high = x.chunk(2, dim=-1)
         return x * c + torch.cat((-high, low), dim=-1) * s
 
-    keys[:n].index_copy_(2, slot, turned(k.reshape(n, heads, size))[:, :, None])
+    keys[:n].index_copy_(2, slot, rotated(k.reshape(n, heads, size))[:, :, None])
     values[:n].index_copy_(2, slot, v.reshape(n, heads, 1, size))
-    return turned(q.reshape(n, -1, size))
+    return rotated(q.reshape(n, -1, size))
 
 
 def attend(

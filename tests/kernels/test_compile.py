@@ -193,7 +193,7 @@ def test_sampling(arch: int, choice: str) -> None:
 def _compiled_layer_op(
     kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16", **changed: str
 ) -> Compiled:
-    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "most"), "*fp32")
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "maxima"), "*fp32")
     types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
     wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
@@ -224,7 +224,9 @@ def test_decoder_layer(arch: int) -> None:
         _sound(attend)
         assert attend.count("HMMA") > 0 and attend.count("LDGSTS") > 0
     _sound(
-        _compiled_layer_op(jit_decoder_layer.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32")
+        _compiled_layer_op(
+            jit_decoder_layer.combine_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"
+        )
     )
 
 

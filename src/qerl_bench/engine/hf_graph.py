@@ -4,8 +4,8 @@ Launching the kernels of a step one by one takes several times as long as runnin
 address for a whole round and everything that changes is read on the GPU, so the step is captured once and replayed for
 each token; the host only checks every few tokens which requests are done. A graph is dropped at the end of its round,
 since adapter and noise cannot change within one. The step is written out for models with Llama's architecture, with one
-kernel for each operation between the matmuls (`qerl_kernels.decoder_layer`). Left out: keeping graphs for later rounds, which
-would hold their memory during training.
+kernel for each operation between the matmuls (`qerl_kernels.decoder_layer`). Left out: keeping graphs for later rounds,
+which would hold their memory during training.
 
 A *round* is a batch of requests sampled together (hf.py). A *slot* is one token position of the KV cache.
 """
