@@ -1,4 +1,4 @@
-"""What every wrapper checks before it launches a kernel. An error says what to do instead."""
+"""Checks that wrappers make before they launch a kernel. Each error says what to do instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def interpreting() -> bool:
-    """Whether Triton runs its kernels as plain Python, which it decides when a kernel is defined."""
+    """Whether Triton interprets kernels as Python; it decides this when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -21,17 +21,17 @@ def require_device(**tensors: torch.Tensor) -> None:
         raise ValueError(f"all tensors must be on one device, got {places}; move them to one GPU")
     if first.type != "cuda" and not interpreting():
         raise ValueError(
-            f"a Triton kernel needs tensors on a GPU, got {first}; use the reference beside it on this device, or set "
+            f"a Triton kernel needs tensors on a GPU, got {first}; use its PyTorch reference on this device, or set "
             "TRITON_INTERPRET=1 to run it as Python"
         )
 
 
 def require_shape(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, apart: bool = False
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, strided: bool = False
 ) -> None:
-    """Raise ValueError unless `tensor` has this shape (-1 for any length) and one of `dtypes`, and is contiguous.
+    """Raise ValueError unless `tensor` has this shape (-1 for any length), one of `dtypes`, and is contiguous.
 
-    With `apart` only the last axis must be without gaps.
+    With `strided`, only the last axis must be contiguous.
     """
     fits = tensor.ndim == len(shape) and all(want in (-1, have) for want, have in zip(shape, tensor.shape, strict=True))
     if not fits:
@@ -39,5 +39,5 @@ def require_shape(
     if tensor.dtype not in dtypes:
         wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be of {wanted}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
-    if not (tensor.stride(-1) == 1 if apart else tensor.is_contiguous()):
+    if not (tensor.stride(-1) == 1 if strided else tensor.is_contiguous()):
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; pass {name}.contiguous()")

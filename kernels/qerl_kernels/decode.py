@@ -1,11 +1,11 @@
-"""Linear layers over 4-bit weights for few tokens: the multiplication of sampling, one token of each sequence.
+"""Linear layers over 4-bit weights for few tokens, as in sampling: one token of each sequence.
 
-`decode_gemm` runs on Hopper (wgmma); `supported` says whether it can, and elsewhere, or for more than 256 tokens,
-`dequantize` and a library GEMM are the way. The weight is decoded in registers and never stored in 16 bits. The operand
-is code x block scale as in training (exact for the FP4 formats), sums are FP32, and tensor scale, adapter and bias
-come in before the one rounding. Two runs give the same bits. The configuration, and with it the order of the sums,
-depends on the number of tokens, so a row's last bits may differ between batch sizes; among batches of one bucket
-(`decode_configs`) they do not. Left out: float16 activations, gradients.
+`decode_gemm` runs on Hopper (wgmma) for up to 256 tokens. If `supported` says no, use `dequantize` and a library GEMM.
+The weight is decoded in registers and never stored in 16 bits. The operand is code x block scale, as in training, and
+exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied before the only rounding. Two runs
+give the same bits. The configuration, and with it the order of summation, depends on the number of tokens, so a row's
+last bits may differ between batch sizes, but not within a bucket (`decode_configs`). Left out: float16 activations,
+gradients.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from qerl_kernels import mxfp4, nf4, nvfp4
 from qerl_kernels.decode_configs import BUCKETS, Config, choose
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
 
-LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r), both bfloat16, and the factor of both
+LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in bfloat16, and the scaling
 
-MOST_TOKENS = BUCKETS[-1]
-MOST_RANK = 128
+MAX_TOKENS = BUCKETS[-1]
+MAX_RANK = 128
 _COUNTERS = 1 << 14
-_SMALLEST_RANK = 16  # of a tensor-core instruction
-_PART = 16  # tokens whose partial sums one program adds
+_MIN_RANK = 16  # K of a tensor-core instruction
+_PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
 
 def supported(weight: KernelWeight, tokens: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_gemm` takes this weight, where it lies, and an x (tokens, K) in `dtype`."""
-    return 0 < tokens <= MOST_TOKENS and dtype == torch.bfloat16 and _unsupported(weight.words.device) is None
+    """Whether `decode_gemm` takes this weight on its device with an x (tokens, K) in `dtype`."""
+    return 0 < tokens <= MAX_TOKENS and dtype == torch.bfloat16 and _unsupported(weight.words.device) is None
 
 
 @cache
@@ -52,10 +52,9 @@ def decode_gemm(
 ) -> torch.Tensor:
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
-    `scale` is the tensor scale, one number or FP32 (N,) for matrices that were joined; `bias` is (N,), bfloat16 or
-    FP32. `config` overrides the measured table. Rows of x need not follow one another, the other tensors are
-    contiguous. Raises ValueError for a device, shape, dtype or stride it cannot take. Inside a CUDA graph, call it once
-    before the capture.
+    `scale` is the tensor scale: one number, or FP32 (N,) for concatenated matrices. `bias` is (N,), bfloat16 or FP32.
+    `config` overrides the measured table. Rows of x may be strided; the other tensors must be contiguous. Raises
+    ValueError for an unsupported device, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
     """
     _check(x, weight, scale, bias, lora)
     y = x.new_empty((len(x), weight.shape[0]))
@@ -73,7 +72,7 @@ def decode_reference(
     lora: LoRA | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """`decode_gemm` in plain PyTorch on any device: computed in `dtype`, rounded once to that of x."""
+    """`decode_gemm` in plain PyTorch on any device: computed in `dtype`, rounded once to the dtype of x."""
     y = (x.to(dtype) @ operand(weight).to(dtype).t()) * scale
     if lora is not None:
         y = y + lora[0].to(dtype) @ lora[1].to(dtype).t() * lora[2]
@@ -81,7 +80,7 @@ def decode_reference(
 
 
 def operand(weight: KernelWeight) -> torch.Tensor:
-    """Code x block scale (N, K) in FP32; for NF4 rounded to bfloat16, as every path multiplies by it."""
+    """Code x block scale (N, K) in FP32; for NF4 rounded to bfloat16, as in all kernels."""
     packed = unpack(weight)
     if weight.format != "nf4":
         decode = nvfp4.operand if weight.format == "nvfp4" else mxfp4.operand
@@ -102,8 +101,8 @@ def _check(
     tiles = (-(-n // ROWS), -(-k // INPUTS))
     if (reason := _unsupported(weight.words.device)) is not None:
         raise ValueError(reason)
-    if x.ndim != 2 or not 0 < len(x) <= MOST_TOKENS:
-        raise ValueError(f"x must have the shape (1 to {MOST_TOKENS}, {k}), got {tuple(x.shape)}")
+    if x.ndim != 2 or not 0 < len(x) <= MAX_TOKENS:
+        raise ValueError(f"x must have the shape (1 to {MAX_TOKENS}, {k}), got {tuple(x.shape)}")
     _require("x", x[:1], weight, (1, k), (torch.bfloat16,))
     if x.data_ptr() % 16 or x.stride(0) % 8:
         raise ValueError(f"rows of x must start at multiples of 16 bytes, got strides {x.stride()}; copy it")
@@ -116,8 +115,8 @@ def _check(
         _require("bias", bias, weight, (n,), (torch.bfloat16, torch.float32))
     if lora is not None:
         rank = lora[1].shape[-1]
-        if not 0 < rank <= MOST_RANK:
-            raise ValueError(f"the adapter's rank must be 1 to {MOST_RANK}, got {rank}; add it by a matmul of its own")
+        if not 0 < rank <= MAX_RANK:
+            raise ValueError(f"the adapter's rank must be 1 to {MAX_RANK}, got {rank}; add it with a separate matmul")
         _require("XA", lora[0], weight, (len(x), rank), (torch.bfloat16,))
         _require("B", lora[1], weight, (n, rank), (torch.bfloat16,))
 
@@ -161,7 +160,7 @@ def _launch(
     rank = 0 if b is None else b.shape[1]
     shared = {
         "SPLIT": config.split,
-        "RANK": 0 if b is None else max(_SMALLEST_RANK, 1 << (rank - 1).bit_length()),
+        "RANK": 0 if b is None else max(_MIN_RANK, 1 << (rank - 1).bit_length()),
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
         "PDL": True,
@@ -201,21 +200,21 @@ def _nf4_table(device: torch.device) -> torch.Tensor:
 
 
 _workspaces: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-_GRAPHS = -1  # in place of a stream: all graphs of a device share one, so replay them one after the other
+_GRAPHS = -1  # key instead of a stream: the graphs of a device share a workspace, so replay one at a time
 
 
 def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 for `size` partial sums and counters that are zero between launches, of the current stream.
+    """FP32 for `size` partial sums, and counters that are zero between launches, for the current stream.
 
-    What was handed out once is kept, as a captured graph may hold its address.
+    Old workspaces are kept, because a captured graph may hold their addresses.
     """
-    if not torch.cuda.is_current_stream_capturing():
-        _grown((device, _GRAPHS), size)
-        return _grown((device, torch.cuda.current_stream(device).cuda_stream), size)
-    return _grown((device, _GRAPHS), size)
+    for_graphs = _at_least((device, _GRAPHS), size)
+    if torch.cuda.is_current_stream_capturing():
+        return for_graphs
+    return _at_least((device, torch.cuda.current_stream(device).cuda_stream), size)
 
 
-def _grown(key: tuple[torch.device, int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _at_least(key: tuple[torch.device, int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
     kept = _workspaces.setdefault(key, [])
     if not kept or kept[-1][0].numel() < size:
         with torch.inference_mode(False):

@@ -1,8 +1,8 @@
-"""Which tiles the decode GEMM uses: a table measured per GPU, and a rule for shapes that are not in it.
+"""Tile sizes of the decode GEMM: a table measured per GPU, and a rule for shapes that are not in the table.
 
-Nothing is tuned while a model runs. `decode_h200.json` is shipped; `bench.py --search` measures the shapes it is given
-on the GPU at hand and writes a table of the same form to the user's cache folder, which goes before the shipped one. An
-entry's `lora_rank` is that of the adapter that was there when it was measured. The shipped ones were measured without.
+Nothing is tuned while a model runs. `decode_h200.json` is shipped. `kernels/bench/gemm.py --search` measures shapes on
+the GPU at hand and writes a table of the same form to the user's cache folder, which takes precedence. The `lora_rank`
+of an entry is the rank of the adapter in its measurement. The shipped entries were measured without an adapter.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 BUCKETS = (8, 16, 32, 64, 128, 256)  # tokens, rounded up
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 SHARED_LIMIT = 227 * 1024 - 256  # bytes of a program on Hopper, less the barriers
-RANK = "lora_rank"  # of the adapter of one layer, before layers are joined; 0 or absent: none
+RANK = "lora_rank"  # of one layer, before layers are concatenated; 0 or absent: no adapter
 _SHIPPED = {"NVIDIA H200": "decode_h200.json"}
 
 
 @dataclass(frozen=True)
 class Config:
-    rows: int  # of W that a program takes
+    rows: int  # of W per program
     tokens: int
     warps: int  # 16 or 32 rows each
-    split: int  # programs that share rows, along K
-    ring: int  # columns of 64 inputs that are loaded ahead
-    buffers: int  # of activations, for `ring` columns each
-    separate: bool = False  # partial sums are added by a kernel of their own, not by the last program to arrive
-    registers: int | None = None  # a limit, where the compiler's own choice lets too few programs run side by side
-    overlap: bool = False  # the tensor core may run on into the next round: faster, but more registers
+    split: int  # programs that split the K of the same rows
+    ring: int  # columns of 64 inputs that are prefetched
+    buffers: int  # of activations, `ring` columns each
+    separate: bool = False  # a second kernel adds the partial sums, not the last program to finish
+    registers: int | None = None  # limit, if the compiler's choice lets too few programs run concurrently
+    overlap: bool = False  # the tensor core may run into the next round: faster, but needs more registers
 
     @property
     def shared(self) -> int:
@@ -45,13 +45,13 @@ def bucket(tokens: int) -> int:
 
 
 def choose(gpu: str, shape: tuple[int, int], tokens: int) -> Config:
-    """The measured configuration for W (N, K) and up to 256 tokens; `by_rule` where nothing was measured."""
-    found = table(gpu).get(f"{shape[0]}x{shape[1]}", {}).get(str(bucket(tokens)))
-    return by_rule(shape, tokens) if found is None else found
+    """The measured configuration for W (N, K) and up to 256 tokens; without one, that of `by_rule`."""
+    measured = table(gpu).get(f"{shape[0]}x{shape[1]}", {}).get(str(bucket(tokens)))
+    return by_rule(shape, tokens) if measured is None else measured
 
 
 def by_rule(shape: tuple[int, int], tokens: int) -> Config:
-    """What was best or close to it for most shapes on H200: small tiles, and K split until about 400 programs run."""
+    """Near the best for most shapes on H200: small tiles, and K split until about 400 programs run."""
     size = bucket(tokens)
     ring, take = {8: 8, 16: 8, 32: 8, 64: 4, 128: 2, 256: 2}[size], min(size, 128)
     blocks = -(-shape[0] // 64) * (size // take)
@@ -60,7 +60,7 @@ def by_rule(shape: tuple[int, int], tokens: int) -> Config:
 
 
 def candidates(shape: tuple[int, int], tokens: int) -> Iterator[Config]:
-    """What a search tries: the tiles that were best for some shape on H200, K split for 1 to 4 programs a processor."""
+    """What a search tries: the tiles that were best for some shape on H200, with 1 to 4 programs per processor."""
     size = bucket(tokens)
     take = min(size, 128)
     tiles: tuple[tuple[int, int, int, int, int | None], ...] = {  # rows, warps, ring, buffers, registers
@@ -95,24 +95,24 @@ def cache_file(gpu: str) -> Path:
 
 
 def tables(gpu: str) -> list[Path]:
-    """The tables that count on this GPU: the shipped one, then the user's own, which goes before it."""
+    """The tables in use on this GPU: the shipped one, then the user's, which takes precedence."""
     shipped = [Path(__file__).with_name(_SHIPPED[gpu])] if gpu in _SHIPPED else []
     return [path for path in (*shipped, cache_file(gpu)) if path.is_file()]
 
 
 @cache
 def table(gpu: str) -> dict[str, dict[str, Config]]:
-    """Configurations by shape ("NxK") and bucket, the user's own before those that are shipped."""
-    found: dict[str, dict[str, Config]] = {}
+    """Configurations by shape ("NxK") and bucket; the user's replace the shipped ones."""
+    merged: dict[str, dict[str, Config]] = {}
     for path in tables(gpu):
         for shape, entries in json.loads(path.read_text()).items():
             configs = {size: {k: v for k, v in entry.items() if k != RANK} for size, entry in entries.items()}
-            found.setdefault(shape, {}).update({size: Config(**config) for size, config in configs.items()})
-    return found
+            merged.setdefault(shape, {}).update({size: Config(**config) for size, config in configs.items()})
+    return merged
 
 
 def write_table(path: Path, best: dict[tuple[int, int], dict[int, Config]], lora_rank: int = 0) -> None:
-    """Add configurations measured beside an adapter of `lora_rank`, by shape and bucket, to the table in `path`."""
+    """Add configurations by shape and bucket, measured with an adapter of `lora_rank`, to the table `path`."""
     entries = json.loads(path.read_text()) if path.is_file() else {}
     for (n, k), configs in best.items():
         entries.setdefault(f"{n}x{k}", {}).update({str(s): asdict(c) | {RANK: lora_rank} for s, c in configs.items()})

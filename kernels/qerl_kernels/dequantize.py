@@ -1,8 +1,8 @@
-"""Packed weights in the kernel layout to bfloat16, in a buffer that the next weight will use again.
+"""Weights in the kernel layout to bfloat16, in a buffer that is reused for the next weight.
 
-The operand of the training matmuls: code x block scale, which bfloat16 holds exactly for the FP4 formats. The tensor
-scale is left to the matmul, as the sampling kernels do, so sampling and training multiply by the same numbers. The
-reference is `operand` of each format's module on what `layout.unpack` gives back.
+The result is the operand of the training matmuls: code x block scale, which is exact in bfloat16 for the FP4 formats.
+The matmul applies the tensor scale, as the decode GEMM does, so sampling and training multiply by the same numbers. The
+reference is `operand` of each format's module, applied to `layout.unpack`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from qerl_kernels.checks import require_device, require_shape
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
 from qerl_kernels.scratch import scratch
 
-_FORMATS = ("nvfp4", "mxfp4", "nf4")  # their numbers in the kernel
+_FORMATS = ("nvfp4", "mxfp4", "nf4")  # index: FORMAT of the kernel
 
 
 def dequantize(weight: KernelWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """The operand (N, K) of `weight` in bfloat16, written to `out` or to the shared scratch buffer.
 
-    nvfp4, mxfp4: exact. nf4: code value x block maximum in FP32, rounded once. Raises ValueError if `out` is not
-    bfloat16 (N, K), contiguous, and on the weight's device, or if K is odd.
+    nvfp4 and mxfp4 are exact; nf4 is code value x block maximum in FP32, rounded once. Raises ValueError if `out` is
+    not bfloat16 (N, K), contiguous, and on the weight's device, or if K is odd.
     """
     rows, width = weight.shape
     tiles, columns = -(-rows // ROWS), -(-width // INPUTS)

@@ -1,9 +1,9 @@
-"""E2M1, the 4-bit float inside NVFP4 and MXFP4: code table, rounding, nibble order and table-driven decoding.
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: code table, rounding, nibble order, and decoding by table.
 
-Plain PyTorch on any device; the reference beside which faster kernels are tested. A code is a sign bit (0x8) over an
-index 0..7 into `MAGNITUDES`. Two codes share a byte, the even input index in the low nibble (OCP Microscaling Formats
-1.0, section 5.3.3, and the layout of compressed-tensors checkpoints). Left out: stochastic rounding and NaN, which
-E2M1 cannot express; callers refuse non-finite weights before they come here.
+Plain PyTorch on any device, and the reference of faster kernels. A code is a sign bit (0x8) and an index 0..7 into
+`MAGNITUDES`. Two codes share a byte, the even input index in the low nibble (OCP Microscaling Formats 1.0, section
+5.3.3, and checkpoints of compressed-tensors). Left out: stochastic rounding, and NaN, which E2M1 does not have; callers
+refuse non-finite weights.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from functools import cache
 import torch
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = MAGNITUDES[-1]
+MAX = MAGNITUDES[-1]
 
-# Two decoded values are fetched at once as one integer of twice their width.
+# Two decoded values are fetched as one integer of twice their width.
 _PAIR_WORD = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
 
 
 @cache
 def _boundaries(device: torch.device) -> torch.Tensor:
-    """The largest FP32 magnitude that still rounds to each code 0..6; what lies above the last one is code 7."""
+    """The largest FP32 magnitude that rounds to each code 0..6; larger ones are code 7."""
     with torch.inference_mode(False):
         magnitudes = torch.tensor(MAGNITUDES)
         midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2
         below = torch.nextafter(midpoints, torch.zeros(()))
-        # A tie goes to the even code: down to `code` where that is even, up to `code + 1` where it is odd.
+        # A tie goes to the even code: down to `code` if it is even, else up to `code + 1`.
         tie_goes_down = torch.arange(len(midpoints)) % 2 == 0
         return torch.where(tie_goes_down, midpoints, below).to(device)
 
@@ -65,7 +65,7 @@ def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _pair_table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Both values of each of the 256 bytes, in memory order, seen as one word: (256,)."""
+    """Both values of each of the 256 bytes, in memory order, viewed as one word: (256,)."""
     if dtype not in _PAIR_WORD:
         raise TypeError(f"E2M1 decodes to bfloat16, float16 or float32, not to {dtype}")
     with torch.inference_mode(False):
@@ -75,7 +75,7 @@ def _pair_table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def lookup(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`table[index]` for a byte tensor `index` of any shape, by the fastest gather that PyTorch has on a CPU."""
+    """`table[index]` for a byte tensor `index` of any shape, by PyTorch's fastest gather on a CPU."""
     return torch.index_select(table, 0, index.flatten().int()).view(index.shape)
 
 
@@ -88,7 +88,7 @@ def scale_blocks_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply `values` (N, K) in place by `scales` (N, K/B), each scale covering B neighbours along K."""
     block = values.shape[-1] // scales.shape[-1]
     if values.device.type == "cpu" and values.dtype != torch.float32:
-        # Broadcasting over so short an inner axis is not vectorised for 16-bit types: 4x slower than repeating.
+        # Broadcasting over such a short inner axis is not vectorized for 16-bit types: 4x slower than repeating.
         return values.mul_(scales.repeat_interleave(block, dim=-1))
     values.unflatten(-1, (-1, block)).mul_(scales.unsqueeze(-1))
     return values

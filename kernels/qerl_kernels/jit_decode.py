@@ -1,14 +1,14 @@
 """The decode GEMM for Hopper in Gluon: y^T = W x^T with 4-bit W decoded in registers, activations in shared memory.
 
-Each program multiplies BM rows of W by BN tokens over its share of K. A warp takes 16 rows: words and scales come from
-device memory straight to the lane that feeds them to the tensor core (`layout`), RING columns of 64 inputs ahead, and
-become the A operand of a wgmma by masks and one product with the scale. Activations go through XBUF buffers that the
-copy engine fills. Programs that share rows (SPLIT of them along K) leave FP32 sums in a workspace; the last to arrive,
-or a kernel of its own, adds them in the order of K, so results do not depend on timing. Gluon has no interpreter: what
-runs without a GPU is the layout's reference and the compile gate.
+Each program multiplies BM rows of W by BN tokens over its part of K. A warp takes 16 rows. Each lane loads the words
+and scales that it feeds to the tensor core (`layout`) straight from device memory, RING columns of 64 inputs ahead, and
+turns them into the A operand of a wgmma with masks and one product with the scale. The copy engine fills XBUF buffers
+of activations. SPLIT programs that share rows write FP32 sums to a workspace; the last to finish, or a second kernel,
+adds them in the order of K, so results do not depend on timing. Gluon has no interpreter: without a GPU, tests cover
+the layout's reference and the compiled code.
 """
 
-# Annotations name Triton's constexpr where calls pass plain numbers, as its compiler wants them.
+# Triton's compiler wants constexpr annotations, although calls pass plain numbers.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -82,7 +82,7 @@ def _mxfp4_assembly() -> str:
 
 
 def _nf4_assembly() -> str:
-    """A code's value comes from the lane of that number in its half warp (operand 28), its FP32 product is rounded."""
+    """Lane i of the half warp holds the value of code i (operand 28); the FP32 product with the scale is rounded."""
     lines = ["{", ".reg .b32 x, y;", ".reg .f32 v, w, s0, s1;", "mov.b32 s0, $20;", "mov.b32 s1, $24;"]
     for j in range(4):
         for pair in range(4):
@@ -114,7 +114,7 @@ PAIRS = gl.constexpr((gl.bfloat16,) * 8)
 
 @gluon.constexpr_function
 def _powers(rank, axis, first, end):
-    """The bases that run through first, 2 first, .. below `end` along one axis."""
+    """The bases first, 2 first, 4 first, .. below `end` along one axis."""
     bases, step = [], first
     while step < end:
         bases.append([step if i == axis else 0 for i in range(rank)])
@@ -136,7 +136,7 @@ def _words_layout(tiles, warps):
 
 @gluon.constexpr_function
 def _scales_layout(tiles, warps):
-    """(tiles, g, row half): the four lanes of a g read the same."""
+    """(tiles, g, row half): the four lanes of each g read the same."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], *_powers(3, 0, warps, tiles)],
         lane_bases=[[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
@@ -148,7 +148,7 @@ def _scales_layout(tiles, warps):
 
 @gluon.constexpr_function
 def _private_layout(tiles, tokens, warps):
-    """Accumulators (tiles, lane, tokens / 8, 4): what a thread holds for each 8 tokens, 16 bytes."""
+    """Accumulators (tiles, lane, tokens / 8, 4): a thread holds 16 bytes for each 8 tokens."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *_powers(4, 2, 1, tokens // 8), *_powers(4, 0, warps, tiles)],
         lane_bases=_powers(4, 1, 1, 32),
@@ -174,7 +174,7 @@ def _from_private(x, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _private_offsets(BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OF: gl.constexpr):
-    """Where partial sums (BM, OF) keep the accumulators of their first BN tokens: 512 contiguous bytes a warp."""
+    """Offsets of the accumulators of the first BN tokens in partial sums (BM, OF): 512 contiguous bytes per warp."""
     tile = gl.arange(0, BM // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     eight = gl.arange(0, BN // 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
@@ -195,7 +195,7 @@ def _fragment(words, z0, z1, table, FORMAT: gl.constexpr, TILES: gl.constexpr, L
         o = gl.inline_asm_elementwise(MXFP4, THREE_INPUTS, [words, s0, s1], dtype=PAIRS, is_pure=True, pack=4)
     else:
         o = gl.inline_asm_elementwise(NVFP4, THREE_INPUTS, [words, s0, s1], dtype=PAIRS, is_pure=True, pack=4)
-    # Tensor 4 jlo + 2 (input half) + (row half) holds at (tile, g, t, 2 jhi + parity) what only names differ in.
+    # Element (tile, g, t, 2 jhi + parity) of tensor 4 jlo + 2 (input half) + (row half); the rest only reorders names.
     x0 = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
     x1 = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
     x = gl.reshape(gl.join(x0, x1), [TILES, 8, 4, 2, 2, 2, 2, 2])  # tile g t jhi parity (row half) (input half) jlo
@@ -205,7 +205,7 @@ def _fragment(words, z0, z1, table, FORMAT: gl.constexpr, TILES: gl.constexpr, L
 
 @gluon.jit
 def _load_column(w_ptr, s_ptr, on, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; anything unless `on`."""
+    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; undefined unless `on`."""
     w = gl.load(w_ptr, mask=gl.full([TILES, 8, 4, 4], on, gl.int1, layout=LAYOUT), eviction_policy="evict_first")
     z = gl.load(s_ptr, mask=gl.full([TILES, 8, 2], on, gl.int1, layout=s_ptr.type.layout))
     z = z.to(gl.int32, bitcast=True) if FORMAT == "nf4" else z.to(gl.int32)
@@ -222,7 +222,7 @@ def _load_activations(x_box, xs, bars, m0, r, buf, on, BN: gl.constexpr, RING: g
 
 @gluon.jit
 def _grid_dependency(WHAT: gl.constexpr):
-    """Programmatic dependent launch: `wait` for the kernels before, or let the next one start (`launch_dependents`)."""
+    """Programmatic dependent launch: `wait` for earlier kernels, or let the next one start (`launch_dependents`)."""
     gl.inline_asm_elementwise("griddepcontrol." + WHAT + "; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -309,13 +309,13 @@ def decode(
     SPLIT: gl.constexpr,
     RING: gl.constexpr,
     XBUF: gl.constexpr,
-    OVERLAP: gl.constexpr,  # the tensor core may run on into the next round
+    OVERLAP: gl.constexpr,  # the tensor core may run into the next round
     SEPARATE: gl.constexpr,  # `add_partials` follows
-    RANK: gl.constexpr,  # of the adapter, rounded up to a power of two from 16 on; 0 without one
+    RANK: gl.constexpr,  # of the adapter, rounded up to a power of two of at least 16; 0: no adapter
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     EVEN: gl.constexpr,  # COLUMNS is a multiple of RING
-    PDL: gl.constexpr,  # launched while the kernel before still runs
+    PDL: gl.constexpr,  # programmatic dependent launch: starts while the previous kernel still runs
     W: gl.constexpr,
 ):
     T: gl.constexpr = BM // 16
@@ -334,7 +334,7 @@ def decode(
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
-    # Addresses in 32 bits: of words, so matrices of up to 2^34 weights. Tiles past the last are read as the last.
+    # Addresses of words have 32 bits, enough for 2^34 weights. Tiles past the last are read as the last.
     tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
     tile = gl.minimum(row_block * T + tile, TILES - 1) * COLUMNS + first * RING
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
@@ -367,7 +367,7 @@ def decode(
         on = first * RING + i < COLUMNS
         w, z0, z1 = _load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
         words, s0, s1 = words + (w,), s0 + (z0,), s1 + (z1,)  # noqa: RUF005
-    if PDL:  # nothing above depends on the kernels before
+    if PDL:  # nothing above depends on earlier kernels
         _grid_dependency("launch_dependents")
         _grid_dependency("wait")
     for b in gl.static_range(XBUF):
@@ -389,7 +389,7 @@ def decode(
             next_words, next_s0, next_s1 = next_words + (w,), next_s0 + (z0,), next_s1 + (z1,)  # noqa: RUF005
             acc = warpgroup_mma(a, xs.index(buf).slice(i * 64, 64, dim=1).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            if OVERLAP and i == 0:  # all warps have done the round before: its buffer is free
+            if OVERLAP and i == 0:  # all warps have finished the previous round: its buffer is free
                 _barrier()
                 on = (r > first) & (r - 1 + XBUF < last)
                 _load_activations(x_box, xs, bars, m0, r - 1 + XBUF, free, on, BN, RING)
@@ -447,7 +447,7 @@ def add_partials(
     stride_ym,
     BM: gl.constexpr,  # of the partial sums
     BN: gl.constexpr,
-    PART: gl.constexpr,  # tokens of a program
+    PART: gl.constexpr,  # tokens per program
     SPLIT: gl.constexpr,
     RANK: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,

@@ -1,8 +1,8 @@
-"""Triton kernel of `dequantize`: 16 rows x 256 inputs, four tiles of the kernel layout, by each program.
+"""Triton kernel of `dequantize`. A program handles 16 rows x 256 inputs, four tiles of the kernel layout.
 
-Everything is done in FP32 and integers, so Triton's interpreter computes the same bits as a GPU. A word's pairs A..D
-(see `layout`) become words of two bfloat16 numbers; the exchange between threads that makes the stores whole lines is
-the compiler's.
+All arithmetic is in FP32 and integers, so Triton's interpreter computes the same bits as a GPU. A word's pairs A..D
+(see `layout`) become words of two bfloat16 numbers. The compiler inserts the exchange between threads that makes each
+store a whole line.
 """
 
 import triton
@@ -15,8 +15,8 @@ PAIR = tl.constexpr(-2118090304)  # 0x81C081C0: sign, the two lowest exponent bi
 
 
 @triton.jit
-def pair_of(low, high, ROUND: tl.constexpr):
-    """Two FP32 as one word of two bfloat16: exact where they are, else rounded to nearest, ties to even."""
+def bfloat16_pair(low, high, ROUND: tl.constexpr):
+    """Two FP32 as one word of two bfloat16; with ROUND to nearest, ties to even, otherwise truncated."""
     low = low.to(tl.int32, bitcast=True)
     high = high.to(tl.int32, bitcast=True)
     if ROUND:
@@ -26,19 +26,19 @@ def pair_of(low, high, ROUND: tl.constexpr):
 
 
 @triton.jit
-def float_pair(bits, scale):
-    """Two E2M1 codes as bfloat16 x 2^-126 in a word, times `scale`."""
+def e2m1_pair(bits, scale):
+    """Two E2M1 codes, given as bfloat16 x 2^-126 in a word, times `scale`."""
     low = (bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
     high = (bits & -65536).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return pair_of(low * scale, high * scale, False)
+    return bfloat16_pair(low * scale, high * scale, False)
 
 
 @triton.jit
-def table_pair(codes, scale, table):
-    """Two indices, one in each half of a word, as entries of `table` times `scale`."""
+def nf4_pair(codes, scale, table):
+    """The entries of `table` at two indices, one in each half of a word, times `scale`."""
     low = tl.load(table + (codes & 0xF))
     high = tl.load(table + ((codes >> 16) & 0xF))
-    return pair_of(low * scale, high * scale, True)
+    return bfloat16_pair(low * scale, high * scale, True)
 
 
 @triton.jit
@@ -56,14 +56,14 @@ def load_scale(scales, at, inside, offset, FORMAT: tl.constexpr):
 def dequantize(
     words,  # int32 (T, C, 32, 4)
     scales,  # (T, C, 8, 2, S)
-    table,  # FP32 (16,), NF4 alone
+    table,  # FP32 (16,), used by NF4 only
     out,  # (N, K) bfloat16, as int32 (N, K / 2)
     rows,
     half_width,  # K / 2
     columns,  # C
     offset,
     FORMAT: tl.constexpr,
-    S: tl.constexpr,  # scales of a row in a tile, for its 64 inputs
+    S: tl.constexpr,  # scales per row of a tile, for its 64 inputs
 ):
     tile = tl.program_id(1)
     c = tl.program_id(0) * 4 + tl.arange(0, 4)[:, None, None, None]
@@ -77,15 +77,15 @@ def dequantize(
     upper = load_scale(scales, at, inside, offset, FORMAT)  # of rows 0..7
     lower = load_scale(scales, at + S, inside, offset, FORMAT)
     if FORMAT == NF4:
-        a = table_pair(w, upper, table)
-        b = table_pair(w >> 4, lower, table)
-        a2 = table_pair(w >> 8, upper, table)
-        b2 = table_pair(w >> 12, lower, table)
+        a = nf4_pair(w, upper, table)
+        b = nf4_pair(w >> 4, lower, table)
+        a2 = nf4_pair(w >> 8, upper, table)
+        b2 = nf4_pair(w >> 12, lower, table)
     else:
-        a = float_pair(w & PAIR, upper)
-        b = float_pair((w << 3) & PAIR, lower)
-        a2 = float_pair((w << 6) & PAIR, upper)
-        b2 = float_pair((((w >> 3) ^ (w >> 7)) & 0x01C001C0) | ((w << 1) & -2147450880), lower)  # 0x80008000
+        a = e2m1_pair(w & PAIR, upper)
+        b = e2m1_pair((w << 3) & PAIR, lower)
+        a2 = e2m1_pair((w << 6) & PAIR, upper)
+        b2 = e2m1_pair((((w >> 3) ^ (w >> 7)) & 0x01C001C0) | ((w << 1) & -2147450880), lower)  # 0x80008000
     pairs = tl.join(tl.join(a, b), tl.join(a2, b2))  # (tile, g, t, j, row half, input half)
     pairs = pairs.permute(4, 1, 0, 3, 5, 2).reshape(16, 128)
     row = tile * 16 + tl.arange(0, 16)[:, None]

@@ -1,15 +1,15 @@
-"""Triton kernel of `sampling`: one program draws the token of one row, so no row depends on another."""
+"""Triton kernel of `sampling`. One program draws the token of one row, so rows do not depend on each other."""
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e30)  # stands for the difference to a logit of -inf, so that 0 times it is 0
+LOWEST = tl.constexpr(-1e30)  # replaces the difference to a logit of -inf, so that 0 times it is 0
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def uniform_of(key, position):
-    """The number at `position` of NumPy's Generator(Philox(key=key)).random: 53 bits of Philox-4x64-10, FP64."""
+def philox_uniform(key, position):
+    """Number `position` of NumPy's Generator(Philox(key=key)).random: 53 bits of Philox-4x64-10, FP64."""
     c0 = (position // 4 + 1).to(tl.uint64)
     c1 = c0 * 0
     c2 = c1
@@ -28,8 +28,8 @@ def uniform_of(key, position):
 
 
 @triton.jit
-def order_of(x):
-    """int32 that order as the FP32 `x` do; both zeros are one number."""
+def sortable(x):
+    """int32 in the same order as the FP32 `x`; both zeros give the same number."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -41,16 +41,16 @@ def load_block(base, start, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def least_of_top_k(base, vocabulary, highest, top_k, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The order of the `top_k`-th largest logit, by bisection over its bits."""
-    low = tl.full((), -(2**31) >> SHIFT, tl.int32)  # at least top_k logits are as large
-    high = order_of(highest) >> SHIFT
+def top_k_threshold(base, vocabulary, highest, top_k, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """`sortable` of the `top_k`-th largest logit, by bisection over its bits."""
+    low = tl.full((), -(2**31) >> SHIFT, tl.int32)  # at least top_k logits are this large
+    high = sortable(highest) >> SHIFT
     while low < high:
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # rounded up, without overflow
         count = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, vocabulary, BLOCK):
             column, x = load_block(base, start, vocabulary, BLOCK)
-            count += (((order_of(x) >> SHIFT) >= middle) & (column < vocabulary)).to(tl.int32)
+            count += (((sortable(x) >> SHIFT) >= middle) & (column < vocabulary)).to(tl.int32)
         enough = tl.sum(count, 0) >= top_k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
@@ -59,28 +59,28 @@ def least_of_top_k(base, vocabulary, highest, top_k, SHIFT: tl.constexpr, BLOCK:
 
 @triton.jit
 def mass_above(base, vocabulary, highest, inverse_temperature, least, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of e^((x - highest) / temperature) over logits x of at least the order `least`, FP64."""
+    """Sum of e^((x - highest) / temperature) over logits x with `sortable` of at least `least`, FP64."""
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         _column, x = load_block(base, start, vocabulary, BLOCK)
         e = tl.exp((x - highest) * inverse_temperature)
-        mass += tl.where((order_of(x) >> SHIFT) >= least, e, 0.0)
+        mass += tl.where((sortable(x) >> SHIFT) >= least, e, 0.0)
     return tl.sum(mass.to(tl.float64), 0)
 
 
 @triton.jit
-def least_of_top_p(
+def top_p_threshold(
     base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The order of the smallest logit in the nucleus: the largest bound with `top_p` of the mass above `least`.
+    """`sortable` of the smallest logit in the nucleus: the largest bound that keeps `top_p` of the mass above `least`.
 
-    Logits so small that even V of them hold less than the rest, 1 - `top_p`, bound the search from below.
+    The search starts at logits so small that even V of them hold less than the rest, 1 - `top_p`.
     """
     total = mass_above(base, vocabulary, highest, inverse_temperature, least, SHIFT, BLOCK)
     wanted = total * top_p
     rest = tl.maximum((total - wanted) * 0.99 / vocabulary, 1e-30).to(tl.float32)
     negligible = highest + tl.log(rest) / inverse_temperature
-    low, high = tl.maximum(least, order_of(negligible) >> SHIFT), order_of(highest) >> SHIFT
+    low, high = tl.maximum(least, sortable(negligible) >> SHIFT), sortable(highest) >> SHIFT
     while low < high:
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
         enough = mass_above(base, vocabulary, highest, inverse_temperature, middle, SHIFT, BLOCK) >= wanted
@@ -113,20 +113,20 @@ def draw(
     row = tl.program_id(0)
     place = tl.load(position) if ON_DEVICE else position
     base = logits + row.to(tl.int64) * stride
-    most = tl.full((BLOCK,), -float("inf"), tl.float32)
+    maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         _column, x = load_block(base, start, vocabulary, BLOCK)
-        most = tl.maximum(most, x)
-    highest = tl.max(most, 0)
+        maxima = tl.maximum(maxima, x)
+    highest = tl.max(maxima, 0)
     least = tl.full((), -(2**31) >> SHIFT, tl.int32)
     if TOP_K:
-        least = least_of_top_k(base, vocabulary, highest, top_k, SHIFT, BLOCK)
+        least = top_k_threshold(base, vocabulary, highest, top_k, SHIFT, BLOCK)
     if TOP_P:
-        least = least_of_top_p(base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT, BLOCK)
+        least = top_p_threshold(base, vocabulary, highest, inverse_temperature, top_p, least, SHIFT, BLOCK)
 
     block = tl.arange(0, BLOCKS)
-    masses = tl.zeros((BLOCKS,), tl.float64)  # of what may be drawn, by block
-    total = tl.zeros((BLOCK,), tl.float32)  # of all, as is the next; NaN if a logit is NaN or plus infinity
+    masses = tl.zeros((BLOCKS,), tl.float64)  # of the allowed tokens in each block
+    total = tl.zeros((BLOCK,), tl.float32)  # of all tokens, as `moment`; NaN if a logit is NaN or plus infinity
     moment = tl.zeros((BLOCK,), tl.float32)
     first = tl.full((BLOCK,), NOWHERE, tl.int32)
     for start in range(0, vocabulary, BLOCK):
@@ -138,7 +138,7 @@ def draw(
         if GREEDY:
             first = tl.minimum(first, tl.where(x == highest, column, NOWHERE))
         else:
-            allowed = tl.where((order_of(x) >> SHIFT) >= least, e, 0.0)
+            allowed = tl.where((sortable(x) >> SHIFT) >= least, e, 0.0)
             masses = tl.where(block == start // BLOCK, tl.sum(allowed.to(tl.float64), 0), masses)
     s, t = tl.sum(total, 0), tl.sum(moment, 0)
     log_s = tl.log(s)
@@ -147,17 +147,17 @@ def draw(
         token = tl.min(first, 0)
     else:
         sums = tl.cumsum(masses, 0)
-        wanted = uniform_of(tl.load(keys + row), place) * tl.max(sums, 0)
+        wanted = philox_uniform(tl.load(keys + row), place) * tl.max(sums, 0)
         chosen = tl.min(tl.where(sums > wanted, block, BLOCKS - 1), 0)
         before = tl.sum(tl.where(block == chosen, sums - masses, 0.0), 0)
         column, x = load_block(base, chosen * BLOCK, vocabulary, BLOCK)
         e = tl.exp(tl.maximum((x - highest) * inverse_temperature, LOWEST))
-        e = tl.where((order_of(x) >> SHIFT) >= least, e, 0.0).to(tl.float64)
+        e = tl.where((sortable(x) >> SHIFT) >= least, e, 0.0).to(tl.float64)
         beyond = tl.cumsum(e, 0) + before > wanted
         token = tl.min(tl.where(beyond & (e > 0), column, NOWHERE), 0)
-        last = tl.max(tl.where(e > 0, column, -1), 0)  # where the two sums of a block round apart
+        last = tl.max(tl.where(e > 0, column, -1), 0)  # if the two sums of a block are rounded differently
         token = tl.where(token == NOWHERE, last, token)
-    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # of a row with NaN any will do, within the row
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)  # any valid token in a row with NaN
     tl.store(tokens + row, token.to(tl.int64))
     picked = tl.load(base + token).to(tl.float32)
     tl.store(logprobs + row, (picked - highest) * inverse_temperature - log_s)

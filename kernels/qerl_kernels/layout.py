@@ -1,7 +1,7 @@
-"""The order in which the fused kernels keep 4-bit weights: each lane's tensor-core operand in one 16-byte load.
+"""The order of 4-bit weights in memory for the fused kernels: each lane loads its tensor-core operand in 16 bytes.
 
-`repack` makes it once from the tensors of a checkpoint and `unpack` gives those back bit for bit. W (N, K) is padded to
-whole tiles of 16 rows and 64 inputs, T x C of them; a tile lies together, and those of the same rows behind each other.
+`repack` converts the tensors of a checkpoint once, and `unpack` restores them bit for bit. W (N, K) is padded to T x C
+whole tiles of 16 rows and 64 inputs. A tile is contiguous, and tiles of the same rows follow each other.
 
 **Words**, int32 (T, C, 32, 4): 4 words for each of 32 lanes. Word j of lane 4 g + t covers the block of 16 inputs
 k0 = 64 c + 16 j and holds 8 codes in 4 pairs, which are registers a0..a3 of a bf16 m16n8k16 (or the warp's part of a
@@ -13,8 +13,8 @@ wgmma m64nNk16) A fragment:
     C     g       k0 + 8 + 2t, k0 + 8 + 2t + 1  a2
     D     g + 8   k0 + 8 + 2t, k0 + 8 + 2t + 1  a3
 
-K stays in its natural order, so activations need no shuffle. The first code of each pair lies in the word's low half,
-the second in the high half, in the same bits.
+K keeps its natural order, so activations need no shuffle. The first code of each pair is in the word's low half, the
+second in the high half, in the same bits.
 
 E2M1 (NVFP4, MXFP4): with code = s e1 e0 m, the bits 15..0 of a half are
 
@@ -28,7 +28,7 @@ so that masking with M = 0x81C081C0 leaves a pair as two bf16 numbers, each the 
 
 (bf16 holds sign, 8 exponent bits, 7 mantissa bits; a code's two exponent bits become the lowest of the exponent.)
 
-NF4: a code is an index 0..15 without structure; pairs A..D are bits 3..0, 7..4, 11..8, 15..12 of each half.
+NF4: a code is an index 0..15; pairs A..D are bits 3..0, 7..4, 11..8, 15..12 of each half.
 
 **Scales**, (T, C, 8, 2, S): for row g, then row g + 8 of the tile, its S scales.
 
@@ -36,14 +36,14 @@ NF4: a code is an index 0..15 without structure; pairs A..D are bits 3..0, 7..4,
     mxfp4   uint8, S = 2: the E8M0 byte plus `offset`. `byte << 7` is a bf16 number, 2^(byte - 127).
     nf4     float32, S = 1: the block's largest magnitude.
 
-For MXFP4 `offset` brings the largest byte of the matrix (or of those joined with it) to 254, because bf16 could not
-hold 2^(127 - byte + 126) for all. A decoded pair times its scale must stay in bf16's range; kernels therefore work with
-operand x 2^-`exponent` and put 2^exponent into the FP32 factor of the whole matrix: nvfp4 multiplies w x 2^-126 by s x
-2^118. All of these products are exact, but for MXFP4 blocks over 2^120 times smaller than the largest, which lose their
-last bits.
+For MXFP4, `offset` raises the largest byte of the matrix (and of those concatenated with it) to 254, because bf16
+cannot hold 2^(127 - byte + 126) for all bytes. A decoded pair times its scale must be in bf16's range, so kernels
+compute with operand x 2^-`exponent` and multiply the FP32 factor of the matrix by 2^exponent: nvfp4 multiplies
+w x 2^-126 by s x 2^118. These products are exact, except for MXFP4 blocks over 2^120 times smaller than the largest,
+which lose their last bits.
 
-Padding is code 0 (NF4: 7, also zero) under scale 0 (MXFP4: `offset`). Left out: E4M3 scales that are negative or NaN,
-E8M0 bytes over 252, NF4 rows that blocks of 64 do not divide; no quantizer here writes them and `repack` refuses them.
+Padding is code 0 (NF4: 7, also zero) with scale 0 (MXFP4: `offset`). Left out: E4M3 scales that are negative or NaN,
+E8M0 bytes above 252, and NF4 widths that are no multiple of 64. No quantizer here writes them; `repack` refuses them.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from qerl_kernels import e2m1
 ROWS = 16  # of a tile
 INPUTS = 64  # of a tile
 BLOCK = {"nvfp4": 16, "mxfp4": 32, "nf4": 64}
-MXFP4_LARGEST_BYTE = 252
+MXFP4_MAX_BYTE = 252
 _NF4_ZERO = 7
-_CODES_AT_ONCE = 1 << 24  # temporaries are int32
+_MAX_CODES = 1 << 24  # converted at once; temporaries are int32
 # Axes of codes in the order of a matrix, (T, row half, g, C, j, input half, t, parity), and in that of words.
 _TO_WORDS = (0, 3, 2, 6, 4, 1, 5, 7)
 _FROM_WORDS = (0, 5, 2, 1, 4, 6, 3, 7)
@@ -89,14 +89,14 @@ class KernelWeight:
 
 
 def repack(format_name: str, packed: dict[str, torch.Tensor], shape: tuple[int, int]) -> KernelWeight:
-    """The kernel layout of a packed W (N, K), `packed` as the format's module makes it; tensor scales are not touched.
+    """The kernel layout of a packed W (N, K). `packed` comes from the format's module; tensor scales are ignored.
 
     nvfp4, mxfp4: `weight_packed` uint8 (N, K/2) and `weight_scale` (N, K/block). nf4: `weight` uint8 (N*K/2, 1) and
-    `absmax` FP32 (N*K/64,), row-aligned. Raises ValueError for scales that the layout leaves out.
+    `absmax` FP32 (N*K/64,), row-aligned. Raises ValueError for scales that the layout cannot hold.
     """
     n, k = shape
     if format_name not in BLOCK:
-        raise ValueError(f"no kernel layout for {format_name!r}; there are {', '.join(BLOCK)}")
+        raise ValueError(f"no kernel layout for {format_name!r}; choose from {', '.join(BLOCK)}")
     if k % BLOCK[format_name]:
         raise ValueError(f"{format_name} needs K divisible by {BLOCK[format_name]}, got {k}")
     scales, offset = _checked_scales(format_name, packed, shape)
@@ -105,25 +105,25 @@ def repack(format_name: str, packed: dict[str, torch.Tensor], shape: tuple[int, 
     padded = scales.new_full((tiles * ROWS, columns * per_tile), offset)
     padded[:n, : scales.shape[1]] = scales
     # (T, half, g, C, S) -> (T, C, g, half, S)
-    laid = padded.view(tiles, 2, 8, columns, per_tile).permute(0, 3, 2, 1, 4).contiguous()
+    kernel_scales = padded.view(tiles, 2, 8, columns, per_tile).permute(0, 3, 2, 1, 4).contiguous()
 
     codes = packed["weight"].view(n, k // 2) if format_name == "nf4" else packed["weight_packed"]
     words = codes.new_empty((tiles, columns, 32, 4), dtype=torch.int32)
-    step = max(1, _CODES_AT_ONCE // (ROWS * INPUTS * columns))
+    step = max(1, _MAX_CODES // (ROWS * INPUTS * columns))
     for start in range(0, tiles, step):
         here = _padded_codes(format_name, codes[start * ROWS : (start + step) * ROWS], columns)
         split = here.view(-1, 2, 8, columns, 4, 2, 4, 2).permute(_TO_WORDS)
         words[start : start + step] = _assemble(format_name, split).flatten(2, 3)
-    return KernelWeight(format_name, shape, words, laid, offset)
+    return KernelWeight(format_name, shape, words, kernel_scales, offset)
 
 
 def unpack(weight: KernelWeight) -> dict[str, torch.Tensor]:
-    """What `repack` was given: the packed codes and block scales under their checkpoint names."""
+    """The input of `repack`: packed codes and block scales under their checkpoint names."""
     n, k = weight.shape
     tiles, columns = weight.words.shape[:2]
     scales = weight.scales.permute(0, 3, 2, 1, 4).reshape(tiles * ROWS, -1)[:n, : k // BLOCK[weight.format]]
     packed = weight.words.new_empty((n, k // 2), dtype=torch.uint8)
-    step = max(1, _CODES_AT_ONCE // (ROWS * INPUTS * columns))
+    step = max(1, _MAX_CODES // (ROWS * INPUTS * columns))
     for start in range(0, tiles, step):
         split = _take_apart(weight.format, weight.words[start : start + step].unflatten(2, (8, 4)))
         codes = split.permute(_FROM_WORDS).reshape(-1, columns * INPUTS)[: n - start * ROWS, :k]
@@ -140,17 +140,17 @@ def unpack(weight: KernelWeight) -> dict[str, torch.Tensor]:
 def _checked_scales(
     format_name: str, packed: dict[str, torch.Tensor], shape: tuple[int, int]
 ) -> tuple[torch.Tensor, int]:
-    """Block scales (N, K/block) as they are stored, and what was added to them."""
+    """Block scales (N, K/block) as they are stored, and the offset that was added to them."""
     if format_name == "nf4":
         return packed["absmax"].view(shape[0], -1), 0
     scales = packed["weight_scale"].view(torch.uint8)
     largest = int(scales.max())
     if format_name == "mxfp4":
-        if largest > MXFP4_LARGEST_BYTE:
-            raise ValueError(f"the kernel layout holds E8M0 bytes up to {MXFP4_LARGEST_BYTE}, got {largest}")
+        if largest > MXFP4_MAX_BYTE:
+            raise ValueError(f"the kernel layout holds E8M0 bytes up to {MXFP4_MAX_BYTE}, got {largest}")
         return scales + (254 - largest), 254 - largest
     if largest > 0x7E:
-        raise ValueError("the kernel layout holds E4M3 scales from 0 to 448; this weight has a negative one or a NaN")
+        raise ValueError("the kernel layout holds E4M3 scales from 0 to 448; this weight has a negative one or NaN")
     return scales, 0
 
 

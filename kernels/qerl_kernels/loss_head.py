@@ -1,10 +1,10 @@
-"""Log-probability and entropy of given tokens under a frozen linear head, with gradients, a few tokens at a time.
+"""Log-probability and entropy of given tokens under a frozen linear head, with gradients, in chunks of tokens.
 
-The logits of one piece of tokens go into a shared buffer by cuBLAS; one kernel reads them once. Both scores of a token
-are scalars, so its gradient with respect to the hidden state is known before the backward pass but for a factor: where
-it is wanted, a second kernel turns the logits into their own gradient in place, and a second matmul into that of the
-hidden state, which has the size of the hidden state. Backward multiplies by the factor. Nothing is computed twice, and
-no weight gradient exists. Left out: heads that are trained or packed, for which the plain head stays.
+cuBLAS writes the logits of a chunk into a shared buffer, and one kernel reads them once. Both scores of a token are
+scalars, so their gradients with respect to the hidden state are known before the backward pass, up to a factor. If they
+are needed, a second kernel overwrites the logits with their gradient, and a second matmul gives the gradient of the
+hidden state. Backward multiplies it by the factor. Nothing is computed twice, and there is no weight gradient. Left
+out: heads that are trained or packed; they use the plain head.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qerl_kernels.checks import require_device, require_shape
 from qerl_kernels.scratch import scratch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCORES = (2048, 4)  # block of the vocabulary and warps of the kernel that reads logits once
-GRADIENTS = (4096, 4)  # of the one that overwrites them
+SCORES = (2048, 4)  # block of the vocabulary and warps of the kernel that reads logits
+GRADIENTS = (4096, 4)  # the same of the kernel that overwrites them
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def plain_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy_gradient: bool) -> Scores:
-    """The reference: of logits (M, V), each (M,) FP32: log-probability and entropy at `temperature`, entropy at
-    temperature 1, all in nats, and 1 where greedy decoding would have chosen the target."""
+    """The reference, from logits (M, V): log-probability and entropy at `temperature`, entropy at temperature 1, all in
+    nats, and 1 if greedy decoding would choose the target, else 0; each FP32 (M,)."""
     logits = logits.float()
     scaled = torch.log_softmax(logits / temperature, dim=-1)
     logprobs = scaled.gather(-1, targets[:, None])[:, 0]
@@ -38,7 +38,7 @@ def plain_scores(logits: torch.Tensor, targets: torch.Tensor, temperature: float
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """Shannon entropy in nats over the last dimension of normalised `logprobs` (..., V); tokens at -inf count 0."""
+    """Shannon entropy in nats over the last dimension of normalized `logprobs` (..., V); tokens at -inf count 0."""
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
@@ -49,13 +49,13 @@ def linear_scores(
     targets: torch.Tensor,
     temperature: float,
     entropy_gradient: bool = False,
-    at_once: int = 2**27,
+    max_logits: int = 2**27,
 ) -> Scores:
-    """`plain_scores` of the logits `hidden` (M, H) x `weight`^T (V, H) + `bias` (V,), at most `at_once` at a time.
+    """`plain_scores` of the logits `hidden` (M, H) x `weight`^T (V, H) + `bias` (V,), at most `max_logits` at a time.
 
     Differentiable in `hidden` only: through the log-probability and, with `entropy_gradient`, the entropy. Logits are
-    rounded to the dtype of `hidden`, as the sampler's are. Raises ValueError if the tensors do not fit together or
-    the head is to be trained.
+    rounded to the dtype of `hidden`, as in sampling. Raises ValueError if the tensors do not fit together or the head
+    needs gradients.
     """
     vocabulary, width = weight.shape
     require_shape("weight", weight, (-1, -1), *DTYPES)
@@ -64,11 +64,11 @@ def linear_scores(
     if bias is not None:
         require_shape("bias", bias, (vocabulary,), weight.dtype)
     if weight.requires_grad or (bias is not None and bias.requires_grad):
-        raise ValueError("the head must be frozen: it gets no gradient here; use plain_scores to train it")
+        raise ValueError("the head must be frozen, since it gets no gradient; use plain_scores to train it")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     require_device(hidden=hidden, weight=weight, targets=targets, bias=weight if bias is None else bias)
-    rows = max(1, at_once // vocabulary)
+    rows = max(1, max_logits // vocabulary)
     rows = rows if rows < 128 else rows // 128 * 128  # whole tiles for the matmul
     wanted = hidden.requires_grad and torch.is_grad_enabled()
     return _LinearScores.apply(hidden, weight, bias, targets, temperature, wanted, wanted and entropy_gradient, rows)
@@ -87,10 +87,10 @@ class _LinearScores(torch.autograd.Function):
         entropy_gradient: bool,
         rows: int,
     ) -> Scores:
-        from qerl_kernels import jit_head
+        from qerl_kernels import jit_loss_head
 
-        row_scores: Any = jit_head.row_scores
-        gradients: Any = jit_head.gradients
+        row_scores: Any = jit_loss_head.row_scores
+        gradients: Any = jit_loss_head.gradients
 
         vocabulary = len(weight)
         logprob, entropy, entropy_t1, likeliest, logsumexp = hidden.new_empty(5, len(hidden), dtype=torch.float32)

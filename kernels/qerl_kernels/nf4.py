@@ -1,10 +1,9 @@
-"""NF4 weights: indices into a table of 16 normal quantiles and an FP32 scale for every 64 inputs (QLoRA, section 3).
+"""NF4 weights: indices into a table of 16 normal quantiles and an FP32 scale per 64 inputs (QLoRA, section 3).
 
-The bytes of bitsandbytes, in plain PyTorch, so that a quantizer can choose scales of its own: bitsandbytes packs only
-under a block's maximum. A code is an index 0..15 into `VALUES`; two share a byte, the even input index in the HIGH
-nibble, the other way round from the FP4 formats. Differs from the CUDA code of bitsandbytes where that divides by a
-zero maximum: a block of zeros is code 7 here, as on its CPU. Left out: block sizes other than 64, widths that blocks do
-not divide, and decoding, which stays with bitsandbytes.
+Makes the bytes of bitsandbytes in plain PyTorch, so that a quantizer can choose other scales; bitsandbytes always uses
+a block's maximum. A code is an index 0..15 into `VALUES`. Two share a byte, the even input index in the HIGH nibble,
+unlike the FP4 formats. A block of zeros is code 7, as in the CPU code of bitsandbytes; its CUDA code divides by zero.
+Left out: block sizes other than 64, widths that are no multiple of 64, and decoding, which bitsandbytes does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ VALUES = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-_SMALLEST_DIVISOR = 1e-38
+_MIN_DIVISOR = 1e-38
 
 
 @cache
@@ -41,13 +40,13 @@ def _index(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
-    """The table's value nearest to each FP32 value, of the same shape."""
+    """The nearest entry of `VALUES` for each FP32 value, in the same shape."""
     table, _ = _table(values.device)
     return torch.index_select(table, 0, _index(values).flatten()).view(values.shape)
 
 
 def encode(weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Bytes uint8 (N*K/2, 1) of W (N, K) under `scales`; weights beyond a block's scale saturate."""
-    reciprocal = 1.0 / scales["absmax"].clamp(min=_SMALLEST_DIVISOR)
+    """Bytes uint8 (N*K/2, 1) of W (N, K) with `scales`; weights beyond a block's scale saturate."""
+    reciprocal = 1.0 / scales["absmax"].clamp(min=_MIN_DIVISOR)
     codes = _index((weight.to(torch.float32).reshape(-1, BLOCK) * reciprocal.unsqueeze(1)).flatten()).to(torch.uint8)
     return ((codes[0::2] << 4) | codes[1::2]).unsqueeze(1)

@@ -1,8 +1,8 @@
-"""Drawing the next token: temperature, top-k, top-p, its log-probability and the entropy, by inverse CDF.
+"""Drawing the next token by inverse CDF: temperature, top-k, top-p, its log-probability, and the entropy.
 
-The random number of a draw is that of a counter-based generator, Philox, under the key of the request at the position
-of the token: NumPy makes the same numbers on the host as the kernel on the GPU. A completion so depends on nothing else
-in the batch. Left out: penalties, and beams.
+The random number of a token comes from Philox, a counter-based generator, with the key of the request and the position
+of the token. NumPy makes the same numbers on the host as the kernel on the GPU. So a completion does not depend on the
+rest of its batch. Left out: penalties, beam search.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def uniforms(keys: Sequence[int], count: int) -> np.ndarray:
 
 
 def draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor, top_p: float = 1.0, top_k: int = 0) -> Drawn:
-    """The reference: a token for each row of `logits` (B, V), with its log-probability and the row's entropy in nats.
+    """The reference: a token for each row of `logits` (B, V), its log-probability, and the row's entropy, in nats.
 
-    The token is the first whose cumulative probability exceeds `uniform` (B,) among those that may be drawn: the
-    `top_k` likeliest (0: all), and of these the likeliest that together hold `top_p` of their probability. Tokens as
-    likely as the last of them are kept too. Log-probability and entropy are those of the whole vocabulary at
-    `temperature`, as a trainer computes them. Temperature 0 takes the likeliest token and reports both at 1. Of a row
-    with a logit that is NaN or plus infinity both are NaN, and the token is any.
+    The token is the first whose cumulative probability exceeds `uniform` (B,) among the allowed ones: the `top_k`
+    likeliest (0: all), and of these the likeliest that together hold `top_p` of their probability. Ties with the last
+    of them are kept. Log-probability and entropy are over the whole vocabulary at `temperature`, as a trainer computes
+    them. Temperature 0 takes the likeliest token and reports both at temperature 1. In a row with a logit that is NaN
+    or plus infinity both are NaN, and the token is arbitrary.
     """
     scaled = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     if temperature == 0:
@@ -54,12 +54,12 @@ def draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor, top_p:
 
 
 def nucleus(probability: torch.Tensor, top_p: float) -> torch.Tensor:
-    """`probability` (B, V) with 0 for every token outside the smallest set of likeliest ones that holds `top_p` of it.
+    """`probability` (B, V), set to 0 outside the smallest set of likeliest tokens that holds `top_p` of it.
 
-    The token that crosses `top_p` belongs to the set, and so does every token exactly as likely.
+    The token that crosses `top_p` belongs to the set, and so do all tokens of the same probability.
     """
     ordered = probability.sort(dim=-1, descending=True).values
-    before = ordered.cumsum(-1) - ordered  # (B, V) what the likelier tokens hold
+    before = ordered.cumsum(-1) - ordered  # (B, V) mass of the likelier tokens
     least = ordered.where(before < top_p, 1).amin(-1, keepdim=True)  # (B, 1)
     return probability.where(probability >= least, 0)
 
@@ -72,15 +72,15 @@ def draw_seeded(
     top_p: float = 1.0,
     top_k: int = 0,
 ) -> Drawn:
-    """`draw` in one kernel, with the numbers of `uniforms`: `keys` (B,) int64 of the requests at `position`.
+    """`draw` in one kernel, with number `position` of `uniforms` for each of the requests' `keys` (B,) int64.
 
-    The position may be a tensor (1,) int64, which is read when the kernel runs: one CUDA graph serves all positions.
-    `logits` (B, V) need a last dimension without gaps. Deterministic. Tokens differ from the reference only where a
-    random number lies within rounding (1e-6) of the border between two tokens.
+    If the position is a tensor (1,) int64, the kernel reads it when it runs, so one CUDA graph serves all positions.
+    Rows of `logits` (B, V) may be strided. Deterministic. Tokens differ from the reference only if a random number is
+    within rounding (1e-6) of the border between two tokens.
     """
     if logits.ndim != 2 or logits.stride(1) != 1:
         raise ValueError(
-            f"logits must be (B, V) without gaps in a row, got shape {tuple(logits.shape)} and strides "
+            f"logits must be (B, V) with contiguous rows, got shape {tuple(logits.shape)} and strides "
             f"{logits.stride()}; pass logits.contiguous()"
         )
     if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):

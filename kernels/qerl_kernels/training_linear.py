@@ -1,9 +1,9 @@
-"""A frozen packed linear layer with a trained adapter beside it: forward, input gradient, and the adapter's gradients.
+"""A frozen packed linear layer with a trained adapter: forward, input gradient, and the adapter's gradients.
 
-The weight is rebuilt for each of the two large matmuls and dropped again, so training keeps no 16-bit copy of it. Where
-`operand` writes to a shared buffer this is memory traffic of 2.6 bytes a weight; the matmuls are the library's. The
-tensor scale is a factor of the matmul, applied in FP32 before its one rounding, as in sampling. Left out: gradients for
-weight and bias, which are frozen.
+The weight is decoded for each of the two large matmuls and dropped again, so training keeps no 16-bit copy. If
+`operand` writes to a shared buffer, this costs memory traffic of 2.6 bytes per weight. The matmuls are the library's.
+They apply the tensor scale in FP32 before their only rounding, as in sampling. Left out: gradients of weight and bias,
+which are frozen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RowScales = Sequence[tuple[slice, float]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """What LoRA adds: `scaling` * (x A^T) B^T, computed in the dtype of x; the gradients are those of A and B."""
+    """LoRA: `scaling` * (x A^T) B^T, computed in the dtype of x. A and B get gradients."""
 
     a: torch.Tensor  # (r, K)
     b: torch.Tensor  # (N, r)
@@ -33,10 +33,10 @@ def packed_linear(
     bias: torch.Tensor | None,
     adapter: Adapter | None = None,
 ) -> torch.Tensor:
-    """y (..., N) = scale * (x @ operand^T) + bias, plus the adapter's share; x is (..., K).
+    """y (..., N) = scale * (x @ operand^T) + bias + the adapter's output; x is (..., K).
 
-    `operand(dtype)` gives the matrix (N, K) without its tensor scale; it is called in the forward and again in the
-    backward pass, and the result is not used after another call. `row_scales` has the scale of each range of rows.
+    `operand(dtype)` returns the matrix (N, K) without its tensor scale. It is called in the forward and in the backward
+    pass, and each call may overwrite the result of the last. `row_scales` has the tensor scale of each range of rows.
     Raises ValueError if the adapter does not fit.
     """
     if adapter is None:
@@ -66,11 +66,11 @@ class _PackedLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])  # (M, K)
         weight = operand(x.dtype)  # (N, K)
         parts = []
-        for these, scale in row_scales:
+        for part, scale in row_scales:
             if bias is None:
-                y = torch.addmm(rows.new_empty(1), rows, weight[these].t(), beta=0, alpha=scale)
+                y = torch.addmm(rows.new_empty(1), rows, weight[part].t(), beta=0, alpha=scale)
             else:
-                y = torch.addmm(bias[these].to(x.dtype), rows, weight[these].t(), alpha=scale)
+                y = torch.addmm(bias[part].to(x.dtype), rows, weight[part].t(), alpha=scale)
             parts.append(y)
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if a is None or b is None:
@@ -89,9 +89,9 @@ class _PackedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             weight = ctx.operand(grad_y.dtype)  # (N, K)
             grad_x = rows_y.new_empty(1)
-            for i, (these, scale) in enumerate(ctx.row_scales):
-                grad_x = torch.addmm(grad_x, rows_y[:, these], weight[these], beta=int(i > 0), alpha=scale)
-        saved = ctx.saved_tensors  # read once: checkpointing computes them anew for the first reading alone
+            for i, (part, scale) in enumerate(ctx.row_scales):
+                grad_x = torch.addmm(grad_x, rows_y[:, part], weight[part], beta=int(i > 0), alpha=scale)
+        saved = ctx.saved_tensors  # read once: under gradient checkpointing only the first read recomputes them
         if saved:
             rows, down, a, b = saved
             grad_down = (rows_y @ b.to(grad_y.dtype)).mul_(ctx.scaling)  # (M, r)

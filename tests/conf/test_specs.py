@@ -110,7 +110,7 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "quant": ("bits_per_weight", "unsupported_reason", "check_width", "kernel_layout"),
         "quantizer": ("calibration", "prepare", "pack"),
         "aqn": ("sigma", "check_with", "controller"),
-        "algo": ("on_policy", "max_resampling_rounds", "on_no_signal", "advantages", "weights", "token_loss"),
+        "algo": ("on_policy", "max_resampling_rounds", "on_no_signal", "advantages", "loss_weights", "token_loss"),
         "model": ("load", "warm_start_overrides"),
         "engine": ("check", "check_with", "build"),
         "lora": ("check_with",),

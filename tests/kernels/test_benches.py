@@ -1,12 +1,11 @@
-"""What the benches make of their clock, and which adapters they put beside a layer; no GPU is needed."""
+"""What the benches compute from their times, and which adapters they give to a layer; needs no GPU."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,20 +13,18 @@ import pytest
 from qerl_kernels import decode_configs
 from qerl_kernels.decode_configs import Config
 
-KERNELS = Path(__file__).parents[2] / "kernels"
+BENCH = Path(__file__).parents[2] / "kernels" / "bench"
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"kernels_{name}", KERNELS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(autouse=True)
+def _as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bench finds `timing` in its own folder."""
+    monkeypatch.syspath_prepend(str(BENCH))
 
 
 def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that reads in 100 ms, launches a step in 30, records in 80 and replays in 2; one round is slow."""
-    bench, calls = _script("bench_decoding"), []
+    bench, calls = importlib.import_module("decoding"), []
 
     def seconds(way: str, policy: Any, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
         calls.append((new, limit))
@@ -36,7 +33,7 @@ def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.Monke
         return 0.1 + (0.03 if new > 1 else 0) + (0.08 + 0.002 * replays if new > 2 else 0) + slow * new, 1.0 + new
 
     monkeypatch.setattr(bench, "seconds", seconds)
-    (row,) = bench.measured(None, "recorded", [8], prompt=256, new=256, repeats=5)
+    (row,) = bench.measure(None, "recorded", [8], prompt=256, new=256, repeats=5)
     assert calls == [(3, 256), *[(1, 256), (3, 256), (256, 256)] * 5]
     assert row["step_ms"] == pytest.approx(2.0) and row["step_ms_least"] == pytest.approx(2.0)
     assert row["step_ms_most"] == pytest.approx(502.0)
@@ -44,20 +41,20 @@ def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.Monke
     assert row["read_s"] == pytest.approx(0.1)
     assert row["record_s"] == pytest.approx(0.03 + 0.08 - 0.002)  # one step that was launched, and the recording
     assert row["peak_gib"] == 257.0 and row["repeats"] == 5
-    (row,) = bench.measured(None, "transformers", [8], prompt=256, new=256, repeats=2)
+    (row,) = bench.measure(None, "transformers", [8], prompt=256, new=256, repeats=2)
     assert row["record_s"] is None
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape tiny --formats nvfp4 --ranks 4 --batches 2 --slow --prompt 5 --new 6 --repeats 1"
-    monkeypatch.setattr(sys, "argv", ["bench_decoding.py", *words.split(), "--out", str(tmp_path / "x.csv")])
-    _script("bench_decoding").main()
+    monkeypatch.setattr(sys, "argv", ["decoding.py", *words.split(), "--out", str(tmp_path / "x.csv")])
+    importlib.import_module("decoding").main()
     header, row = (tmp_path / "x.csv").read_text().splitlines()
     found = dict(zip(header.split(","), row.split(","), strict=True))
     assert (found["shape"], found["batch"], found["new"]) == ("tiny", "2", "6") and float(found["total_s"]) > 0
-    monkeypatch.setattr(sys, "argv", ["bench_decoding.py", "--new", "3"])
+    monkeypatch.setattr(sys, "argv", ["decoding.py", "--new", "3"])
     with pytest.raises(SystemExit):
-        _script("bench_decoding").main()
+        importlib.import_module("decoding").main()
     assert "--new must be above 3" in capsys.readouterr().err
 
 
@@ -68,7 +65,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 )  # fmt: skip
 def test_a_search_has_the_adapters_of_a_run(layer: str, rank: int, together: int) -> None:
     """Query, key and value are one layer with three adapters; more ranks than 128 are not fused."""
-    assert _script("bench").joined_rank(layer, rank) == together
+    assert importlib.import_module("gemm").concatenated_rank(layer, rank) == together
 
 
 def test_a_table_keeps_the_rank_that_it_was_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,18 @@
-"""What the compiler makes of every kernel, for Hopper and Blackwell, on a machine without a GPU.
+"""Cross-compiles every kernel for Hopper and Blackwell, without a GPU, and checks the machine code.
 
-Bounds on instructions are those of the version that was measured, plus a tenth for other releases of the compiler.
+A kernel that no longer builds, spills registers, loses its tensor-core instruction or needs far more instructions fails
+here in seconds. Bounds are the instructions of the version that was measured, plus a tenth for other compiler releases.
+The disassembler comes with Triton.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +20,107 @@ import torch
 
 pytest.importorskip("triton")
 
-from qerl_kernels.compile import ARCHITECTURES, Compiled, compiled
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+ARCHITECTURES = (90, 100)  # Hopper, Blackwell
+
+_ADDRESSED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
+_BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 SHARED_LIMIT = 227 * 1024  # bytes a program may have on sm_90 and sm_100
 HEAD = dict.fromkeys(("vocabulary", "stride"), "i32") | {"inverse_temperature": "fp32"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one architecture."""
+
+    ptx: str
+    sass: str
+    registers: int  # per thread
+    stack: int  # bytes per thread; above 0: registers spilled, or an array is in memory
+    local: int  # bytes per thread
+    shared: int  # bytes per program
+
+    @cached_property
+    def instructions(self) -> list[str]:
+        """The SASS instructions in order, without addresses."""
+        return [text.strip() for _, text in _ADDRESSED.findall(self.sass)]
+
+    def count(self, pattern: str) -> int:
+        """How many instructions match the regular expression `pattern`, such as "HGMMA" or "LDG.*128"."""
+        return sum(re.search(pattern, text) is not None for text in self.instructions)
+
+    @property
+    def spills(self) -> bool:
+        return self.stack > 0 or self.local > 0 or self.count(r"\b(LDL|STL)\b") > 0
+
+    def loop(self, around: str = "") -> list[str]:
+        """The instructions of the longest backward branch, which is the body of the main loop; empty if there is none.
+
+        With `around`, a regular expression: the shortest body with an instruction that matches it. A compiler that
+        moves unlikely code to the end creates longer backward branches that are no loops.
+        """
+        lines = [(int(at, 16), text) for at, text in _ADDRESSED.findall(self.sass)]
+        places = {at: i for i, (at, _) in enumerate(lines)}
+        bodies = [
+            lines[places[int(target[1], 16)] : i + 1]
+            for i, (at, text) in enumerate(lines)
+            if (target := _BRANCH.search(text)) is not None and int(target[1], 16) < at and int(target[1], 16) in places
+        ]
+        if around:
+            inner = [body for body in bodies if any(re.search(around, text) for _, text in body)]
+            return [text.strip() for _, text in min(inner, key=len, default=[])]
+        return [text.strip() for _, text in max(bodies, key=len, default=[])]
+
+
+def compiled(
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    arch: int,
+    num_warps: int,
+    num_stages: int = 2,
+    aligned: tuple[str, ...] | None = None,
+    **options: Any,
+) -> Compiled:
+    """Compile the jitted `kernel` for sm_`arch`.
+
+    `signature` has the Triton type ("*bf16", "i32", "fp32") of each argument that is not in `constants`. All arguments,
+    or those named in `aligned`, are assumed to be divisible by 16, as pointers and most sizes are.
+    """
+    names = kernel.arg_names
+    missing = [name for name in names if name not in signature and name not in constants]
+    if missing:
+        raise ValueError(f"{kernel.__name__}: neither a type nor a value for {', '.join(missing)}")
+    types = {name: "constexpr" if name in constants else signature[name] for name in names}
+    integral = [name for name in signature if signature[name].startswith(("*", "i", "u"))]
+    chosen = integral if aligned is None else aligned
+    attrs: dict[Any, Any] = {(names.index(name),): [["tt.divisibility", 16]] for name in chosen}
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, types, constants, attrs)
+    built = triton.compile(
+        source,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
+    )
+    return _read(built.asm["ptx"], built.asm["cubin"], built.metadata.shared)
+
+
+def _read(ptx: str, cubin: bytes, shared: int) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        sass, usage = _cuobjdump("--dump-sass", path), _cuobjdump("--dump-resource-usage", path)
+    usage_of = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(ptx, sass, usage_of["REG"], usage_of["STACK"], usage_of["LOCAL"], shared)
+
+
+def _cuobjdump(option: str, path: Path) -> str:
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([program, option, path], check=True, capture_output=True, text=True).stdout
 
 
 def _sound(built: Compiled) -> None:
@@ -43,13 +148,13 @@ def test_dequantize(arch: int, format_number: int, scales: int, bound: float) ->
 @pytest.mark.parametrize(("scaled", "bound"), [(False, 24.0), (True, 31.0)])
 def test_row_scores(arch: int, scaled: bool, bound: float) -> None:
     """The loop over the vocabulary: instructions a logit, the branches of rare blocks included."""
-    from qerl_kernels import jit_head
+    from qerl_kernels import jit_loss_head
     from qerl_kernels.loss_head import SCORES
 
     names = ("logprob", "entropy", "entropy_t1", "likeliest", "logsumexp")
     signature = {"logits": "*bf16", "targets": "*i64"} | dict.fromkeys(names, "*fp32") | HEAD
     block, warps = SCORES
-    built = compiled(jit_head.row_scores, signature, {"SCALED": scaled, "BLOCK": block}, arch, num_warps=warps)
+    built = compiled(jit_loss_head.row_scores, signature, {"SCALED": scaled, "BLOCK": block}, arch, num_warps=warps)
     _sound(built)
     assert 0 < len(built.loop()) * 32 * warps / block <= bound
 
@@ -57,14 +162,14 @@ def test_row_scores(arch: int, scaled: bool, bound: float) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("with_entropy", "bound"), [(False, 21.0), (True, 26.0)])
 def test_head_gradients(arch: int, with_entropy: bool, bound: float) -> None:
-    from qerl_kernels import jit_head
+    from qerl_kernels import jit_loss_head
     from qerl_kernels.loss_head import GRADIENTS
 
     signature = {"logits": "*bf16", "entropy_gradient": "*bf16", "targets": "*i64"}
     signature |= {"logsumexp": "*fp32", "entropy": "*fp32"} | HEAD
     block, warps = GRADIENTS
     constants = {"WITH_ENTROPY": with_entropy, "BLOCK": block}
-    built = compiled(jit_head.gradients, signature, constants, arch, num_warps=warps)
+    built = compiled(jit_loss_head.gradients, signature, constants, arch, num_warps=warps)
     _sound(built)
     assert len(built.instructions) * 32 * warps / block <= bound
 
@@ -85,10 +190,10 @@ def test_sampling(arch: int, choice: str) -> None:
     _sound(compiled(jit_sampling.draw, signature, constants, arch, num_warps=WARPS, aligned=aligned))
 
 
-def _of_step(
+def _compiled_layer_op(
     kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16", **changed: str
 ) -> Compiled:
-    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "most"), "*fp32")
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "maxima"), "*fp32")
     types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
     wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
@@ -97,28 +202,32 @@ def _of_step(
 
 
 def _attention(arch: int, dtype: str, size: int, splits: int) -> Compiled:
-    from qerl_kernels import jit_step
-    from qerl_kernels.step import key_block
+    from qerl_kernels import jit_decoder_layer
+    from qerl_kernels.decoder_layer import key_block
 
     block = key_block(size, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     shape = {"KV": 4, "GROUP": 7, "ROWS": 16, "D": size, "DIM": size, "BLOCK": block, "SPLITS": splits}
-    return _of_step(jit_step.attend, shape, arch, 4, 3, dtype, total="*fp32")
+    return _compiled_layer_op(jit_decoder_layer.attend, shape, arch, 4, 3, dtype, total="*fp32")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_step(arch: int) -> None:
+def test_decoder_layer(arch: int) -> None:
     """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
-    from qerl_kernels import jit_step
+    from qerl_kernels import jit_decoder_layer
 
     shape = {"KV": 4, "D": 128, "DIM": 128}
-    _sound(_of_step(jit_step.add_norm, {"ADD": True, "BLOCK": 4096}, arch, 8))
-    _sound(_of_step(jit_step.swiglu, {"BLOCK": 1024}, arch, 4))
-    _sound(_of_step(jit_step.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
+    _sound(_compiled_layer_op(jit_decoder_layer.add_norm, {"ADD": True, "BLOCK": 4096}, arch, 8))
+    _sound(_compiled_layer_op(jit_decoder_layer.swiglu, {"BLOCK": 1024}, arch, 4))
+    _sound(_compiled_layer_op(jit_decoder_layer.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
     for splits in (1, 8):
         attend = _attention(arch, "bf16", 128, splits)
         _sound(attend)
         assert attend.count("HMMA") > 0 and attend.count("LDGSTS") > 0
-    _sound(_of_step(jit_step.join_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"))
+    _sound(
+        _compiled_layer_op(
+            jit_decoder_layer.combine_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"
+        )
+    )
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 256), ("fp32", 128)])
@@ -130,14 +239,14 @@ def test_attention_fits_small_gpus(dtype: str, size: int) -> None:
 
 def test_a_kernel_that_spills_is_found() -> None:
     """The gate itself: the same kernel with a block far too large for its registers."""
-    from qerl_kernels import jit_head
+    from qerl_kernels import jit_loss_head
 
     signature = {"logits": "*bf16", "entropy_gradient": "*bf16", "targets": "*i64"}
     signature |= {"logsumexp": "*fp32", "entropy": "*fp32"} | HEAD
     constants = {"WITH_ENTROPY": True, "BLOCK": 16384}
-    assert compiled(jit_head.gradients, signature, constants, 90, num_warps=1).spills
+    assert compiled(jit_loss_head.gradients, signature, constants, 90, num_warps=1).spills
     with pytest.raises(ValueError, match="BLOCK"):
-        compiled(jit_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
+        compiled(jit_loss_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_sampling_takes_the_decode_gemm(make_policy: MakePolicy, monkeypatch: py
     ids = _ids(2, 7)
     with torch.no_grad():
         wanted = policy.model(ids).logits
-    monkeypatch.setattr(decode, "MOST_RANK", 8)
+    monkeypatch.setattr(decode, "MAX_RANK", 8)
     monkeypatch.setattr(decode, "supported", lambda weight, tokens, dtype: tokens <= 14)
     monkeypatch.setattr(kernel_choice, "supported", decode.supported)
     calls: list[int] = []

@@ -39,7 +39,7 @@ def test_unpack_gives_back_every_bit(format_name: str, shape: tuple[int, int]) -
 def test_repacking_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_weight("nvfp4", 70, 320)
     whole = layout.repack("nvfp4", packed, (70, 320))
-    monkeypatch.setattr(layout, "_CODES_AT_ONCE", 1)
+    monkeypatch.setattr(layout, "_MAX_CODES", 1)
     pieces = layout.repack("nvfp4", packed, (70, 320))
     assert torch.equal(whole.words, pieces.words)
     assert all(

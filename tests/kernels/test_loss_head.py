@@ -44,10 +44,10 @@ def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(
-    ("rows", "width", "vocabulary", "at_once"), [(7, 16, 97, 200), (1, 8, 1, 1), (5, 16, 5003, 9999)]
+    ("rows", "width", "vocabulary", "max_logits"), [(7, 16, 97, 200), (1, 8, 1, 1), (5, 16, 5003, 9999)]
 )
 def test_values_and_gradients(
-    device: str, rows: int, width: int, vocabulary: int, at_once: int, temperature: float
+    device: str, rows: int, width: int, vocabulary: int, max_logits: int, temperature: float
 ) -> None:
     """Pieces of two rows or one; the shared buffer is full of NaN before, so whatever is read was written."""
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
@@ -57,12 +57,12 @@ def test_values_and_gradients(
         wanted = _reference(hidden, weight, bias, targets, temperature)
         hidden.requires_grad_()
         scratch((2 * rows, vocabulary), torch.float32, hidden.device).fill_(torch.nan)
-        scores = linear_scores(hidden, weight, bias, targets, temperature, True, at_once)
+        scores = linear_scores(hidden, weight, bias, targets, temperature, True, max_logits)
         assert all(_same(one, other) for one, other in zip(scores, wanted, strict=False))
         pull = torch.randn(2, rows, generator=torch.Generator().manual_seed(1)).to(device)
         (grad,) = torch.autograd.grad((scores[0] * pull[0]).sum() + (scores[1] * pull[1]).sum(), hidden)
         assert _close(grad, pull[0, :, None] * wanted[4] + pull[1, :, None] * wanted[5], bound)
-        again = linear_scores(hidden, weight, bias, targets, temperature, False, at_once)
+        again = linear_scores(hidden, weight, bias, targets, temperature, False, max_logits)
         assert all(torch.equal(a, b) for a, b in zip(again, scores, strict=True))
         assert not any(score.requires_grad for score in again[1:])
         (grad,) = torch.autograd.grad(again[0], hidden, pull[0])
@@ -97,7 +97,7 @@ def test_a_large_vocabulary_in_bfloat16() -> None:
     hidden, weight, _, targets = _inputs(1000, 256, 152_064, "cuda", torch.bfloat16)
     wanted = _reference(hidden[:200], weight, None, targets[:200], 0.9)
     hidden.requires_grad_()
-    scores = linear_scores(hidden, weight, None, targets, 0.9, at_once=300 * 152_064)
+    scores = linear_scores(hidden, weight, None, targets, 0.9, max_logits=300 * 152_064)
     assert all(_same(a[:200], b) for a, b in zip(scores, wanted, strict=False))
     (grad,) = torch.autograd.grad(scores[0].sum(), hidden)
     assert _close(grad[:200], wanted[4], 1e-2)

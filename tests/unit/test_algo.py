@@ -11,24 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qerl_bench.algo import bnpo, cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, rloo, sft
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.algo.bnpo import BNPO
-from qerl_bench.algo.cispo import CISPO
-from qerl_bench.algo.dapo import DAPO
-from qerl_bench.algo.dr_grpo import DrGRPO
-from qerl_bench.algo.grpo import GRPO
-from qerl_bench.algo.gspo import GSPO
 from qerl_bench.algo.kl import KLPenalty
-from qerl_bench.algo.loss import objective
-from qerl_bench.algo.reinforce_pp import ReinforcePlusPlus
-from qerl_bench.algo.rloo import RLOO
-from qerl_bench.algo.sft import SFT
+from qerl_bench.algo.loss import step_loss
 from qerl_bench.checks import ConfigError
 
 NARROW: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2}
 CLIP: dict[str, Any] = {**NARROW, "delta": None, "advantage_eps": 1e-4}
-GRPO = GRPO(name="grpo", **CLIP)
-DAPO = DAPO(
+GRPO = grpo.GRPO(name="grpo", **CLIP)
+DAPO = dapo.DAPO(
     name="dapo",
     **{**CLIP, "epsilon_high": 0.28},
     max_resampling_rounds=0,
@@ -37,21 +29,23 @@ DAPO = DAPO(
     overlong_share=0.0,
     overlong_factor=1.0,
 )
-BNPO = BNPO(name="bnpo", **CLIP, chunk=2)
-DR_GRPO = DrGRPO(name="dr_grpo", **NARROW, delta=None, length_limit=10)
-GSPO = GSPO(name="gspo", **CLIP)
-CISPO = CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.2, advantage_eps=1e-4)
-RLOO = RLOO(name="rloo", **NARROW)
-REINFORCE_PP = ReinforcePlusPlus(name="reinforce_pp", **NARROW, advantage_eps=1e-4, group_baseline=False)
-SFT = SFT(name="sft")
+BNPO = bnpo.BNPO(name="bnpo", **CLIP, chunk=2)
+DR_GRPO = dr_grpo.DrGRPO(name="dr_grpo", **NARROW, delta=None, length_limit=10)
+GSPO = gspo.GSPO(name="gspo", **CLIP)
+CISPO = cispo.CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.2, advantage_eps=1e-4)
+RLOO = rloo.RLOO(name="rloo", **NARROW)
+REINFORCE_PP = reinforce_pp.ReinforcePlusPlus(name="reinforce_pp", **NARROW, advantage_eps=1e-4, group_baseline=False)
+SFT = sft.SFT(name="sft")
 ON_POLICY = [GRPO, DAPO, BNPO, DR_GRPO, GSPO, CISPO, RLOO, REINFORCE_PP]
 ALGORITHMS = pytest.mark.parametrize("algo", [*ON_POLICY, SFT], ids=lambda algo: algo.name)
 NO_KL = KLPenalty(coef=0.0, estimator="k3", ratio_weighted=True)
 
 
-def step_loss(algo: Any, kl: KLPenalty = NO_KL, **terms: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_of_one_batch(
+    algo: Any, kl: KLPenalty = NO_KL, **terms: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of a step that is one micro-batch."""
-    return objective(algo, kl, LossInputs(**terms), algo.weights(terms["mask"].sum(1)))
+    return step_loss(algo, kl, LossInputs(**terms), algo.loss_weights(terms["mask"].sum(1)))
 
 
 def _example() -> dict[str, torch.Tensor]:
@@ -78,7 +72,7 @@ def _example() -> dict[str, torch.Tensor]:
 
 def test_grpo_by_hand() -> None:
     example = _example()
-    loss, indicators = step_loss(GRPO, **example)
+    loss, indicators = loss_of_one_batch(GRPO, **example)
     rows = [-(1.0 + 1.2) / 2, (0.8 + 1.0 + 1.25) / 3, -0.5 * 1.2, 0.5 * (1.0 + 0.9) / 2]
     assert loss.item() == pytest.approx(sum(rows) / 4, abs=1e-12)
     loss.backward()
@@ -95,7 +89,7 @@ def test_grpo_by_hand() -> None:
 
 def test_dapo_by_hand() -> None:
     example = _example()
-    loss, indicators = step_loss(DAPO, **example)
+    loss, indicators = loss_of_one_batch(DAPO, **example)
     tokens = [-1.0, -1.28, 0.8, 1.0, 1.25, -0.5 * 1.25, 0.5 * 1.0, 0.5 * 0.9]
     assert loss.item() == pytest.approx(sum(tokens) / 8, abs=1e-12)
     loss.backward()
@@ -108,7 +102,7 @@ def test_dapo_by_hand() -> None:
 def test_sft_by_hand() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -9.0, -9.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
-    loss, indicators = step_loss(
+    loss, indicators = loss_of_one_batch(
         SFT, logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=torch.zeros(2), mask=mask
     )
     assert loss.item() == pytest.approx(3.5 / 3, abs=1e-12)
@@ -125,7 +119,7 @@ def test_on_policy_step_is_the_plain_policy_gradient() -> None:
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1], [1, 0]], dtype=torch.bool)
     advantages = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    loss, indicators = step_loss(
+    loss, indicators = loss_of_one_batch(
         GRPO, logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=advantages, mask=mask
     )
     loss.backward()
@@ -166,7 +160,7 @@ def test_clip_indicators_at_the_boundary(algo: Any, boundary: float, advantage: 
 
 def test_a_ratio_exactly_on_the_boundary_is_not_clipped() -> None:
     """epsilon 0.5 puts the boundaries on numbers that exp can hit: exp(0) = 1 is inside, and halves are exact."""
-    algo = GRPO(name="grpo", **{**CLIP, "epsilon_low": 0.5, "epsilon_high": 1.0})
+    algo = replace(GRPO, epsilon_low=0.5, epsilon_high=1.0)
     for ratio, advantage in ((0.5, -1.0), (2.0, 1.0)):
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         assert logprobs.exp().item() == ratio
@@ -185,7 +179,7 @@ def test_padding_has_no_part_in_anything() -> None:
             example = _example()
             with torch.no_grad():
                 example["logprobs"][~example["mask"]] = filler
-            loss, indicators = step_loss(algo, **example)
+            loss, indicators = loss_of_one_batch(algo, **example)
             loss.backward()
             results.append((loss.item(), example["logprobs"].grad, {k: v.tolist() for k, v in indicators.items()}))
         for other in results[1:]:
@@ -227,7 +221,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
     lengths, cuts, seed = step
     logprobs, old, advantages, mask = _random_step(lengths, seed)
     kl, reference = replace(NO_KL, coef=coef), old - 0.1
-    weights = algo.weights(mask.sum(1))
+    weights = algo.loss_weights(mask.sum(1))
 
     def run(bounds: list[int]) -> tuple[float, torch.Tensor, dict[str, list[Any]]]:
         leaf = logprobs.clone().requires_grad_()
@@ -241,7 +235,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
                 mask=mask[rows],
                 reference_logprobs=reference[rows],
             )
-            loss, indicators = objective(algo, kl, terms, weights[rows])
+            loss, indicators = step_loss(algo, kl, terms, weights[rows])
             loss.backward()
             value += loss.item()
             for name, indicator in indicators.items():
@@ -262,7 +256,7 @@ def test_loss_against_loops(algo: Any, step: tuple[list[int], list[int], int]) -
     """The definitions once more, token by token, without tensors."""
     lengths, _, seed = step
     logprobs, old, advantages, mask = _random_step(lengths, seed)
-    loss, _ = step_loss(algo, logprobs=logprobs, old_logprobs=old, advantages=advantages, mask=mask)
+    loss, _ = loss_of_one_batch(algo, logprobs=logprobs, old_logprobs=old, advantages=advantages, mask=mask)
     rows: list[list[float]] = []
     for row in range(len(lengths)):
         new_row, old_row = logprobs[row][mask[row]].tolist(), old[row][mask[row]].tolist()
@@ -389,13 +383,13 @@ def test_values_that_make_no_sense_are_refused(algo: Any, changed: dict[str, Any
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_weights_by_hand(algo: Any, weights: list[float]) -> None:
-    assert algo.weights(torch.tensor([2, 3, 1, 2])).tolist() == pytest.approx(weights, abs=1e-15)
+    assert algo.loss_weights(torch.tensor([2, 3, 1, 2])).tolist() == pytest.approx(weights, abs=1e-15)
 
 
 def test_gspo_by_hand() -> None:
     """Completion 1: ratios 1 and 1.5, sqrt(1.5) = 1.22 is clipped. Completion 2: (0.5 * 1 * 1.25)^(1/3)."""
     example = _example()
-    loss, indicators = step_loss(GSPO, **example)
+    loss, indicators = loss_of_one_batch(GSPO, **example)
     second, fourth = (0.5 * 1.0 * 1.25) ** (1 / 3), 0.9**0.5
     rows = [-1.2, max(second, 0.8), -0.5 * 1.2, 0.5 * fourth]
     assert loss.item() == pytest.approx(sum(rows) / 4, abs=1e-12)
@@ -411,7 +405,7 @@ def test_cispo_by_hand() -> None:
     """The weight is capped at 1.2 and has no gradient of its own: every token keeps -w A / 8."""
     example = _example()
     logprobs = example["logprobs"].detach()
-    loss, indicators = step_loss(CISPO, **example)
+    loss, indicators = loss_of_one_batch(CISPO, **example)
     pull = torch.tensor([[1.0, 1.2, 0], [-0.5, -1.0, -1.2], [0.6, 0, 0], [-0.5, -0.45, 0]], dtype=torch.float64) / 8
     assert loss.item() == pytest.approx(-(pull * logprobs).sum().item(), abs=1e-12)
     loss.backward()
@@ -424,7 +418,7 @@ def test_rloo_by_hand() -> None:
     expected = [1 - 0.2 / 3, 0 - 1.2 / 3, 0 - 1.2 / 3, 0.2 - 1 / 3]
     assert RLOO.advantages(rewards, lengths_of(rewards))[0].tolist() == pytest.approx(expected, abs=1e-12)
     example = _example()
-    loss, _ = step_loss(RLOO, **example)
+    loss, _ = loss_of_one_batch(RLOO, **example)
     whole = 0.5 * 1.25  # the ratio of completion 2 as a whole is clipped at 0.8 from below
     rows = [-1.2, max(whole, 0.8), -0.5 * 1.2, 0.5 * 0.9]
     assert loss.item() == pytest.approx(sum(rows) / 4, abs=1e-12)
@@ -521,8 +515,8 @@ def test_which_kl_losses_have_the_gradient_of_the_divergence(estimator: str, wei
 def test_kl_is_added_per_token_with_the_weights_of_the_algorithm() -> None:
     example = _example()
     reference = example["old_logprobs"] - 0.3
-    plain, _ = step_loss(GRPO, **example)
-    found, columns = step_loss(GRPO, _kl("k2", weighted=False), **example, reference_logprobs=reference)
+    plain, _ = loss_of_one_batch(GRPO, **example)
+    found, columns = loss_of_one_batch(GRPO, _kl("k2", weighted=False), **example, reference_logprobs=reference)
     x = (example["logprobs"] - reference).detach()
     expected = sum((x[i, :n].square() / 2).mean().item() for i, n in enumerate([2, 3, 1, 2])) / 4
     assert (found - plain).item() == pytest.approx(0.5 * expected, abs=1e-12)

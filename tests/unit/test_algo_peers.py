@@ -19,25 +19,19 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.algo import bnpo, cispo, dapo, dr_grpo, grpo, gspo, rloo
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.algo.bnpo import BNPO
-from qerl_bench.algo.cispo import CISPO
-from qerl_bench.algo.dapo import DAPO
-from qerl_bench.algo.dr_grpo import DrGRPO
-from qerl_bench.algo.grpo import GRPO
-from qerl_bench.algo.gspo import GSPO
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
-from qerl_bench.algo.loss import objective
-from qerl_bench.algo.rloo import RLOO
+from qerl_bench.algo.loss import step_loss
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
 TOLERANCE = 1e-9
 ROWS, WIDTH, LIMIT = 16, 7, 9  # completions of two generations, tokens of the longest, tokens allowed
 SHARED: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None, "advantage_eps": 1e-4}
-GRPO = GRPO(name="grpo", **SHARED)
-DAPO = DAPO(
+GRPO = grpo.GRPO(name="grpo", **SHARED)
+DAPO = dapo.DAPO(
     name="dapo",
     **SHARED,
     max_resampling_rounds=0,
@@ -46,10 +40,10 @@ DAPO = DAPO(
     overlong_share=4 / LIMIT,
     overlong_factor=1.0,
 )
-BNPO = BNPO(name="bnpo", **SHARED, chunk=1)
-DR_GRPO = DrGRPO(name="dr_grpo", epsilon_low=0.2, epsilon_high=0.28, delta=None, length_limit=LIMIT)
-GSPO = GSPO(name="gspo", **SHARED)
-CISPO = CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.6, advantage_eps=1e-4)
+BNPO = bnpo.BNPO(name="bnpo", **SHARED, chunk=1)
+DR_GRPO = dr_grpo.DrGRPO(name="dr_grpo", epsilon_low=0.2, epsilon_high=0.28, delta=None, length_limit=LIMIT)
+GSPO = gspo.GSPO(name="gspo", **SHARED)
+CISPO = cispo.CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.6, advantage_eps=1e-4)
 TRL_NAMES = {"gspo": "grpo"}  # with importance_sampling_level="sequence"
 
 
@@ -169,9 +163,9 @@ def _ours(
         advantages=data["advantages"][window],
         mask=data["mask"][window],
         reference_logprobs=data["reference"][window] if kl.coef else None,
-        importance=None if importance is None else importance[window],
+        importance_weights=None if importance is None else importance[window],
     )
-    loss, columns = objective(algo, kl, terms, algo.weights(terms.mask.sum(1)))
+    loss, columns = step_loss(algo, kl, terms, algo.loss_weights(terms.mask.sum(1)))
     loss.backward()
     assert leaf.grad is not None
     return loss.item(), leaf.grad, columns
@@ -207,7 +201,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(
     if algo.name in ("dapo", "cispo"):
         if per_generation < accumulation:  # TRL's token mean is then over each generation, and a mean of those: bnpo's
             chunks = replace(BNPO, chunk=per_generation * size)
-            weights = chunks.weights(data["mask"][window].sum(1))
+            weights = chunks.loss_weights(data["mask"][window].sum(1))
             algo = _with_weights(algo, weights)
         else:  # over the whole generation, whose tokens are on average, not exactly, those of its steps
             scale = int(data["mask"][window].sum()) / (items[0] * accumulation / per_generation)
@@ -221,7 +215,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(
     assert old or not any(bool(columns[name].any()) for name in columns if name.startswith("clip_ratio"))
 
 
-@pytest.mark.parametrize("weights", ["truncate", "mask"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("kl", KLS[:2], ids=["no-kl", "kl-ratio"])
 @pytest.mark.parametrize(
     ("algo", "level"),
@@ -229,17 +223,23 @@ def test_loss_and_gradient_of_a_step_are_those_of_trl(
     ids=lambda value: getattr(value, "name", value),
 )
 def test_importance_weights_enter_the_loss_as_in_trl(
-    grpo_loss: Any, algo: Any, level: str, kl: KLPenalty, weights: str
+    grpo_loss: Any, algo: Any, level: str, kl: KLPenalty, mode: str
 ) -> None:
     """TRL's ratio, written out: (B, T), or (B, 1) for sequences; ours is made by the spec. Four micro-batches."""
     data = _data(seed=8)
     generator = torch.Generator().manual_seed(9)
     sampler = data["old"] + 0.5 * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    cap, floor = 1.5, 0.6 if weights == "mask" else None
-    spec = ImportanceSampling(split=False, weights=weights, level=level, cap=cap, floor=floor, warn_ess=0.0)
+    clip_max, clip_min = 1.5, 0.6 if mode == "mask" else None
+    spec = ImportanceSampling(
+        mode=mode, level=level, clip_max=clip_max, clip_min=clip_min, warn_ess=0.0, split_mismatch=False
+    )
     gap = (data["old"] - sampler) * data["mask"]
     ratio = (gap.sum(1, keepdim=True) if level == "sequence" else gap).exp()
-    bounded = ratio.clamp(max=cap) if floor is None else ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
+    bounded = (
+        ratio.clamp(max=clip_max)
+        if clip_min is None
+        else ratio.masked_fill((ratio < clip_min) | (ratio > clip_max), 0.0)
+    )
     assert (bounded != ratio).any() and (bounded == ratio).any()
 
     rows = [slice(i, i + 4) for i in range(0, ROWS, 4)]
@@ -263,7 +263,7 @@ def _with_weights(algo: Any, weights: torch.Tensor) -> Any:
         **{name: getattr(algo, name) for name in ("name", "epsilon_low", "epsilon_high", "token_loss")}
     )
     given.delta = getattr(algo, "delta", None)
-    given.weights = lambda lengths: weights
+    given.loss_weights = lambda lengths: weights
     return given
 
 
@@ -293,7 +293,7 @@ def test_kl_metric_is_that_of_trl_without_the_ratio(grpo_loss: Any) -> None:
 def test_rloo_is_that_of_trl(clip: float) -> None:
     """An empty completion, which no sampler makes, counts as a ratio of 1 there and as nothing here."""
     loss_of = _peer("trl.trainer.rloo_trainer").RLOOTrainer._compute_loss
-    algo = RLOO(name="rloo", epsilon_low=0.2, epsilon_high=clip)
+    algo = rloo.RLOO(name="rloo", epsilon_low=0.2, epsilon_high=clip)
     data = _data(seed=7)
     trainer = _trainer(algo, KLS[0], 1, 1)
     leaf = data["logprobs"].clone().requires_grad_()

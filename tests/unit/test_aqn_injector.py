@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from qerl_bench.algo.loss import objective
+from qerl_bench.algo.loss import step_loss
 from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.injector import NoiseInjector, block_norms, noise_metrics
@@ -472,9 +472,9 @@ def test_which_log_probabilities_carry_the_noise(
 
     def listening(algo: Any, kl: Any, terms: Any, weights: Any) -> Any:
         seen.append(terms)
-        return objective(algo, kl, terms, weights)
+        return step_loss(algo, kl, terms, weights)
 
-    monkeypatch.setattr("qerl_bench.train.update.objective", listening)
+    monkeypatch.setattr("qerl_bench.train.update.step_loss", listening)
     found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, 1, _refuse)
     (terms,) = seen
     expected = {

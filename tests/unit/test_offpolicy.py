@@ -14,7 +14,7 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.importance_sampling import ImportanceSampling
-from qerl_bench.algo.loss import objective
+from qerl_bench.algo.loss import step_loss
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer, update
 
@@ -100,7 +100,7 @@ def test_the_loss_with_weights_by_hand(make_experiment: Maker) -> None:
         reference_logprobs=torch.where(MASK, -1.0, 0.0).double(),
         importance_weights=_spec(clip_max=2.5).clip_or_mask(torch.where(MASK, RATIOS, 1.0)),
     )
-    loss, _ = objective(experiment.algo, experiment.kl, terms, experiment.algo.weights(MASK.sum(1)))
+    loss, _ = step_loss(experiment.algo, experiment.kl, terms, experiment.algo.loss_weights(MASK.sum(1)))
     mean = (-3 * (2 + 2.5 + 0.125) / 3 + 2 * 2.5) / 3
     assert loss.item() == pytest.approx(mean + 0.5 * (0.5 + 0.5) / 3)  # (log p - log p_ref)^2 / 2 = 1/2, not weighted
     loss.backward()

@@ -1,9 +1,9 @@
-"""What an algorithm is: advantages from rewards, weights from lengths, a loss for every token; pure functions.
+"""The interface of an algorithm: advantages from rewards, loss weights from lengths, a loss for every token.
 
-The loss of an optimiser step is  sum_i w_i sum_t l_it  over its completions i and their tokens t
-(`algo/loss.py`). The weights w_i are made once from the lengths of all completions of the step, so neither the
-split into micro-batches nor leaving out completions whose l_it is zero can change the loss or its gradient. KL
-penalty and reference belong to `algo/kl.py`, for all algorithms alike.
+The loss of an optimizer step is  sum_i w_i sum_t l_it  over completions i and their tokens t (`algo/loss.py`). The
+loss weights w_i come from the lengths of all completions of the step. So neither the split into micro-batches nor
+skipping completions with zero l_it changes the loss or its gradient. The KL penalty (`algo/kl.py`) is the same for all
+algorithms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What a loss may look at: right-padded completions side by side."""
+    """What a loss is computed from: B right-padded completions of up to T tokens."""
 
     logprobs: torch.Tensor  # (B, T) of the policy being trained, with gradient
     old_logprobs: torch.Tensor  # (B, T) of the policy before the first update on this batch
@@ -29,11 +29,11 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss:
-    """A loss for every token, 0 off the mask, before weights."""
+    """The loss of every token before loss weights, 0 off the mask."""
 
     loss: torch.Tensor  # (B, T)
-    ratio: torch.Tensor  # (B, T) new over old probability as the algorithm takes it, with gradient; 1 off the mask
-    indicators: dict[str, torch.Tensor]  # (B, T) each, true where it holds; logged as shares of tokens
+    ratio: torch.Tensor  # (B, T) new over old probability as the algorithm defines it, with gradient; 1 off the mask
+    indicators: dict[str, torch.Tensor]  # (B, T) booleans, logged as fractions of tokens
 
 
 class Algorithm(Protocol):
@@ -54,17 +54,17 @@ class Algorithm(Protocol):
 
     @property
     def on_no_signal(self) -> str:
-        """What to do if no group of a step has signal after all refills: "stop" | "continue"."""
+        """What to do if no group of a step has signal after all resampling rounds: "stop" | "continue"."""
         ...
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Advantages (P, G) from rewards (P, G) of P prompts with G completions of `lengths` (P, G) tokens."""
         ...
 
-    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        """What each token of a completion counts in the step's loss (N,), from the lengths (N,) of all completions."""
+    def loss_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        """How much each token of a completion counts in the step's loss: FP64 (N,), from all N lengths (N,)."""
         ...
 
-    def token_loss(self, terms: LossInputs) -> TokenLoss:
-        """The loss of every token, before weights."""
+    def token_loss(self, inputs: LossInputs) -> TokenLoss:
+        """The loss of every token before loss weights."""
         ...

@@ -1,7 +1,7 @@
 """algo=bnpo: token mean within chunks of the step, then the mean over chunks; QeRL's scripts run it as "DAPO".
 
-In TRL the chunk is whatever one micro-batch happens to hold, so memory settings change the objective. Here it is a
-number of its own, and the micro-batches are free.
+In TRL a chunk is the content of one micro-batch, so memory settings change the loss. Here its size is an option, and
+the size of micro-batches is free.
 """
 
 from __future__ import annotations
@@ -9,52 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import LossInputs, TokenLoss
-from qerl_bench.algo.clip import require_advantage_eps, require_clip
-from qerl_bench.checks import require
+from qerl_bench.algo.functional import constant, token_mean
+from qerl_bench.algo.grpo import GRPO
+from qerl_bench.checks import check_fields, count
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class BNPO:
-    """Clipped surrogate, averaged over the tokens of each `chunk` consecutive completions, then over chunks."""
+class BNPO(GRPO):
+    """GRPO averaged over the tokens of each `chunk` consecutive completions, then over chunks."""
 
-    name: str
-    epsilon_low: float
-    epsilon_high: float
-    delta: float | None
-    advantage_eps: float
     chunk: int
 
-    on_policy = True
-    max_resampling_rounds = 0
-    on_no_signal = "continue"
-
     def __post_init__(self) -> None:
-        require_clip(self.epsilon_low, self.epsilon_high, self.delta)
-        require_advantage_eps(self.advantage_eps)
-        require(
-            isinstance(self.chunk, int) and self.chunk >= 1,
-            f"algo.chunk must be a whole number of completions, at least 1, got {self.chunk!r}",
-        )
+        super().__post_init__()
+        check_fields(self, "algo", chunk=count())
 
-    def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        from qerl_bench.algo.group import group_advantages
-
-        return group_advantages(rewards, self.advantage_eps)
-
-    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        from qerl_bench.algo.group import token_mean_weights
-
+    def loss_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        weights = constant(lengths, 0.0)
         chunks = lengths.split(self.chunk)
-        return torch.cat([token_mean_weights(chunk) for chunk in chunks]) / len(chunks)
-
-    def token_loss(self, terms: LossInputs) -> TokenLoss:
-        from qerl_bench.algo.group import clipped_surrogate, token_ratio
-
-        ratio = token_ratio(terms.logprobs, terms.old_logprobs, terms.mask)
-        return clipped_surrogate(ratio, terms.advantages, terms.mask, self.epsilon_low, self.epsilon_high, self.delta)
+        for part, chunk in zip(weights.split(self.chunk), chunks, strict=True):
+            part.copy_(token_mean(chunk))
+        return weights / len(chunks)

@@ -1,47 +1,21 @@
-"""algo=gspo: group sequence policy optimisation (arXiv 2507.18071): one ratio for a whole completion."""
+"""algo=gspo: group sequence policy optimization (arXiv 2507.18071): one ratio for a whole completion."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.algo.base import LossInputs, TokenLoss
-from qerl_bench.algo.clip import require_advantage_eps, require_clip
+from qerl_bench.algo.base import LossInputs
+from qerl_bench.algo.functional import sequence_ratio
+from qerl_bench.algo.grpo import GRPO
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO:
-    """Clipped surrogate of the geometric mean of a completion's token ratios, averaged over completions."""
+class GSPO(GRPO):
+    """GRPO with the geometric mean of a completion's token ratios as the ratio of each of its tokens."""
 
-    name: str
-    epsilon_low: float
-    epsilon_high: float
-    delta: float | None
-    advantage_eps: float
-
-    on_policy = True
-    max_resampling_rounds = 0
-    on_no_signal = "continue"
-
-    def __post_init__(self) -> None:
-        require_clip(self.epsilon_low, self.epsilon_high, self.delta)
-        require_advantage_eps(self.advantage_eps)
-
-    def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        from qerl_bench.algo.group import group_advantages
-
-        return group_advantages(rewards, self.advantage_eps)
-
-    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        from qerl_bench.algo.group import sequence_mean_weights
-
-        return sequence_mean_weights(lengths)
-
-    def token_loss(self, terms: LossInputs) -> TokenLoss:
-        from qerl_bench.algo.group import clipped_surrogate, sequence_ratio
-
-        ratio = sequence_ratio(terms.logprobs, terms.old_logprobs, terms.mask, mean=True)
-        return clipped_surrogate(ratio, terms.advantages, terms.mask, self.epsilon_low, self.epsilon_high, self.delta)
+    def ratio(self, inputs: LossInputs) -> torch.Tensor:
+        return sequence_ratio(inputs, mean=True)

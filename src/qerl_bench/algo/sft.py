@@ -1,4 +1,4 @@
-"""algo=sft: supervised fine-tuning, the warm start of model=tiny and the paper's comparison arm."""
+"""algo=sft: supervised fine-tuning on demonstrations, for the warm start of model=tiny and the paper's SFT arm."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import LossInputs, TokenLoss
+from qerl_bench.algo.functional import token_mean
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +25,9 @@ class SFT:
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         raise AssertionError("algo=sft reads demonstrations, which have no rewards")
 
-    def weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        from qerl_bench.algo.group import token_mean_weights
+    def loss_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        return token_mean(lengths)
 
-        return token_mean_weights(lengths)
-
-    def token_loss(self, terms: LossInputs) -> TokenLoss:
-        import torch
-
-        return TokenLoss(loss=-terms.logprobs * terms.mask, ratio=torch.ones_like(terms.logprobs), indicators={})
+    def token_loss(self, inputs: LossInputs) -> TokenLoss:
+        ones = inputs.logprobs.new_ones(inputs.logprobs.shape)
+        return TokenLoss(loss=-inputs.logprobs * inputs.mask, ratio=ones, indicators={})

@@ -4,8 +4,8 @@ Launching the kernels of a step one by one takes several times as long as runnin
 address for a whole round and everything that changes is read on the GPU, so the step is captured once and replayed for
 each token; the host only checks every few tokens which requests are done. A graph is dropped at the end of its round,
 since adapter and noise cannot change within one. The step is written out for models with Llama's architecture, with one
-kernel for each operation between the matmuls (`qerl_kernels.step`). Left out: keeping graphs for later rounds, which
-would hold their memory during training.
+kernel for each operation between the matmuls (`qerl_kernels.decoder_layer`). Left out: keeping graphs for later rounds,
+which would hold their memory during training.
 
 A *round* is a batch of requests sampled together (hf.py). A *slot* is one token position of the KV cache.
 """
@@ -24,8 +24,8 @@ from qerl_bench.engine.hf_reference import Completion, StopCondition, prefill, t
 from qerl_bench.model.kernels import adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels import step as fused_operations
-from qerl_kernels import step_reference
+from qerl_kernels import decoder_layer as fused_operations
+from qerl_kernels import decoder_layer_reference
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
 
 MODELS = ("llama", "qwen2", "qwen3")
@@ -97,7 +97,7 @@ class Decoding:
         device, count, max_tokens = policy.device, len(keys), sampling.max_tokens
         self.policy, self.sampling, self.uses_graph = policy, sampling, device.type == "cuda"
         self.stop = StopCondition(policy, sampling, count, lengths)
-        self.ops = fused_operations if policy.fused else step_reference
+        self.ops = fused_operations if policy.fused else decoder_layer_reference
         read = prefill(policy, prompt_ids)
         samples = count // len(prompt_ids)
         width = read.mask.shape[1]

@@ -17,14 +17,14 @@ from peft.tuners import lora
 
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels.decode import MOST_TOKENS, supported
+from qerl_kernels.decode import MAX_TOKENS, supported
 from qerl_kernels.training_linear import Adapter, packed_linear
 
 log = logging.getLogger(__name__)
 
 REFERENCE = "torch"
 DEQUANTIZE = "dequantize + cublas"
-DECODE = f"decode gemm up to {MOST_TOKENS} tokens without gradient, dequantize + cublas otherwise"
+DECODE = f"decode gemm up to {MAX_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 CUBLAS = "cublas"
 BITSANDBYTES = "bitsandbytes matmul_4bit"
 

@@ -177,7 +177,7 @@ class PackedLinear(torch.nn.Linear):
         if adapter is None:
             return decode.decode_gemm(x, weight, scale, self.bias)
         down, b = x @ adapter.a.to(x.dtype).t(), adapter.b.to(x.dtype)  # (M, r) and (N, r)
-        if b.shape[1] > decode.MOST_RANK:
+        if b.shape[1] > decode.MAX_RANK:
             return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
         return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling))
 

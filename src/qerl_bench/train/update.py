@@ -22,7 +22,7 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.algo.loss import objective
+from qerl_bench.algo.loss import step_loss
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
 from qerl_bench.model.lm_head import TokenStats
@@ -71,7 +71,7 @@ def update(
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
-    micro_batches = split(batch, algo.weights(batch.mask.sum(1)), has_gradient, train.micro_batch_size)
+    micro_batches = split(batch, algo.loss_weights(batch.mask.sum(1)), has_gradient, train.micro_batch_size)
     totals = StepAccumulator()
     policy.train_mode(True)
     for _ in range(train.updates_per_batch):
@@ -134,7 +134,7 @@ def forward_backward(experiment: Experiment, policy: Policy, micro: MicroBatch, 
         reference_logprobs=micro.reference_logprobs,
         importance_weights=micro.importance_weights,
     )
-    loss, columns = objective(experiment.algo, experiment.kl, inputs, micro.loss_weights)
+    loss, columns = step_loss(experiment.algo, experiment.kl, inputs, micro.loss_weights)
     if entropy_coef > 0:
         loss = loss - entropy_coef * (micro.loss_weights[:, None] * stats.entropy).sum()
     totals.add(loss, columns, batch.mask)

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from qerl_kernels import step, step_reference
+from qerl_kernels import decoder_layer, decoder_layer_reference
 
 
 def _dtypes(device: str) -> tuple[torch.dtype, ...]:
@@ -32,8 +32,8 @@ def test_add_norm(device: str, width: int, added: bool) -> None:
     for dtype in _dtypes(device):
         x, delta = (_random(3, width, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
         weight = _random(width, device=device)
-        total, normed = step.add_norm(x, delta if added else None, weight, 1e-5)
-        sums, wanted = step_reference.add_norm(x, delta if added else None, weight, 1e-5)
+        total, normed = decoder_layer.add_norm(x, delta if added else None, weight, 1e-5)
+        sums, wanted = decoder_layer_reference.add_norm(x, delta if added else None, weight, 1e-5)
         assert torch.equal(total, sums) and (total is x) == (not added)
         _close(normed, wanted)
 
@@ -42,14 +42,14 @@ def test_the_reference_norm_is_that_of_transformers() -> None:
     norm = Qwen2RMSNorm(24, eps=1e-5).requires_grad_(False)
     norm.weight.copy_(_random(24))
     x, delta = _random(3, 24), _random(3, 24, seed=1)
-    assert torch.equal(step_reference.add_norm(x, delta, norm.weight, 1e-5)[1], norm(x + delta))
+    assert torch.equal(decoder_layer_reference.add_norm(x, delta, norm.weight, 1e-5)[1], norm(x + delta))
 
 
 def test_swiglu(device: str) -> None:
     for dtype in _dtypes(device):
         gate, up = (4 * _random(3, 1400, dtype=dtype, device=device)).split([700, 700], dim=-1)
-        _close(step.swiglu(gate, up), step_reference.swiglu(gate, up))
-        _close(step.swiglu(gate.contiguous(), up), step_reference.swiglu(gate, up))
+        _close(decoder_layer.swiglu(gate, up), decoder_layer_reference.swiglu(gate, up))
+        _close(decoder_layer.swiglu(gate.contiguous(), up), decoder_layer_reference.swiglu(gate, up))
 
 
 def _cache(rows: int, heads: int, width: int, size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -70,8 +70,8 @@ def test_rotate_store(device: str, size: int) -> None:
         q, k, v = _random(3, 10 * size, dtype=dtype, device=device).split([6 * size, 2 * size, 2 * size], dim=-1)
         cos, sin = (table.to(dtype).to(device) for table in _tables(12, size))
         found, wanted = (_cache(4, 2, 12, size, dtype, device) for _ in range(2))
-        turned = step.rotate_store(q, k, v, cos, sin, starts, slot, *found)
-        _close(turned, step_reference.rotate_store(q, k, v, cos, sin, starts, slot, *wanted))
+        turned = decoder_layer.rotate_store(q, k, v, cos, sin, starts, slot, *found)
+        _close(turned, decoder_layer_reference.rotate_store(q, k, v, cos, sin, starts, slot, *wanted))
         assert turned.shape == (3, 6, size)
         before = _cache(4, 2, 12, size, dtype, device)
         for one, other, old in zip(found, wanted, before, strict=True):
@@ -83,7 +83,7 @@ def test_the_reference_rotation_is_that_of_transformers() -> None:
     (cos, sin), (keys, values) = _tables(12, 16), _cache(3, 2, 12, 16, torch.float32, "cpu")
     starts, slot = torch.tensor([0, 4, 9]), torch.tensor([9])
     q, k, v = (_random(3, n * 16, seed=n) for n in (6, 2, 2))
-    turned = step_reference.rotate_store(q, k, v, cos, sin, starts, slot, keys, values)
+    turned = decoder_layer_reference.rotate_store(q, k, v, cos, sin, starts, slot, keys, values)
     places = slot - starts
     wanted = apply_rotary_pos_emb(q.view(3, 6, 1, 16), k.view(3, 2, 1, 16), cos[places][:, None], sin[places][:, None])
     assert torch.allclose(turned, wanted[0][:, :, 0], atol=1e-6)
@@ -108,21 +108,21 @@ def test_attend(device: str, heads: int, group: int, width: int, size: int) -> N
         q = 2 * _random(3, heads * group, size, dtype=dtype, device=device)
         keys, values = _cache(4, heads, width, size, dtype, device)
         exact = [x.double() for x in (q, keys, values)]
-        wanted = step_reference.attend(*exact, starts, slot, 0.3)
-        spread = step_reference.attend(*exact[:2], exact[2].abs(), starts, slot, 0.3)
+        wanted = decoder_layer_reference.attend(*exact, starts, slot, 0.3)
+        spread = decoder_layer_reference.attend(*exact[:2], exact[2].abs(), starts, slot, 0.3)
         largest = float((q[:, :, None].double().abs() @ keys[:3].double().abs().amax((1, 2))[:, None, :, None]).max())
         bound = 2**-24 * 4 * (2 + 0.3 * largest) + (2**-7 if dtype == torch.bfloat16 else 0)
         for cache in (keys, values):
             cache[:, :, width - 1 :], cache[2, :, :5], cache[1, :, : width - 2] = (torch.nan,) * 3
-        found = step.attend(q, keys, values, starts, slot, 0.3)
+        found = decoder_layer.attend(q, keys, values, starts, slot, 0.3)
         assert found.dtype == dtype and ((found - wanted).abs() <= bound * spread).all()
-        assert torch.equal(found, step.attend(q, keys, values, starts, slot, 0.3))
+        assert torch.equal(found, decoder_layer.attend(q, keys, values, starts, slot, 0.3))
 
 
 def test_the_reference_attention_by_hand() -> None:
     """Two query heads for each of two key heads, as repeating the keys for each query head computes it."""
     q, (keys, values) = _random(3, 4, 16), _cache(3, 2, 9, 16, torch.float32, "cpu")
-    found = step_reference.attend(q, keys, values, torch.tensor([0, 2, 6]), torch.tensor([6]), 0.3)
+    found = decoder_layer_reference.attend(q, keys, values, torch.tensor([0, 2, 6]), torch.tensor([6]), 0.3)
     for row, start in enumerate((0, 2, 6)):
         for head in range(4):
             k, v = keys[row, head // 2, start:7], values[row, head // 2, start:7]
@@ -147,4 +147,4 @@ def test_wrong_arguments_are_explained(changed: dict, message: str) -> None:
         "starts": torch.zeros(3, dtype=torch.int64), "slot": torch.zeros(1, dtype=torch.int64), "scaling": 1.0,
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        step.attend(**(arguments | changed))
+        decoder_layer.attend(**(arguments | changed))

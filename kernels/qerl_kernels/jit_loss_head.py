@@ -1,9 +1,9 @@
-"""Triton kernels of `loss_head`: one pass over existing logits, and one that turns them into gradients in place."""
+"""Triton kernels of `loss_head`: one reads logits once for scores, one overwrites them with gradients."""
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e30)  # stands for a logit of -inf, so that 0 times it is 0
+LOWEST = tl.constexpr(-1e30)  # replaces logits of -inf, so that 0 times it is 0
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -15,14 +15,14 @@ def row_scores(
     entropy,
     entropy_t1,
     likeliest,
-    logsumexp,  # of logits / temperature; these five (rows,) FP32
+    logsumexp,  # of logits / temperature; these five are (rows,) FP32
     vocabulary,
     stride,
     inverse_temperature,
     SCALED: tl.constexpr,  # the temperature is not 1
     BLOCK: tl.constexpr,
 ):
-    """One row by each program, with a running maximum; sums stay apart in every thread until the end."""
+    """One row per program, with a running maximum. Each thread keeps its own sums until the end."""
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row).to(tl.int32)
@@ -74,8 +74,8 @@ def row_scores(
 
 @triton.jit
 def gradients(
-    logits,  # (rows, V); in their place: the gradient of the log-probability
-    entropy_gradient,  # (rows, V) out: that of the entropy, if asked for
+    logits,  # (rows, V); overwritten with the gradient of the log-probability
+    entropy_gradient,  # (rows, V) output if WITH_ENTROPY: the gradient of the entropy
     targets,
     logsumexp,
     entropy,

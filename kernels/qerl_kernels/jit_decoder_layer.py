@@ -1,4 +1,4 @@
-"""Triton kernels of `step`. Roundings are those of the plain modules: each of their operations ends in one."""
+"""Triton kernels of `decoder_layer`. They round where the plain modules do: after each operation."""
 
 import triton
 import triton.language as tl
@@ -40,7 +40,7 @@ def swiglu(gate, up, out, width, gate_stride, up_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_head(source, target, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
-    """One head of D numbers, turned by the angles whose cosines and sines are given."""
+    """Rotate one head of D numbers by angles with the given cosines and sines."""
     low = tl.arange(0, HALF)
     high = low + D // 2
     inside = low < D // 2
@@ -60,16 +60,16 @@ def rotate_head(source, target, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def rotate_store(
-    q, k, v, cos, sin, starts, slot, keys, values, turned, width, q_stride, k_stride, v_stride,
+    q, k, v, cos, sin, starts, slot, keys, values, rotated, width, q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: query to `turned`, key and value to the cache at `slot`."""
+    """One head of one row: the rotated query goes to `rotated`, key and value to `slot` of the cache."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     place = tl.load(slot)
     angle = (place - tl.load(starts + row)) * D
     if head < HEADS:
-        target = turned + (row * HEADS + head) * D
+        target = rotated + (row * HEADS + head) * D
         rotate_head(q + row * q_stride + head * D, target, cos + angle, sin + angle, D, HALF)
     elif head < HEADS + KV:
         own = head - HEADS
@@ -84,11 +84,11 @@ def rotate_store(
 
 @triton.jit
 def attend(
-    q, keys, values, starts, slot, out, partial, most, total, factor, width,
+    q, keys, values, starts, slot, out, partial, maxima, total, factor, width,
     KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The heads that share one key head of one row, over one of SPLITS ranges of what the row may see."""
+    """Query heads that share one key head of one row, over one of SPLITS ranges of the slots that the row may see."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     head = row * KV + tl.program_id(1)  # of the keys
@@ -127,17 +127,17 @@ def attend(
     else:
         part = (head * GROUP + member) * SPLITS + split
         tl.store(partial + part[:, None] * D + d[None, :], mixed, mask=real)
-        tl.store(most + part, highest, mask=member < GROUP)
+        tl.store(maxima + part, highest, mask=member < GROUP)
         tl.store(total + part, sums, mask=member < GROUP)
 
 
 @triton.jit
-def join_splits(partial, most, total, out, D: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """One query head: the ranges of `attend`, each weighted by its share of the softmax."""
+def combine_splits(partial, maxima, total, out, D: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Combine the ranges of `attend` for one query head, each weighted by its part of the softmax."""
     head = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, DIM)
-    tops = tl.load(most + head * SPLITS + split)  # -inf for a range without keys
+    tops = tl.load(maxima + head * SPLITS + split)  # -inf for a range without keys
     shares = tl.exp2(tops - tl.max(tops, 0))
     sums = tl.sum(tl.load(total + head * SPLITS + split) * shares, 0)
     at = (head * SPLITS + split)[:, None] * D + d[None, :]

@@ -1,4 +1,4 @@
-"""`step` in plain PyTorch, on any device: the same functions, written as the modules of transformers compute them."""
+"""The functions of `decoder_layer` in plain PyTorch on any device, computed as the modules of transformers do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `step.add_norm`."""
+    """As `decoder_layer.add_norm`."""
     total = x if delta is None else x + delta
     wide = total.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -16,7 +16,7 @@ def add_norm(
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As `step.swiglu`."""
+    """As `decoder_layer.swiglu`."""
     return torch.nn.functional.silu(gate) * up
 
 
@@ -31,17 +31,17 @@ def rotate_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """As `step.rotate_store`."""
+    """As `decoder_layer.rotate_store`."""
     n, heads, size = len(q), keys.shape[1], keys.shape[3]
     c, s = (table[slot - starts][:, None] for table in (cos, sin))  # (n, 1, D)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         low, high = x.chunk(2, dim=-1)
         return x * c + torch.cat((-high, low), dim=-1) * s
 
-    keys[:n].index_copy_(2, slot, turned(k.reshape(n, heads, size))[:, :, None])
+    keys[:n].index_copy_(2, slot, rotated(k.reshape(n, heads, size))[:, :, None])
     values[:n].index_copy_(2, slot, v.reshape(n, heads, 1, size))
-    return turned(q.reshape(n, -1, size))
+    return rotated(q.reshape(n, -1, size))
 
 
 def attend(
@@ -52,7 +52,7 @@ def attend(
     slot: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """As `step.attend`."""
+    """As `decoder_layer.attend`."""
     n, heads = len(q), keys.shape[1]
     slots = torch.arange(keys.shape[2], device=q.device)
     visible = (slots >= starts[:, None]) & (slots <= slot)  # (n, S)

@@ -1,13 +1,14 @@
-"""Microseconds of linear layers over 4-bit weights, beside the floor of the GPU and what else is installed.
+"""Microseconds of linear layers over 4-bit weights, compared with other libraries and with the limits of the GPU.
 
-    python kernels/bench.py [--out FILE] [--formats nvfp4,mxfp4,nf4] [--tokens 1,16,..] [--layers 7B,32B]
-                            [--search [--lora-rank 32]]
+    python kernels/bench/gemm.py [--out FILE] [--formats nvfp4,mxfp4,nf4] [--tokens 1,16,..] [--layers 7B,32B]
+                                 [--search [--lora-rank 32]]
 
-Prints a table and writes a tidy CSV. Every kernel is timed in the same process as replays of a CUDA graph that runs
-over so many copies of the weight that they overflow the L2 cache several times: no run finds its weight there. Peers
-are torch in bfloat16, and bitsandbytes, vLLM's Marlin, gemlite and humming where they can be imported. `--search`
-measures configurations for these layers first, with an adapter beside each as runs have it, and writes them to the
-user's cache, from where `decode_gemm` takes them, or to --table FILE. The table of times is of bare layers.
+All kernels are timed in the same process. Each cycles through so many copies of its weight that none is found in the
+L2 cache. Peers are torch in bfloat16 and, where they are installed, bitsandbytes, vLLM's Marlin, gemlite and humming.
+The table of times is of layers without an adapter.
+
+`--search` first measures configurations for these layers, with an adapter as runs have it, and writes the fastest to
+the user's cache folder, where `decode_gemm` finds them, or to --table FILE.
 
 The floor is the larger of bytes (weight, scales, x, y) over COPY_RATE and floating-point operations over MATRIX_RATE,
 both measured on an H200.
@@ -15,9 +16,7 @@ both measured on an H200.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import csv
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -28,80 +27,42 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import timing
 import torch
+from timing import LAYERS, Call, copies, quantiles, random_weight, times
 
 from qerl_kernels import decode, decode_configs
 from qerl_kernels.decode_configs import Config
-from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
 
-LAYERS = {  # Qwen2.5, N x K; query, key and value are one matrix, and gate and up
-    "7B qkv": (4608, 3584),
-    "7B o": (3584, 3584),
-    "7B gate_up": (37888, 3584),
-    "7B down": (3584, 18944),
-    "32B qkv": (7168, 5120),
-    "32B o": (5120, 5120),
-    "32B gate_up": (55296, 5120),
-    "32B down": (5120, 27648),
-}
-JOINED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters lie one above the other
+CONCATENATED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters are concatenated too
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 COPY_RATE = 4.30e12  # bytes a second
 MATRIX_RATE = 790e12  # bfloat16 operations a second
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bfloat16": 16.0}
-_ROTATED = 256 << 20  # bytes of weights that one graph runs over
-_REPLAYS = 11
 _PROCESSES = 14
 
-Call = Callable[[], Any]
 Peer = Callable[[tuple[int, int], torch.Tensor], Iterator[Call]]
 
 
-def times(calls: list[Call]) -> list[float]:
-    """Microseconds of one call, sorted, over replays of a graph with all `calls`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    graph.replay()
-    spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPLAYS)]
-    for before, after in spans:
-        before.record()
-        graph.replay()
-        after.record()
-    torch.cuda.synchronize()
-    return sorted(before.elapsed_time(after) * 1e3 / len(calls) for before, after in spans)
+def short_times(calls: list[Call]) -> list[float]:
+    """Sorted microseconds of one call, in graphs that have each call once, as in the committed tables."""
+    return times([calls], graph_s=0)[0]
 
 
-def random_weight(format_name: str, shape: tuple[int, int]) -> KernelWeight:
-    """Random codes under random scales, made in the kernel layout."""
-    grid = (-(-shape[0] // ROWS), -(-shape[1] // INPUTS))
-    words = torch.empty((*grid, 32, 4), dtype=torch.int32, device="cuda").random_()
-    scales = torch.empty((*grid, 8, 2, INPUTS // BLOCK[format_name]), dtype=torch.uint8, device="cuda")
-    scales.random_(40, 100)
-    scales = scales.float() if format_name == "nf4" else scales
-    return KernelWeight(format_name, shape, words, scales, 127 if format_name == "mxfp4" else 0)
-
-
-def copies(format_name: str, shape: tuple[int, int]) -> int:
-    return max(2, min(40, int(_ROTATED / (shape[0] * shape[1] * BITS[format_name] / 8))))
+def weight_bytes(format_name: str, shape: tuple[int, int]) -> float:
+    return shape[0] * shape[1] * BITS[format_name] / 8
 
 
 def floor(format_name: str, shape: tuple[int, int], tokens: int) -> float:
-    """Microseconds below which no kernel gets."""
+    """Microseconds that every kernel takes at least."""
     n, k = shape
-    bytes_moved = n * k * BITS[format_name] / 8 + 2 * tokens * (n + k)
-    return 1e6 * max(bytes_moved / COPY_RATE, 2 * tokens * n * k / MATRIX_RATE)
+    return timing.floor_us(
+        weight_bytes(format_name, shape) + 2 * tokens * (n + k), 2 * tokens * n * k, COPY_RATE, MATRIX_RATE
+    )
 
 
 def torch_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
-    for _ in range(copies("bfloat16", shape)):
+    for _ in range(copies(weight_bytes("bfloat16", shape))):
         weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         yield lambda weight=weight: torch.mm(x, weight.t())
 
@@ -111,13 +72,13 @@ def bitsandbytes_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call
     packed, state = bitsandbytes.functional.quantize_4bit(
         torch.randn(shape, dtype=torch.bfloat16, device="cuda"), quant_type="nf4", compress_statistics=False
     )
-    for _ in range(copies("nf4", shape)):
+    for _ in range(copies(weight_bytes("nf4", shape))):
         weight = packed.clone()
         yield lambda weight=weight: bitsandbytes.matmul_4bit(x, weight.t(), state)
 
 
 def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
-    """vLLM's NVFP4 kernel for GPUs without FP4, on random bits that it laid out itself."""
+    """vLLM's NVFP4 kernel for GPUs without FP4, with random weights in its own layout."""
     marlin_utils_fp4 = import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
     n, k = shape
     layer: Any = torch.nn.Module()
@@ -130,7 +91,7 @@ def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
     for name, tensor in packed.items():
         layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
     marlin_utils_fp4.prepare_fp4_layer_for_marlin(layer)
-    for _ in range(copies("nvfp4", shape)):
+    for _ in range(copies(weight_bytes("nvfp4", shape))):
         weight, scale = layer.weight.clone(), layer.weight_scale.clone()
         yield lambda weight=weight, scale=scale: marlin_utils_fp4.apply_fp4_marlin_linear(
             x, weight, scale, layer.weight_global_scale, layer.workspace, n, k
@@ -140,19 +101,19 @@ def marlin_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
 def gemlite_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
     packer = import_module("gemlite.helper").A16W4_MXFP
     linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16, device="cuda")
-    for _ in range(copies("mxfp4", shape)):
+    for _ in range(copies(weight_bytes("mxfp4", shape))):
         layer = packer(device="cuda", dtype=torch.bfloat16).from_linear(linear, del_orig=False)
         yield lambda layer=layer: layer(x)
 
 
 def humming_calls(shape: tuple[int, int], x: torch.Tensor) -> Iterator[Call]:
-    """Its own NVFP4: E2M1 codes, an E4M3 scale for 16 weights, one scale for all. It compiles at the first call."""
+    """humming's own NVFP4: E2M1 codes, an E4M3 scale for 16 weights, one scale for all. The first call compiles."""
     make = import_module("humming.layer").HummingLayer
     nvfp4 = {"dtype": "float4e2m1", "scale_dtype": "float8e4m3", "group_size": 16, "scale_2_type": "tensor"}
     layer = make(shape_n=shape[0], shape_k=shape[1], weight_config=nvfp4, torch_dtype=torch.bfloat16).cuda()
     layer.load_from_unquantized(torch.randn(shape, dtype=torch.bfloat16, device="cuda"))
     layer.transform()
-    for _ in range(copies("nvfp4", shape)):
+    for _ in range(copies(weight_bytes("nvfp4", shape))):
         other = copy.deepcopy(layer)
         yield lambda other=other: other(x)
 
@@ -166,16 +127,16 @@ PEERS: dict[str, tuple[str, str, Peer]] = {  # name: package, format, calls
 }
 
 
-def joined_rank(layer: str, rank: int) -> int:
+def concatenated_rank(layer: str, rank: int) -> int:
     """The rank of the adapter that `decode_gemm` gets in a run with LoRA of `rank`.
 
-    0, none, where joined layers have more together than the kernel takes: then it is added by a matmul of its own.
+    0 if concatenated layers have a larger rank together than the kernel takes; a separate matmul then adds the adapter.
     """
-    together = rank * JOINED.get(layer.rpartition(" ")[2], 1)
-    return together if together <= decode.MOST_RANK else 0
+    total = rank * CONCATENATED.get(layer.rpartition(" ")[2], 1)
+    return total if total <= decode.MAX_RANK else 0
 
 
-def adapter(shape: tuple[int, int], tokens: int, rank: int) -> decode.LoRA | None:
+def random_adapter(shape: tuple[int, int], tokens: int, rank: int) -> decode.LoRA | None:
     """x A^T and B of random numbers."""
     if rank == 0:
         return None
@@ -191,11 +152,11 @@ def _case(config: Config, rank: int) -> str:
 
 
 def _compile_some(jobs: list[Job]) -> list[str]:
-    """Run each configuration once, so that the compiler's cache has it; what fails is reported."""
+    """Run each configuration once to fill the compiler's cache, and return a line for each that fails."""
     failed = []
     for format_name, shape, tokens, config, rank in jobs:
         x = torch.randn((tokens, shape[1]), dtype=torch.bfloat16, device="cuda")
-        lora = adapter(shape, tokens, rank)
+        lora = random_adapter(shape, tokens, rank)
         try:
             decode.decode_gemm(x, random_weight(format_name, shape), lora=lora, config=config)
             torch.cuda.synchronize()
@@ -205,25 +166,27 @@ def _compile_some(jobs: list[Job]) -> list[str]:
 
 
 def compile_all(jobs: list[Job]) -> list[str]:
-    """`_compile_some` in several processes, each format, configuration and adapter once."""
+    """`_compile_some` in several processes, once for each format, configuration and rank."""
     unique = list({(job[0], *job[3:]): job for job in jobs}.values())
     with ProcessPoolExecutor(_PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(itertools.chain(*pool.map(_compile_some, [unique[i::_PROCESSES] for i in range(_PROCESSES)])))
 
 
 def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, rank: int) -> None:
-    """The fastest configuration for each layer and bucket beside an adapter of `rank`, into the table `path`."""
-    ranks = {name: joined_rank(name, rank) for name in layers}
+    """Write the fastest configuration of each layer and bucket, with an adapter of `rank`, to the table `path`."""
+    ranks = {name: concatenated_rank(name, rank) for name in layers}
     plan = {(name, m): list(decode_configs.candidates(shape, m)) for name, shape in layers.items() for m in buckets}
     jobs = [("nvfp4", layers[name], m, c, ranks[name]) for (name, m), configs in plan.items() for c in configs]
     failed = compile_all(jobs)
     print("\n".join(["configurations that do not run:", *failed]) if failed else "all configurations run", flush=True)
     best: dict[tuple[int, int], dict[int, Config]] = {}
     for name, shape in layers.items():
-        weights = [random_weight("nvfp4", shape) for _ in range(copies("nvfp4", shape))]
+        weights = [random_weight("nvfp4", shape) for _ in range(copies(weight_bytes("nvfp4", shape)))]
         for size in buckets:
             x = torch.randn((size, shape[1]), dtype=torch.bfloat16, device="cuda")
-            loras = [adapter(shape, size, ranks[name]) for _ in weights]  # as many, or the L2 cache would keep it
+            loras = [
+                random_adapter(shape, size, ranks[name]) for _ in weights
+            ]  # as many, or it would stay in the L2 cache
             measured = []
             for config in plan[name, size]:
                 case = _case(config, ranks[name])
@@ -233,7 +196,7 @@ def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, r
                     lambda x=x, w=w, lora=lora, c=config: decode.decode_gemm(x, w, lora=lora, config=c)
                     for w, lora in zip(weights, loras, strict=True)
                 ]
-                measured.append((times(calls)[_REPLAYS // 2], config))
+                measured.append((quantiles(short_times(calls))["p50_us"], config))
             measured.sort(key=lambda pair: pair[0])
             best.setdefault(shape, {})[size] = measured[0][1]
             print(name, size, "; ".join(f"{us:.1f} {c}" for us, c in measured[:3]), flush=True)
@@ -242,42 +205,41 @@ def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, r
 
 
 def rows(layers: dict[str, tuple[int, int]], formats: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
-    """One measurement after the other, peers before ours for each layer and number of tokens."""
+    """For each layer and number of tokens the times of the peers, then ours."""
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": _version("triton")}
     peers = {name: peer for name, peer in PEERS.items() if find_spec(peer[0]) is not None}
     for name, shape in layers.items():
-        ours = {f: [random_weight(f, shape) for _ in range(copies(f, shape))] for f in formats}
+        ours = {f: [random_weight(f, shape) for _ in range(copies(weight_bytes(f, shape)))] for f in formats}
         for m in tokens:
             x = torch.randn((m, shape[1]), dtype=torch.bfloat16, device="cuda")
             for kernel, (package, format_name, make) in list(peers.items()):
                 try:
                     calls = list(make(shape, x))
-                    yield _row(kernel, _version(package), format_name, name, shape, m, times(calls)) | about
+                    yield _row(kernel, _version(package), format_name, name, shape, m, short_times(calls)) | about
                 except (ImportError, RuntimeError, AttributeError, TypeError, OSError) as error:
                     print(f"{kernel} left out: {error!r}", flush=True)
                     del peers[kernel]
                 calls = []
             for format_name, weights in ours.items():
                 calls = [lambda x=x, w=w: decode.decode_gemm(x, w) for w in weights]
-                yield _row("ours", "", format_name, name, shape, m, times(calls)) | about
+                yield _row("ours", "", format_name, name, shape, m, short_times(calls)) | about
 
 
 def _row(
     kernel: str, release: str, format_name: str, layer: str, shape: tuple[int, int], tokens: int, spans: list[float]
 ) -> dict[str, Any]:
-    p20, p50, p80 = (spans[round(share * (len(spans) - 1))] for share in (0.2, 0.5, 0.8))
-    least = floor(format_name, shape, tokens)
+    percentiles, least = quantiles(spans), floor(format_name, shape, tokens)
     return {
         "kernel": kernel, "version": release, "format": format_name, "layer": layer, "n": shape[0], "k": shape[1],
-        "tokens": tokens, "p20_us": round(p20, 2), "p50_us": round(p50, 2), "p80_us": round(p80, 2),
-        "floor_us": round(least, 2), "share_of_floor": round(least / p50, 3),
+        "tokens": tokens, **percentiles, "floor_us": round(least, 2),
+        "share_of_floor": round(least / percentiles["p50_us"], 3),
     }  # fmt: skip
 
 
 def _version(package: str) -> str:
-    """Of the distribution that the package came with, whose name may be another."""
-    found = packages_distributions().get(package)
-    return version(found[0]) if found else "unknown"
+    """The version of the distribution that `package` belongs to, whose name may differ."""
+    distributions = packages_distributions().get(package)
+    return version(distributions[0]) if distributions else "unknown"
 
 
 def print_table(measured: list[dict[str, Any]]) -> None:
@@ -285,45 +247,32 @@ def print_table(measured: list[dict[str, Any]]) -> None:
     columns = list(dict.fromkeys((row["kernel"], row["format"]) for row in measured))
     print("layer | M |", " | ".join(f"{kernel} {format_name}" for kernel, format_name in columns))
     for (layer, tokens), group in itertools.groupby(measured, key=lambda row: (row["layer"], row["tokens"])):
-        found = {(row["kernel"], row["format"]): row["p50_us"] for row in group}
-        base = found.get(("torch", "bfloat16"))
-        cells = [f"{found[c]:.1f} ({base / found[c]:.2f}x)" if c in found and base else "" for c in columns]
+        us = {(row["kernel"], row["format"]): row["p50_us"] for row in group}
+        base = us.get(("torch", "bfloat16"))
+        cells = [f"{us[c]:.1f} ({base / us[c]:.2f}x)" if c in us and base else "" for c in columns]
         print(layer, "|", tokens, "|", " | ".join(cells))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode.csv")
+    parser = timing.argument_parser(__doc__)
     parser.add_argument("--formats", default="nvfp4,mxfp4,nf4")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--layers", default="", help="only layers whose name contains one of these")
     parser.add_argument("--search", action="store_true", help="measure configurations first")
-    parser.add_argument("--lora-rank", type=int, default=32, help="of the adapter that --search has; 0 for none")
+    parser.add_argument("--lora-rank", type=int, default=32, help="rank of the adapter in --search; 0 for none")
     parser.add_argument("--table", type=Path, help="where --search writes; the user's cache by default")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this measures kernels on an NVIDIA GPU, and PyTorch finds none here")
+    timing.require_gpu(parser)
+    gpu = torch.cuda.get_device_name()
     tokens = [int(m) for m in options.tokens.split(",")]
     layers = {name: s for name, s in LAYERS.items() if any(part in name for part in options.layers.split(","))}
     if options.search:
-        path = options.table or decode_configs.cache_file(torch.cuda.get_device_name())
+        path = options.table or decode_configs.cache_file(gpu)
         search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path, options.lora_rank)
     formats = options.formats.split(",")
-    gpu = torch.cuda.get_device_name()
-    shapes = list(layers.values())
-    compile_all([(f, s, m, decode_configs.choose(gpu, s, m), 0) for f in formats for s in shapes for m in tokens])
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    measured = []
-    with options.out.open("w", newline="") as file:
-        writer = None
-        for row in rows(layers, formats, tokens):
-            writer = writer or csv.DictWriter(file, row)
-            if not measured:
-                writer.writeheader()
-            writer.writerow(row)
-            file.flush()
-            measured.append(row)
-    print_table(measured)
+    jobs = itertools.product(formats, layers.values(), tokens)
+    compile_all([(f, shape, m, decode_configs.choose(gpu, shape, m), 0) for f, shape, m in jobs])
+    print_table(timing.write_rows(rows(layers, formats, tokens), options.out))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,29 @@
-"""Tokens a second that engine=hf samples with random weights in the shape of a model: recorded steps beside sampling
-through transformers, in the same process. Unlike the other benches it needs the whole project, and without a GPU it
-only shows that it runs.
+"""Tokens a second that engine=hf samples with random weights in the shape of a model.
 
-Every prompt is different, and every completion has the same length. Decode tokens/s are those of steps alone: the time
-of a round of START tokens is taken off, in which the prompts are read, the first step is launched kernel by kernel and
-the next one is recorded. What these two take more than a replay is `record_s`; a round has it once, and once more each
-time that half of its rows are done. Numbers are medians of several repeats, after one round that compiles.
+    python kernels/bench/decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32] [--slow 64]
+
+Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. Unlike the other
+benches this one needs the whole project. Without a GPU it shows only that it runs.
+
+Every prompt is different, and all completions have the same length. Decode tokens/s are those of steps alone: the time
+of a round of START tokens is subtracted, which reads the prompts, launches the first step kernel by kernel and records
+the next one. `record_s` is what these two steps take longer than a replay; a round has it once, and once more each time
+that half of its rows are done. Numbers are medians of several repeats, after one round that compiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
 import torch
+import transformers
 from peft import get_peft_model
+from timing import argument_parser, print_rows, write_rows
 
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
@@ -29,16 +35,16 @@ from qerl_bench.model_setup import build_noise
 from qerl_bench.task.shape import IDS
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
-WAYS: dict[str, Callable[..., list[hf_reference.Completion]]] = {
+METHODS: dict[str, Callable[..., list[hf_reference.Completion]]] = {
     "recorded": hf_graph.decode,
     "transformers": hf_reference.decode,
 }
-FEW = 12  # tokens of the slow way
-START = 3  # tokens by which a round is under way: one drawn from the prompts, one step as it is, one recorded
+SLOW_TOKENS = 12  # tokens of a round through transformers
+START = 3  # tokens of the start of a round: one sampled after the prompts, one launched step, one recorded step
 
 
 def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
-    """A policy with the random weights of `experiment`, in its format; rank 0 is no adapter."""
+    """A policy with random weights in the format of `experiment`; rank 0 means no adapter."""
     model, tokenizer, reports = load_packed(
         experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, device
     )
@@ -54,35 +60,35 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     return Policy(model, tokenizer, reports, noise, adapter, kernel=experiment.kernel, packing=False, train_norms=False)
 
 
-def seconds(way: str, policy: Policy, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
-    """How long one round of `new` tokens takes with room for `limit`, and its peak of memory in GiB."""
+def seconds(method: str, policy: Policy, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
+    """Seconds that one round of `new` tokens takes with room for `limit`, and its peak memory in GiB."""
     device = policy.device.type
     ids = torch.randint(IDS, (batch, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
     sampling = Sampling(samples=1, temperature=1.0, max_tokens=limit, seed=0)
     reset_peak(device)
     started = now(device)
     with torch.inference_mode():
-        WAYS[way](policy, ids, sampling, list(range(batch)), [new] * batch)
+        METHODS[method](policy, ids, sampling, list(range(batch)), [new] * batch)
     return now(device) - started, peak_gib(device)
 
 
-def measured(
-    policy: Policy, way: str, batches: Sequence[int], prompt: int, new: int, repeats: int
+def measure(
+    policy: Policy, method: str, batches: Sequence[int], prompt: int, new: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     for batch in batches:
-        seconds(way, policy, batch, prompt, START, new)  # compiles
-        rounds = [[seconds(way, policy, batch, prompt, n, new) for n in (1, START, new)] for _ in range(repeats)]
+        seconds(method, policy, batch, prompt, START, new)  # compiles
+        rounds = [[seconds(method, policy, batch, prompt, n, new) for n in (1, START, new)] for _ in range(repeats)]
         steps = [(total - start) / (new - START) for _, (start, _), (total, _) in rounds]
         step = median(steps)
         extra = [start - read - (START - 1) * step for (read, _), (start, _), _ in rounds]
         yield {
-            "way": way,
+            "way": method,
             "batch": batch,
             "prompt": prompt,
             "new": new,
             "repeats": repeats,
             "read_s": median(read for (read, _), _, _ in rounds),
-            "record_s": median(extra) if way == "recorded" else None,
+            "record_s": median(extra) if method == "recorded" else None,
             "total_s": median(total for _, _, (total, _) in rounds),
             "step_ms": 1e3 * step,
             "step_ms_least": 1e3 * min(steps),
@@ -92,8 +98,26 @@ def measured(
         }
 
 
+def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    device = resolve_device("auto")
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    plan = [("recorded", options.batches, options.new), ("transformers", options.slow, min(SLOW_TOKENS, options.new))]
+    started = time.perf_counter()
+    for name, rank in itertools.product(options.formats, options.ranks):
+        words = (f"quant={name}", f"model=shape/{options.shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
+        policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
+        for method, batches, new in plan:
+            for row in measure(policy, method, batches, options.prompt, new, options.repeats):
+                print(f"[{time.perf_counter() - started:.0f} s]", name, rank, row, flush=True)
+                yield {"shape": options.shape, "format": name, "rank": rank, "gpu": gpu, **versions, **row}
+        del policy
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "bf16"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
@@ -102,35 +126,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", help="CSV file to write")
     options = parser.parse_args()
     if options.new <= START or options.repeats < 1:
         parser.error(f"--new must be above {START} and --repeats at least 1: a round starts with {START} tokens")
-    import pandas as pd
-    import transformers
-
-    device = resolve_device("auto")
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    rows = []
-    started = time.perf_counter()
-    for name in options.formats:
-        for rank in options.ranks:
-            words = (f"quant={name}", f"model=shape/{options.shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
-            policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
-            common = {"shape": options.shape, "format": name, "rank": rank, "gpu": gpu}
-            common |= {"torch": torch.__version__, "transformers": transformers.__version__}
-            plan = [("recorded", options.batches, options.new), ("transformers", options.slow, min(FEW, options.new))]
-            for way, batches, new in plan:
-                for row in measured(policy, way, batches, options.prompt, new, options.repeats):
-                    rows.append(common | row)
-                    print(f"[{time.perf_counter() - started:.0f} s]", name, rank, row, flush=True)
-            del policy
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    table = pd.DataFrame(rows)
-    if options.out:
-        table.to_csv(options.out, index=False)
-    print(table.drop(columns=["gpu", "torch", "transformers"]).to_string(index=False, float_format="{:.4g}".format))
+    print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "torch", "transformers"))
 
 
 if __name__ == "__main__":

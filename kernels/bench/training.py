@@ -1,0 +1,170 @@
+"""Times of the kernels other than the decode GEMM: dequantize, training linear, loss head, sampling. Needs a GPU.
+
+    python kernels/bench/training.py [--out FILE] [--seconds 0.1] [--quick]
+
+Each case is timed in turns with a peer, so their ratio holds. The floor follows from bytes and flops at the rates that
+are measured first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import timing
+import torch
+from timing import LAYERS, Call, copies, floor_us, quantiles, random_weight
+
+from qerl_kernels.dequantize import dequantize
+from qerl_kernels.loss_head import linear_scores
+from qerl_kernels.sampling import draw, draw_seeded
+from qerl_kernels.training_linear import packed_linear
+
+TRAINED = ("7B qkv", "7B o", "7B gate_up", "7B down")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. `floor_bytes` and `floor_flops` are the least memory traffic and work."""
+
+    kernel: str
+    format: str
+    layer: str
+    rows: int
+    run: Sequence[Call]
+    peer: str
+    peer_run: Sequence[Call]
+    floor_bytes: float
+    floor_flops: float
+
+
+def dequantize_cases(formats: Sequence[str]) -> Iterator[Case]:
+    """The peer is a copy of as many bytes."""
+    for format_name, name in itertools.product(formats, (*TRAINED, "32B gate_up", "32B down")):
+        shape = LAYERS[name]
+        count = shape[0] * shape[1]
+        weights = [random_weight(format_name, shape) for _ in range(copies(2.5 * count))]
+        total = weights[0].nbytes + 2 * count
+        buffers = torch.randint(0, 255, (2 * len(weights), total // 2), dtype=torch.uint8, device="cuda")
+        run = [partial(dequantize, weight) for weight in weights]
+        copy = [partial(b.copy_, a) for a, b in zip(buffers[::2], buffers[1::2], strict=True)]
+        yield Case("dequantize", format_name, name, 0, run, "copy of as many bytes", copy, total, 0)
+
+
+def training_cases(tokens: Sequence[int], layers: Sequence[str]) -> Iterator[Case]:
+    """Forward and input gradient of a frozen layer; the peer is torch's own linear layer in bfloat16."""
+
+    def train(linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor) -> None:
+        torch.autograd.grad(linear(x), x, grad)
+
+    for name in layers:
+        shape = LAYERS[name]
+        weight = random_weight("nvfp4", shape)
+        operand = partial(lambda weight, dtype: dequantize(weight), weight)
+        packed = partial(packed_linear, operand=operand, row_scales=[(slice(None), 0.01)], bias=None)
+        plain = partial(torch.nn.functional.linear, weight=(torch.randn(shape, device="cuda") * 0.02).bfloat16())
+        for rows in tokens:
+            x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            grad = torch.randn(rows, shape[0], device="cuda", dtype=torch.bfloat16)
+            ours, peer = partial(train, packed, x, grad), partial(train, plain, x, grad)
+            flops = 4 * rows * shape[0] * shape[1]
+            yield Case("training linear", "nvfp4", name, rows, [ours], "torch bf16", [peer], 0, flops)
+
+
+def head_cases(tokens: Sequence[int]) -> Iterator[Case]:
+    """Scores and hidden gradient of a frozen head of 152k words; the peer is its bare matmuls in the same chunks."""
+    vocabulary, width = 152064, 3584
+    weight = (torch.randn(vocabulary, width, device="cuda") * 0.02).bfloat16()
+    chunk = 2**27 // vocabulary // 128 * 128
+    logits = torch.empty(chunk, vocabulary, device="cuda", dtype=torch.bfloat16)
+
+    def train(hidden: torch.Tensor, targets: torch.Tensor) -> None:
+        logprob, *_ = linear_scores(hidden, weight, None, targets, 1.0)
+        torch.autograd.grad(logprob.sum(), hidden)
+
+    @torch.no_grad()
+    def score(hidden: torch.Tensor, targets: torch.Tensor) -> None:
+        linear_scores(hidden, weight, None, targets, 1.0)
+
+    @torch.no_grad()
+    def matmuls(hidden: torch.Tensor, out: torch.Tensor, both: bool) -> None:
+        for start in range(0, len(hidden), chunk):
+            part = logits[: min(chunk, len(hidden) - start)]
+            torch.mm(hidden[start : start + chunk], weight.t(), out=part)
+            if both:
+                torch.mm(part, weight, out=out[start : start + chunk])
+
+    for rows in tokens:
+        hidden = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.randint(0, vocabulary, (rows,), device="cuda")
+        out = torch.empty_like(hidden.detach())
+        flops = 2 * rows * vocabulary * width
+        for name, run, both in (("train", train, True), ("score", score, False)):
+            ours, peer = partial(run, hidden, targets), partial(matmuls, hidden, out, both)
+            floor = flops * (1 + both)
+            yield Case(f"loss head, {name}", "bf16", "lm_head", rows, [ours], "its bare matmuls", [peer], 0, floor)
+
+
+def sampling_cases(batches: Sequence[int]) -> Iterator[Case]:
+    vocabulary = 152064
+    for batch in batches:
+        logits = (3 * torch.randn(batch, vocabulary, device="cuda")).bfloat16()
+        keys = torch.arange(1, batch + 1, device="cuda")
+        uniform = torch.rand(batch, device="cuda", dtype=torch.float64)
+        for name, options in (("", {}), (" top-p", {"top_p": 0.9}), (" top-k top-p", {"top_k": 50, "top_p": 0.9})):
+            ours, peer = (
+                partial(draw_seeded, logits, 1.0, keys, 7, **options),
+                partial(draw, logits, 1.0, uniform, **options),
+            )
+            yield Case(f"sampling{name}", "bf16", "V=152064", batch, [ours], "torch", [peer], logits.nbytes, 0)
+
+
+def peak_rates() -> tuple[float, float]:
+    """Bytes a second of a large copy, read and written, and flops a second of a large bfloat16 matmul."""
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    copy = sorted(timing.elapsed_us(lambda: target.copy_(source), 20))[10]
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul = sorted(timing.elapsed_us(lambda: a @ b, 20))[10]
+    return 2 * source.nbytes / copy * 1e6, 2 * 8192**3 / matmul * 1e6
+
+
+def measure(cases: Iterator[Case], bandwidth: float, flop_rate: float, budget_s: float) -> Iterator[dict[str, Any]]:
+    for case in cases:
+        ours, peer = (quantiles(spans) for spans in timing.times((case.run, case.peer_run), budget_s))
+        floor = floor_us(case.floor_bytes, case.floor_flops, bandwidth, flop_rate)
+        yield {
+            "kernel": case.kernel, "format": case.format, "layer": case.layer, "M": case.rows, **ours,
+            "floor_us": floor, "share_of_floor": floor / ours["p50_us"], "peer": case.peer, "peer_us": peer["p50_us"],
+            "speed_relative_to_peer": peer["p50_us"] / ours["p50_us"],
+        }  # fmt: skip
+        torch.cuda.empty_cache()
+
+
+def all_cases(quick: bool) -> Iterator[Case]:
+    yield from dequantize_cases(("nvfp4", "mxfp4", "nf4"))
+    yield from training_cases((2048, 8192, 32768), [name for name in TRAINED if not quick or "gate_up" not in name])
+    yield from head_cases((4096,) if quick else (1024, 8192))
+    yield from sampling_cases((1, 64, 256))
+
+
+def main() -> None:
+    parser = timing.argument_parser(__doc__)
+    parser.add_argument("--seconds", type=float, default=0.1, help="time for each measurement")
+    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    options = parser.parse_args()
+    timing.require_gpu(parser)
+    bandwidth, flop_rate = peak_rates()
+    print(
+        f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {flop_rate / 1e12:.0f} TFLOP/s"
+    )
+    timing.print_rows(
+        timing.write_rows(measure(all_cases(options.quick), bandwidth, flop_rate, options.seconds), options.out)
+    )
+
+
+if __name__ == "__main__":
+    main()
