@@ -249,7 +249,7 @@ def test_importance_weights_enter_the_loss_as_in_trl(
     trainer = _trainer(algo, kl, 4, 4)
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     value, gradient = _theirs(grpo_loss, trainer, data, rows, items, True, bounded)
-    ours = spec.bounded(spec.raw(data["old"], sampler, data["mask"]))
+    ours = spec.clip_or_mask(spec.importance_weights(data["old"], sampler, data["mask"]))
     found, own, _ = _ours(algo, kl, data, slice(0, ROWS), True, ours)
     assert found == pytest.approx(value, abs=TOLERANCE)
     assert (own - gradient).abs().max() < TOLERANCE
