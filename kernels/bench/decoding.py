@@ -29,6 +29,7 @@ from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.lora.default import LoRA
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_noise
@@ -51,6 +52,7 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     model.requires_grad_(False)
     adapter: Any = None
     if rank > 0:
+        assert isinstance(experiment.lora, LoRA)
         adapter = get_peft_model(model, experiment.lora.peft_config())
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
