@@ -35,11 +35,14 @@ def _logits(policy: Policy, ids: list[int]) -> torch.Tensor:
         return policy.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
+NO_RUN: Any = None  # a run directory is needed only if something is not finite
+
+
 def _train(policy: Policy, experiment: Any, steps: int = 3) -> None:
     optimizer = make_optimizer(policy, experiment.optim)
     supervised = dataclasses.replace(experiment, algo=SFT(name="sft"), steps=max(steps, experiment.steps))
     for step in range(1, steps + 1):
-        update(supervised, policy, optimizer, _batch(policy), step, lambda case: pytest.fail(str(case)))
+        update(supervised, policy, optimizer, _batch(policy), NO_RUN, step)
 
 
 # --- per-token numbers -----------------------------------------------------------------------------------------------
