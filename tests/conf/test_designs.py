@@ -225,8 +225,8 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
         # figure 16's LoRA at the rate of figure 8's NVFP4, as long
         "Faster reward growth than 16-bit LoRA": gsm8k, "Higher final accuracy than 16-bit LoRA": gsm8k,
     }  # fmt: skip
-    for title, results in matched.items():
-        assert all(compared(result) for result in results[title] if result.contrast.votes), title
+    for title, by_claim in matched.items():
+        assert all(compared(result) for result in by_claim[title] if result.contrast.votes), title
     # Elsewhere the paper's LoRA has half the rate; its QLoRA has another quantizer, and its high rates come with noise.
     published = {
         "Faster reward growth than 16-bit LoRA": (small, "optim.lr (1e-05 / 5e-06)"),
@@ -234,9 +234,9 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
         "Quantized policies bear a higher learning rate": (gsm8k, "aqn.name (exp_paper / none)"),
         "NF4 trails": (gsm8k, "quantizer.name (rtn / awq)"),
     }
-    for title, (results, confounder) in published.items():
-        recipes = [result for result in results[title] if result.contrast.confounded]
-        assert not any(compared(result) for result in results[title] if result.contrast.votes) and recipes, title
+    for title, (by_claim, confounder) in published.items():
+        recipes = [result for result in by_claim[title] if result.contrast.confounded]
+        assert not any(compared(result) for result in by_claim[title] if result.contrast.votes) and recipes, title
         assert all(compared(recipe) and confounder in recipe.confounders for recipe in recipes), title
     # No experiment of the paper is one of supervised fine-tuning.
     sft = "The reverse holds for supervised fine-tuning"

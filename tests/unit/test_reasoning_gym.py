@@ -129,9 +129,7 @@ def test_there_is_nothing_to_imitate() -> None:
 
 def test_without_the_package_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"task=reasoning_gym needs the package reasoning_gym.*qerl-bench\[reasoning\]"
-    ):
+    with pytest.raises(ConfigError, match=r"task=reasoning_gym needs the package reasoning_gym.*\[reasoning\]"):
         task().check()
 
 
