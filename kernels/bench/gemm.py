@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
@@ -44,7 +44,7 @@ _PROCESSES = 14
 Peer = Callable[[tuple[int, int], torch.Tensor], Iterator[Call]]
 
 
-def short_times(calls: list[Call]) -> list[float]:
+def short_times(calls: Sequence[Call]) -> list[float]:
     """Sorted microseconds of one call, in graphs that have each call once, as in the committed tables."""
     return times([calls], graph_s=0)[0]
 
