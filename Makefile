@@ -8,9 +8,9 @@ CONSTRAINTS ?= constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-# The tiny study, all designs of conf/experiment/tiny, the largest first. It begins with one setting of it on every base, so
+# All studies of conf/experiment/tiny, the largest first: together the tiny study. It begins with one setting of it on every base, so
 # that the bases are made side by side, and not one after the other while the runs of each wait for it.
-DESIGNS := main $(filter-out main base,$(basename $(notdir $(wildcard conf/experiment/tiny/*.yaml))))
+STUDIES := main $(filter-out main base,$(basename $(notdir $(wildcard conf/experiment/tiny/*.yaml))))
 FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
@@ -20,9 +20,9 @@ run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
 
 # 1,312 runs, each on a core of its own. The same command continues a study that was stopped and repeats what failed.
-# BASES=0,1,2,3 SEEDS=0 for others than the designs' 16 base models (model.seed) and two seeds on each: 164 runs.
+# BASES=0,1,2,3 SEEDS=0 for others than the studies' 16 base models (model.seed) and two seeds on each: 164 runs.
 study: $(READY)
-	@for chosen in "$(FIRST)" $(DESIGNS:%=experiment=tiny/%); do \
+	@for chosen in "$(FIRST)" $(STUDIES:%=experiment=tiny/%); do \
 		$(BIN)/python src/run.py -m $$chosen $(BASES:%=model.seed=%) $(SEEDS:%=seed=%) hydra.launcher.slots=$(SLOTS) || { \
 			test $$? -ne 130 || exit 130; failed="$$failed $$chosen"; }; \
 	done; test -z "$$failed" || { echo "not complete:$$failed; make study repeats the runs that failed"; exit 1; }

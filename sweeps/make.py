@@ -1,10 +1,10 @@
-"""Print the grid of a design as a sweep for `wandb agent`, one process per run.
+"""Print the grid of a study as a sweep for `wandb agent`, one process per run.
 
     python sweeps/make.py tiny/main > sweeps/tiny_main.yaml
     wandb sweep sweeps/tiny_main.yaml             # prints the name of the sweep
     wandb agent ENTITY/PROJECT/SWEEP              # once per machine or GPU; every agent takes the next open point
 
-Any design of conf/experiment that sweeps will do; several with the same grid become one sweep.
+Any study of conf/experiment that sweeps will do; several with the same grid become one sweep.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from qerl_bench.config import HYDRA_DEFAULTS, register_resolvers
 from qerl_bench.installation import CONF_DIR
 
 
-def sweep(designs: list[str]) -> str:
-    """The sweep as YAML. Raises ConfigError for designs without a grid, or with different ones."""
+def sweep(studies: list[str]) -> str:
+    """The sweep as YAML. Raises ConfigError for studies without a grid, or with different ones."""
     register_resolvers()
     configs = []
-    for design in designs:
+    for study in studies:
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
-            configs.append(hydra_compose("run", [f"experiment={design}"], return_hydra_config=True))
+            configs.append(hydra_compose("run", [f"experiment={study}"], return_hydra_config=True))
     grids = [dict(config.hydra.sweeper.params or {}) for config in configs]
     require(bool(grids) and all(grid == grids[0] for grid in grids), f"not one grid: {grids}")
-    require(bool(grids[0]), f"experiment={designs[0]} sweeps over nothing")
+    require(bool(grids[0]), f"experiment={studies[0]} sweeps over nothing")
     trains_for_accuracy = configs[0].eval.name != "none"
     metric = ("eval/accuracy_sampled", "maximize") if trains_for_accuracy else ("time/step_s", "minimize")
-    chosen = [f"experiment={designs[0]}"] if len(designs) == 1 else []
-    parameters = {"experiment": ",".join(designs)} | grids[0] if len(designs) > 1 else grids[0]
+    chosen = [f"experiment={studies[0]}"] if len(studies) == 1 else []
+    parameters = {"experiment": ",".join(studies)} | grids[0] if len(studies) > 1 else grids[0]
     words = ["${env}", "${interpreter}", "${program}", "${args_no_hyphens}", *chosen, "logger=wandb"]
     quoted = [f'"{word}"' for word in words]
     return "\n".join(
         [
-            f"# Made by: python sweeps/make.py {' '.join(designs)}",
+            f"# Made by: python sweeps/make.py {' '.join(studies)}",
             "program: src/run.py",
             "method: grid",
             f"metric: {{name: {metric[0]}, goal: {metric[1]}}}",
@@ -53,5 +53,5 @@ def sweep(designs: list[str]) -> str:
 
 if __name__ == "__main__":
     with exit_in_words("stopped"):
-        require(len(sys.argv) > 1, "name a design: python sweeps/make.py tiny/main")
+        require(len(sys.argv) > 1, "name a study: python sweeps/make.py tiny/main")
         sys.stdout.write(sweep(sys.argv[1:]))

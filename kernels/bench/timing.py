@@ -69,9 +69,9 @@ def times(runs: Sequence[Sequence[Call]], budget_s: float = 0.1, graph_s: float 
         longest = max(elapsed_us(replay, 1)[0] / 1e6 for replay, _ in prepared)
         spans: list[list[float]] = [[] for _ in runs]
         for _ in range(max(5, min(30, int(budget_s / longest)))):
-            for found, (replay, count) in zip(spans, prepared, strict=True):
-                found.append(elapsed_us(replay, 1)[0] / count)
-    return [sorted(found) for found in spans]
+            for spans_of_run, (replay, count) in zip(spans, prepared, strict=True):
+                spans_of_run.append(elapsed_us(replay, 1)[0] / count)
+    return [sorted(spans_of_run) for spans_of_run in spans]
 
 
 def _prepared(run: Sequence[Call], stream: torch.cuda.Stream, graph_s: float) -> tuple[Call, int]:

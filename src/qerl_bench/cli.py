@@ -77,7 +77,7 @@ def preflight(argv: list[str]) -> None:
 
 
 def warn_of_single_point(hydra: HydraConf) -> None:
-    """Warn if one run was started of a design that sweeps over keys which the command line does not set."""
+    """Warn if one run was started of a study that sweeps over keys which the command line does not set."""
     given = {word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
     unset = [str(key) for key in hydra.sweeper.params or {} if key not in given]
     if unset:

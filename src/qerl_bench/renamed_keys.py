@@ -69,8 +69,8 @@ def outdated(config: Mapping[str, Any]) -> list[str]:
     groups = {str(key): value for key, value in config.items() if isinstance(value, Mapping)}
     keys = [f"{group}.{key}" for group, values in groups.items() for key in values if key != "_target_"]
     values = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
-    found = [*(renamed(key) for key in keys), *(renamed_value(key, value) for key, value in values.items())]
-    return [sentence for sentence in found if sentence]
+    sentences = [*(renamed(key) for key in keys), *(renamed_value(key, value) for key, value in values.items())]
+    return [sentence for sentence in sentences if sentence]
 
 
 def require_current(config: Mapping[str, Any], run_dir: Path) -> None:

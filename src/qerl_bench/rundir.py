@@ -171,6 +171,7 @@ class RunDir:
         kept = []
         for line in path.read_text().splitlines(keepends=True):
             record = json.loads(line) if line.endswith("\n") else {"step": math.inf}
+            # The evaluation after the last step comes behind its checkpoint and is made again; that of step 0 is kept.
             evaluated_after = record.get("kind") == "eval" and record["step"] == step > 0
             if record["step"] > step or evaluated_after:
                 break

@@ -35,7 +35,7 @@ OPTIONS = {
 EXPERIMENTS = sorted(
     str(path.relative_to(CONF_DIR / "experiment").with_suffix(""))
     for path in (CONF_DIR / "experiment").rglob("*.yaml")
-    if path.parent.name not in ("paper", "speed", "tiny")  # test_designs.py has those
+    if path.parent.name not in ("paper", "speed", "tiny")  # test_studies.py has those
 )
 # Full products: of the axes that may exclude each other, and of those that a user chooses between from day to day.
 GRIDS = (

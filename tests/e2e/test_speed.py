@@ -1,4 +1,4 @@
-"""The speed designs on a model that a CPU can train: every completion has its length, and every step trains on it."""
+"""The speed studies on a model that a CPU can train: every completion has its length, and every step trains on it."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def trained(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("design", "quant", "lengths"),
+    ("study", "quant", "lengths"),
     [
         ("step", "nf4", ("task.completion_tokens=9",)),
         ("ragged", "nvfp4", ("task.completion_tokens=9", "task.max_completion_tokens=30")),
     ],
 )
-def test_a_speed_design_trains_on_completions_of_its_lengths(
-    tmp_path: Path, design: str, quant: str, lengths: tuple[str, ...]
+def test_a_speed_study_trains_on_completions_of_its_lengths(
+    tmp_path: Path, study: str, quant: str, lengths: tuple[str, ...]
 ) -> None:
-    words = [f"experiment=speed/{design}", *SMALL, f"quant={quant}", *lengths, f"root={tmp_path}"]
+    words = [f"experiment=speed/{study}", *SMALL, f"quant={quant}", *lengths, f"root={tmp_path}"]
     done = run(*words)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
@@ -52,7 +52,7 @@ def test_a_speed_design_trains_on_completions_of_its_lengths(
     for step, line in enumerate(steps, start=1):
         prompts = experiment.task.train_prompts(step, 3, seed=0)
         asked = [length for prompt in prompts for length in prompt.new_tokens or ()]
-        assert (len(set(asked)) == 1) == (design == "step")
+        assert (len(set(asked)) == 1) == (study == "step")
         assert line["completions/tokens"] == sum(asked)
         assert line["completions/mean_length"] == pytest.approx(sum(asked) / 12)
         # prompt and completion tokens over seconds: no prompt is shorter or longer than asked

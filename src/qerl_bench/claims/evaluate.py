@@ -121,8 +121,9 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
     two_sided = np.where(np.isnan(p[:, :2]).all(1), np.nan, np.fmin(2 * np.fmin(p[:, 0], p[:, 1]), 1.0))
     direction, within = holm(two_sided), holm(p[:, 2])
     level = DIRECTION / 2 / max(int((~np.isnan(two_sided)).sum()), 1)
+    as_claimed = (p[:, 0] <= p[:, 1]) | np.isnan(p[:, 1])  # False if only the opposite could be tested
     return [
-        _verdict(claim, results, p[i, 0] <= p[i, 1] or math.isnan(p[i, 1]), direction[i], within[i], level)
+        _verdict(claim, results, bool(as_claimed[i]), direction[i], within[i], level)
         for i, (claim, results) in enumerate(tested)
     ]
 

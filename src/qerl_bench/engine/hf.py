@@ -5,7 +5,7 @@ step is replayed as a CUDA graph (hf_graph.py); otherwise transformers decodes (
 inverse CDF from a uniform number that belongs to its request and position, so batching changes completions only through
 rounding.
 
-A *request* is one sample of one prompt. A *round* is a batch of at most `max_num_seqs` requests sampled together.
+A *request* is one sample of one prompt. A *chunk* is at most `max_num_seqs` requests that are sampled together.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HF:
 
 
 class HFEngine:
-    """Batched sampling from `policy`, in rounds of at most `max_num_seqs` sequences."""
+    """Batched sampling from `policy`, in chunks of at most `max_num_seqs` requests."""
 
     def __init__(self, policy: Policy, max_num_seqs: int) -> None:
         from qerl_bench.engine import hf_graph, hf_reference
@@ -67,7 +67,7 @@ class HFEngine:
         return {}
 
     def sleep(self) -> dict[str, float]:
-        """Nothing to release: the KV cache is freed after each round."""
+        """Nothing to release: the KV cache is freed after each chunk."""
         return {}
 
     def record(self) -> dict[str, Any]:
@@ -79,18 +79,18 @@ class HFEngine:
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
         rollouts: list[Rollout] = []
-        prompts_per_round = max(1, self.max_num_seqs // sampling.samples)
-        starts = range(0, len(prompts), prompts_per_round)
+        prompts_per_chunk = max(1, self.max_num_seqs // sampling.samples)
+        starts = range(0, len(prompts), prompts_per_chunk)
         for start in bar(starts, "sampling") if len(starts) > 1 else starts:
-            for first in range(0, sampling.samples, self.max_num_seqs):  # a large group takes several rounds
+            for first in range(0, sampling.samples, self.max_num_seqs):  # a large group takes several chunks
                 samples = range(first, min(first + self.max_num_seqs, sampling.samples))
-                rollouts += self._round(prompts[start : start + prompts_per_round], samples, sampling)
+                rollouts += self._sample_chunk(prompts[start : start + prompts_per_chunk], samples, sampling)
         return rollouts
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _round(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
+    def _sample_chunk(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
         import torch
 
         from qerl_bench.train.nonfinite import require_finite_logits

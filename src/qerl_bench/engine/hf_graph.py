@@ -1,13 +1,13 @@
 """engine=hf on a GPU: one decoding step as a CUDA graph over buffers of fixed size.
 
 Launching the kernels of a step one by one takes several times as long as running them. Here all buffers keep their
-address for a whole round and everything that changes is read on the GPU, so the step is captured once and replayed for
-each token; the host only checks every few tokens which requests are done. A graph is dropped at the end of its round,
+address for a whole chunk and everything that changes is read on the GPU, so the step is captured once and replayed for
+each token; the host only checks every few tokens which requests are done. A graph is dropped at the end of its chunk,
 since adapter and noise cannot change within one. The step is written out for models with Llama's architecture, with one
-kernel for each operation between the matmuls (`qerl_kernels.decoder_layer`). Left out: keeping graphs for later rounds,
+kernel for each operation between the matmuls (`qerl_kernels.decoder_layer`). Left out: keeping graphs for later chunks,
 which would hold their memory during training.
 
-A *round* is a batch of requests sampled together (hf.py). A *slot* is one token position of the KV cache.
+A *chunk* is the requests that are sampled together (hf.py). A *slot* is one token position of the KV cache.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Decoding:
-    """One round: its buffers, and the step that reads and writes them.
+    """One chunk: its buffers, and the step that reads and writes them.
 
     Row i of the batch belongs to request `rows[i]`; the first `size` rows are decoded. All prompts end at slot W - 1 of
     the cache, so a step writes the same slot for all rows; row i starts at slot `starts[i]`. A finished row continues
@@ -132,7 +132,7 @@ class Decoding:
         self._draw(read.logits.repeat_interleave(samples, 0))
 
     def run(self) -> list[Completion]:
-        """Decode all completions of the round."""
+        """Decode all completions of the chunk."""
         drawn, max_length = 1, self.stop.max_length
         while drawn < max_length:
             num_steps = min(CHECK_STOP_EVERY, max_length - drawn)

@@ -113,53 +113,57 @@ def split(batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, 
     ]
 
 
-def forward_backward(experiment: Experiment, policy: Policy, micro: MicroBatch, totals: StepAccumulator) -> None:
+def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroBatch, totals: StepAccumulator) -> None:
     """Add the gradient and the metrics of one micro-batch. Raises NonFiniteError if its loss is not finite."""
-    batch, temperature, entropy_coef = micro.batch, experiment.rollout.temperature, experiment.train.entropy_coef
-    is_first_update = micro.old_logprobs is None
-    if not (micro.has_gradient or is_first_update):
+    batch, temperature, entropy_coef = micro_batch.batch, experiment.rollout.temperature, experiment.train.entropy_coef
+    is_first_update = micro_batch.old_logprobs is None
+    if not (micro_batch.has_gradient or is_first_update):
         return  # its loss is 0, and its metrics were recorded in the first update
     train_with_noise = experiment.noise.site == "rollout_and_training"
-    noise_context = policy.noise.for_training if train_with_noise else nullcontext
-    with torch.set_grad_enabled(micro.has_gradient), noise_context():
+    training_noise = policy.noise.for_training if train_with_noise else nullcontext
+    with torch.set_grad_enabled(micro_batch.has_gradient), training_noise():
         stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0)
     if is_first_update:
-        before_first_update(experiment, policy, micro, stats, totals.tokens)
-    assert micro.old_logprobs is not None
+        before_first_update(experiment, policy, micro_batch, stats, totals.tokens)
+    assert micro_batch.old_logprobs is not None
     inputs = LossInputs(
         logprobs=stats.logprobs,
-        old_logprobs=micro.old_logprobs,
+        old_logprobs=micro_batch.old_logprobs,
         advantages=batch.advantages,
         mask=batch.mask,
-        reference_logprobs=micro.reference_logprobs,
-        importance_weights=micro.importance_weights,
+        reference_logprobs=micro_batch.reference_logprobs,
+        importance_weights=micro_batch.importance_weights,
     )
-    loss, columns = step_loss(experiment.algo, experiment.kl, inputs, micro.loss_weights)
+    loss, columns = step_loss(experiment.algo, experiment.kl, inputs, micro_batch.loss_weights)
     if entropy_coef > 0:
-        loss = loss - entropy_coef * (micro.loss_weights[:, None] * stats.entropy).sum()
+        loss = loss - entropy_coef * (micro_batch.loss_weights[:, None] * stats.entropy).sum()
     totals.add(loss, columns, batch.mask)
     if not bool(loss.isfinite()):
         first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
-        tensors = {"weights": micro.loss_weights, "old_logprobs": micro.old_logprobs, "logprobs": stats.logprobs}
-        if micro.importance_weights is not None:
-            tensors["importance"] = micro.importance_weights
+        tensors = {
+            "weights": micro_batch.loss_weights,
+            "old_logprobs": micro_batch.old_logprobs,
+            "logprobs": stats.logprobs,
+        }
+        if micro_batch.importance_weights is not None:
+            tensors["importance"] = micro_batch.importance_weights
         raise NonFiniteError("loss", first, batch.tensors() | tensors)
-    if micro.has_gradient:
-        with noise_context():  # gradient checkpointing repeats the forward pass
+    if micro_batch.has_gradient:
+        with training_noise():  # gradient checkpointing repeats the forward pass
             loss.backward()
 
 
 @torch.no_grad()
 def before_first_update(
-    experiment: Experiment, policy: Policy, micro: MicroBatch, stats: TokenStats, tokens: metrics.TokenTable
+    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, stats: TokenStats, tokens: metrics.TokenTable
 ) -> None:
     """Fix old and reference log-probabilities and importance weights, and record the policy before the step.
 
     `stats` are those of the training pass. Another forward pass is made only if an option needs it.
     """
-    batch, algo, noise = micro.batch, experiment.algo, experiment.noise
+    batch, algo, noise = micro_batch.batch, experiment.algo, experiment.noise
     importance_sampling = experiment.importance_sampling
-    split_mismatch = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
+    records_split = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
 
     def forward() -> TokenStats:
         return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
@@ -168,13 +172,13 @@ def before_first_update(
     noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
     if noise.site == "rollout_and_training":
         clean = forward()
-    elif noise.site == "rollout_and_old_logprobs" or (split_mismatch and policy.noise.present):
+    elif noise.site == "rollout_and_old_logprobs" or (records_split and policy.noise.present):
         with policy.noise.for_training():
             noisy_logprobs = forward().logprobs
-    micro.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
+    micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
     if experiment.kl.coef > 0:
         with policy.without_adapter():
-            micro.reference_logprobs = forward().logprobs
+            micro_batch.reference_logprobs = forward().logprobs
     tokens.add(
         batch.mask,
         logprobs=trainer_logprobs,
@@ -184,12 +188,12 @@ def before_first_update(
     )
     gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
     tokens.add(batch.mask.any(1), sequence_gap=gap.sum(1))
-    if split_mismatch:
+    if records_split:
         tokens.add(batch.mask, noisy_logprobs=noisy_logprobs)
     if importance_sampling.mode != "none":
-        raw = importance_sampling.importance_weights(micro.old_logprobs, batch.sampler_logprobs, batch.mask)
-        micro.importance_weights = importance_sampling.clip_or_mask(raw)
-        tokens.add(batch.mask, importance=micro.importance_weights, importance_raw=raw)
+        raw = importance_sampling.importance_weights(micro_batch.old_logprobs, batch.sampler_logprobs, batch.mask)
+        micro_batch.importance_weights = importance_sampling.clip_or_mask(raw)
+        tokens.add(batch.mask, importance=micro_batch.importance_weights, importance_raw=raw)
 
 
 class StepAccumulator:

@@ -1,4 +1,4 @@
-"""Every point of every design in conf/experiment, expanded by Hydra's own sweeper and composed without torch.
+"""Every point of every study in conf/experiment, expanded by Hydra's own sweeper and composed without torch.
 
 The same points come from sweeps/make.py, put on the command line by W&B's own code.
 """
@@ -34,15 +34,15 @@ from qerl_bench.study.load import load_runs
 
 ROOT = CONF_DIR.parent
 FOLDERS = ("paper", "speed", "tiny")
-DESIGNS = sorted(
+STUDIES = sorted(
     f"{folder}/{path.stem}"
     for folder in FOLDERS
     for path in (CONF_DIR / "experiment" / folder).glob("*.yaml")
     if path.stem != "base"
 )
 
-pytestmark = pytest.mark.xdist_group("designs")  # all points are composed once, not once for each worker
-SHARED = ("paper/bigmath", "paper/gsm8k", "paper/speed")  # what other designs have in common
+pytestmark = pytest.mark.xdist_group("studies")  # all points are composed once, not once for each worker
+SHARED = ("paper/bigmath", "paper/gsm8k", "paper/speed")  # what other studies have in common
 PROGRAM = """
 import json, sys
 from hydra import compose as hydra_compose, initialize_config_dir
@@ -53,9 +53,9 @@ from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose, register
 from qerl_bench.rundir import as_dict
 
 register_resolvers()
-found = {"designs": {}, "configs": {}}
-for design in json.load(sys.stdin):
-    chosen = f"experiment={design}"
+composed = {"studies": {}, "configs": {}}
+for study in json.load(sys.stdin):
+    chosen = f"experiment={study}"
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
@@ -65,20 +65,20 @@ for design in json.load(sys.stdin):
     first = [point for point in points if not others & set(point)]
     configs = [compose(list(point)) for point in first]
     names = [build(config).name for config in configs]
-    found["designs"][design] = {"swept": dict(swept), "points": points, "names": names}
-    if design.startswith("paper/"):
-        found["configs"] |= {name: as_dict(config) for name, config in zip(names, configs)}
-found["modules"] = sorted(sys.modules)
-json.dump(found, sys.stdout)
+    composed["studies"][study] = {"swept": dict(swept), "points": points, "names": names}
+    if study.startswith("paper/"):
+        composed["configs"] |= {name: as_dict(config) for name, config in zip(names, configs)}
+composed["modules"] = sorted(sys.modules)
+json.dump(composed, sys.stdout)
 """
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """For every design what it sweeps, how many runs it has, and the names of those of its first seed and base."""
+def composed() -> dict[str, Any]:
+    """For every study what it sweeps, how many runs it has, and the names of those of its first seed and base."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input=json.dumps(DESIGNS),
+        input=json.dumps(STUDIES),
         capture_output=True,
         text=True,
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'kernels'}", "PATH": ""},
@@ -87,32 +87,32 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def names(found: dict[str, Any], designs: Iterable[str]) -> set[str]:
-    return {name for design in designs for name in found["designs"][design]["names"]}
+def names(composed: dict[str, Any], studies: Iterable[str]) -> set[str]:
+    return {name for study in studies for name in composed["studies"][study]["names"]}
 
 
-def test_composing_them_loads_nothing_heavy(found: dict[str, Any]) -> None:
-    assert not {"torch", "transformers", "peft", "vllm", "wandb", "pandas"} & set(found["modules"])
+def test_composing_them_loads_nothing_heavy(composed: dict[str, Any]) -> None:
+    assert not {"torch", "transformers", "peft", "vllm", "wandb", "pandas"} & set(composed["modules"])
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_the_points_of_a_design_are_different_runs(found: dict[str, Any], design: str) -> None:
-    points = found["designs"][design]
+@pytest.mark.parametrize("study", STUDIES)
+def test_the_points_of_a_study_are_different_runs(composed: dict[str, Any], study: str) -> None:
+    points = composed["studies"][study]
     assert len(set(points["names"])) == len(points["names"])
     repeats = [len(str(points["swept"].get(key, 0)).split(",")) for key in ("seed", "model.seed")]
     assert len(points["points"]) == len(points["names"]) * math.prod(repeats)
 
 
-@pytest.mark.parametrize("design", DESIGNS)
-def test_a_design_says_how_many_runs_it_has(found: dict[str, Any], design: str) -> None:
-    text = (CONF_DIR / "experiment" / f"{design}.yaml").read_text().replace("\n# ", " ")
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_study_says_how_many_runs_it_has(composed: dict[str, Any], study: str) -> None:
+    text = (CONF_DIR / "experiment" / f"{study}.yaml").read_text().replace("\n# ", " ")
     said = [int(count) for count in re.findall(r"\((\d+) runs", text)]
     shared = [int(count) for count in re.findall(r"(\d+) of them main's", text)]
-    points = found["designs"][design]
+    points = composed["studies"][study]
     swept = len(points["points"]) > 1
-    assert said == ([len(points["points"])] if swept and design not in SHARED else [])
+    assert said == ([len(points["points"])] if swept and study not in SHARED else [])
     repeats = len(points["points"]) // len(points["names"])
-    main = names(found, ["tiny/main"]) if design.startswith("tiny/") and design != "tiny/main" else set()
+    main = names(composed, ["tiny/main"]) if study.startswith("tiny/") and study != "tiny/main" else set()
     common = len(main & set(points["names"])) * repeats
     assert shared == ([common] if common else [])
 
@@ -150,36 +150,36 @@ def test_the_two_settings_of_the_paper() -> None:
     assert (gsm8k.task.name, bigmath.task.name) == ("gsm8k", "bigmath")
 
 
-@pytest.mark.parametrize("design", [design for design in DESIGNS if design.startswith("paper/")])
-def test_warm_up_is_a_tenth_of_each_run_of_the_paper(design: str) -> None:
-    run = compose([f"experiment={design}"])
+@pytest.mark.parametrize("study", [study for study in STUDIES if study.startswith("paper/")])
+def test_warm_up_is_a_tenth_of_each_run_of_the_paper(study: str) -> None:
+    run = compose([f"experiment={study}"])
     assert run.optim.warmup_steps == run.steps / 10
 
 
-@pytest.mark.parametrize("design", ["tables3_5_to_8", "tables3_5_to_8_vllm", "table9", "table9_vllm"])
-def test_the_steps_whose_speed_is_measured_have_the_lengths_of_the_paper(found: dict[str, Any], design: str) -> None:
-    configs = [found["configs"][name] for name in names(found, [f"paper/{design}"])]
+@pytest.mark.parametrize("study", ["tables3_5_to_8", "tables3_5_to_8_vllm", "table9", "table9_vllm"])
+def test_the_steps_whose_speed_is_measured_have_the_lengths_of_the_paper(composed: dict[str, Any], study: str) -> None:
+    configs = [composed["configs"][name] for name in names(composed, [f"paper/{study}"])]
     lengths = {(c["task"]["lengths"], c["task"]["prompt_tokens"], c["task"]["completion_tokens"]) for c in configs}
     assert lengths == {("fixed", 256, 2048)}
-    by_vllm = design.endswith("_vllm")
+    by_vllm = study.endswith("_vllm")
     assert {config["engine"]["name"] for config in configs} == {"vllm" if by_vllm else "hf"}
     nf4 = {config["quant"].get("backend") for config in configs if config["quant"]["name"] == "nf4"}
     assert nf4 == (set() if by_vllm else {"own", "bitsandbytes"})
     assert {config["quantizer"]["name"] for config in configs} == {"rtn"}
 
 
-def test_the_arm_of_figure_9_without_noise_differs_from_the_others_in_noise_alone(found: dict[str, Any]) -> None:
-    (none,) = (found["configs"][name] for name in names(found, ["paper/figure9_none"]))
-    for name in names(found, ["paper/figure9"]):
-        other = found["configs"][name]
+def test_the_arm_of_figure_9_without_noise_differs_from_the_others_in_noise_alone(composed: dict[str, Any]) -> None:
+    (none,) = (composed["configs"][name] for name in names(composed, ["paper/figure9_none"]))
+    for name in names(composed, ["paper/figure9"]):
+        other = composed["configs"][name]
         different = {key for key in none if none[key] != other[key]}
         assert none["aqn"]["name"] == "none" and different == {"aqn", "noise", "name"}
 
 
-def test_the_code_samples_no_group_again(found: dict[str, Any]) -> None:
+def test_the_code_samples_no_group_again(composed: dict[str, Any]) -> None:
     refills = [
-        {found["configs"][name]["algo"]["max_resampling_rounds"] for name in names(found, [f"paper/{design}"])}
-        for design in ("table2", "table2_code")
+        {composed["configs"][name]["algo"]["max_resampling_rounds"] for name in names(composed, [f"paper/{study}"])}
+        for study in ("table2", "table2_code")
     ]
     assert refills == [{3}, {0}]
 
@@ -209,9 +209,11 @@ def compared(result: ContrastResult) -> bool:
     return any(comparison.effect for comparison in result.comparisons)
 
 
-def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: dict[str, Any], tmp_path: Path) -> None:
+def test_whoever_runs_the_studies_of_the_paper_gets_every_claim_compared(
+    composed: dict[str, Any], tmp_path: Path
+) -> None:
     """Matched where two runs differ in one thing; the paper's own arms, called that, where they differ in several."""
-    runs = load_runs([recorded(found["configs"], tmp_path)])
+    runs = load_runs([recorded(composed["configs"], tmp_path)])
 
     def results(model: str, task: str) -> dict[str, tuple[ContrastResult, ...]]:
         chosen = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]
@@ -225,8 +227,8 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
         # figure 16's LoRA at the rate of figure 8's NVFP4, as long
         "Faster reward growth than 16-bit LoRA": gsm8k, "Higher final accuracy than 16-bit LoRA": gsm8k,
     }  # fmt: skip
-    for title, by_claim in matched.items():
-        assert all(compared(result) for result in by_claim[title] if result.contrast.votes), title
+    for title, of_claim in matched.items():
+        assert all(compared(result) for result in of_claim[title] if result.contrast.votes), title
     # Elsewhere the paper's LoRA has half the rate; its QLoRA has another quantizer, and its high rates come with noise.
     published = {
         "Faster reward growth than 16-bit LoRA": (small, "optim.lr (1e-05 / 5e-06)"),
@@ -234,9 +236,9 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
         "Quantized policies bear a higher learning rate": (gsm8k, "aqn.name (exp_paper / none)"),
         "NF4 trails": (gsm8k, "quantizer.name (rtn / awq)"),
     }
-    for title, (by_claim, confounder) in published.items():
-        recipes = [result for result in by_claim[title] if result.contrast.confounded]
-        assert not any(compared(result) for result in by_claim[title] if result.contrast.votes) and recipes, title
+    for title, (of_claim, confounder) in published.items():
+        recipes = [result for result in of_claim[title] if result.contrast.confounded]
+        assert not any(compared(result) for result in of_claim[title] if result.contrast.votes) and recipes, title
         assert all(compared(recipe) and confounder in recipe.confounders for recipe in recipes), title
     # No experiment of the paper is one of supervised fine-tuning.
     sft = "The reverse holds for supervised fine-tuning"
@@ -248,41 +250,41 @@ def test_whoever_runs_the_designs_of_the_paper_gets_every_claim_compared(found: 
 
 # --- the tiny study --------------------------------------------------------------------------------------------------
 
-TINY = [design for design in DESIGNS if design.startswith("tiny/")]
+TINY = [study for study in STUDIES if study.startswith("tiny/")]
 
 
-def test_the_tiny_study_has_two_runs_of_41_settings_on_each_of_16_bases(found: dict[str, Any]) -> None:
-    swept = [found["designs"][design]["swept"] for design in TINY]
-    assert {design["seed"] for design in swept} == {"0,1"}
-    assert {design["model.seed"] for design in swept} == {",".join(map(str, range(16)))}
-    assert len(names(found, TINY)) == 41
+def test_the_tiny_study_has_two_runs_of_41_settings_on_each_of_16_bases(composed: dict[str, Any]) -> None:
+    swept = [composed["studies"][study]["swept"] for study in TINY]
+    assert {study["seed"] for study in swept} == {"0,1"}
+    assert {study["model.seed"] for study in swept} == {",".join(map(str, range(16)))}
+    assert len(names(composed, TINY)) == 41
     texts = [path.read_text() for path in (ROOT / "Makefile", CONF_DIR / "experiment" / "tiny" / "base.yaml")]
     assert all(f"{41 * 16 * 2:,} runs" in text for text in texts)
 
 
 def test_the_tiny_study_is_evaluated_closely_at_a_rate_that_falls_to_zero() -> None:
-    for design in TINY:
-        run = build(compose([f"experiment={design}"]))
+    for study in TINY:
+        run = build(compose([f"experiment={study}"]))
         assert (run.eval.name, getattr(run.eval, "samples", None)) == ("task", 32)
         assert run.optim.lr_at(run.steps, run.steps) < 1e-3 * run.optim.lr
 
 
 @pytest.mark.parametrize(
-    ("design", "shared"), [("learning_rates", 4), ("schedules", 2), ("ranks", 2), ("algorithms", 2), ("sft", 0)]
+    ("study", "shared"), [("learning_rates", 4), ("schedules", 2), ("ranks", 2), ("algorithms", 2), ("sft", 0)]
 )
-def test_baselines_are_runs_of_main(found: dict[str, Any], design: str, shared: int) -> None:
-    assert len(names(found, [f"tiny/{design}"]) & names(found, ["tiny/main"])) == shared
+def test_baselines_are_runs_of_main(composed: dict[str, Any], study: str, shared: int) -> None:
+    assert len(names(composed, [f"tiny/{study}"]) & names(composed, ["tiny/main"])) == shared
 
 
-def test_what_make_study_begins_with_is_a_run_of_main(found: dict[str, Any]) -> None:
+def test_what_make_study_begins_with_is_a_run_of_main(composed: dict[str, Any]) -> None:
     (words,) = re.findall(r"^FIRST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert build(compose(words.split())).name in names(found, ["tiny/main"])
+    assert build(compose(words.split())).name in names(composed, ["tiny/main"])
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32, 64])
 def test_alpha_is_the_same_for_every_rank(rank: int) -> None:
-    for design in ("tiny/ranks", "paper/figure10"):
-        lora = build(compose([f"experiment={design}", f"lora.rank={rank}"])).lora
+    for study in ("tiny/ranks", "paper/figure10"):
+        lora = build(compose([f"experiment={study}", f"lora.rank={rank}"])).lora
         assert (lora.rank, getattr(lora, "alpha", None)) == (rank, 32)
 
 
@@ -321,7 +323,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any], tmp_path: Any) -> None:
+def test_the_program_starts_the_points_that_the_file_lists(composed: dict[str, Any], tmp_path: Any) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -341,26 +343,26 @@ def test_the_program_starts_the_points_that_the_file_lists(found: dict[str, Any]
     )
     assert done.returncode == 0, done.stderr
     started = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("started")]
-    assert {build(compose(words)).name for words in started} == set(found["designs"]["tiny/ranks"]["names"])
+    assert {build(compose(words)).name for words in started} == set(composed["studies"]["tiny/ranks"]["names"])
     assert len(started) == 8
 
 
 # --- speed and memory ------------------------------------------------------------------------------------------------
 
-SPEED = [design for design in DESIGNS if design.startswith("speed/")]
+SPEED = [study for study in STUDIES if study.startswith("speed/")]
 
 
 @pytest.mark.parametrize(
-    ("design", "points"), [("rollout", 45), ("step", 9), ("memory", 12), ("ragged", 9)], ids=lambda value: str(value)
+    ("study", "points"), [("rollout", 45), ("step", 9), ("memory", 12), ("ragged", 9)], ids=lambda value: str(value)
 )
-def test_a_speed_design_is_as_large_as_it_says(found: dict[str, Any], design: str, points: int) -> None:
-    assert len(found["designs"][f"speed/{design}"]["points"]) == points
-    assert f"({points} runs)" in (CONF_DIR / "experiment" / "speed" / f"{design}.yaml").read_text()
+def test_a_speed_study_is_as_large_as_it_says(composed: dict[str, Any], study: str, points: int) -> None:
+    assert len(composed["studies"][f"speed/{study}"]["points"]) == points
+    assert f"({points} runs)" in (CONF_DIR / "experiment" / "speed" / f"{study}.yaml").read_text()
 
 
-@pytest.mark.parametrize("design", SPEED)
-def test_a_speed_design_measures_steps_that_train(design: str) -> None:
-    run = build(compose([f"experiment={design}"]))
+@pytest.mark.parametrize("study", SPEED)
+def test_a_speed_study_measures_steps_that_train(study: str) -> None:
+    run = build(compose([f"experiment={study}"]))
     assert (run.task.name, run.model.name, run.eval.name, run.aqn.name) == ("shape", "shape-7b", "none", "none")
     assert run.steps - math.ceil(WARM_UP * run.steps) >= 10 and run.save_every == run.steps
     assert run.algo.on_policy and "shape-7b" in run.name
@@ -368,9 +370,9 @@ def test_a_speed_design_measures_steps_that_train(design: str) -> None:
         assert set(prompt.answer) == {"0", "1"} and len(prompt.answer) == run.rollout.group_size
 
 
-def test_speed_designs_share_runs(found: dict[str, Any]) -> None:
-    assert names(found, ["speed/step"]) < names(found, ["speed/rollout"])
-    assert len(names(found, ["speed/memory"]) & names(found, ["speed/rollout"])) == 3
+def test_speed_studies_share_runs(composed: dict[str, Any]) -> None:
+    assert names(composed, ["speed/step"]) < names(composed, ["speed/rollout"])
+    assert len(names(composed, ["speed/memory"]) & names(composed, ["speed/rollout"])) == 3
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------
@@ -403,29 +405,29 @@ def test_a_committed_sweep_is_what_its_command_makes(path: Path) -> None:
     assert path.read_text() == make_sweep(command.split())
 
 
-CONTROLS = sorted(design for design in DESIGNS if design.startswith("tiny/control"))
+CONTROLS = sorted(study for study in STUDIES if study.startswith("tiny/control"))
 
 
-@pytest.mark.parametrize("designs", [*([design] for design in DESIGNS if design not in SHARED), CONTROLS], ids="+".join)
-def test_an_agent_runs_the_points_of_the_design(found: dict[str, Any], designs: list[str]) -> None:
-    sweep = yaml.safe_load(make_sweep(designs))
+@pytest.mark.parametrize("studies", [*([study] for study in STUDIES if study not in SHARED), CONTROLS], ids="+".join)
+def test_an_agent_runs_the_points_of_the_study(composed: dict[str, Any], studies: list[str]) -> None:
+    sweep = yaml.safe_load(make_sweep(studies))
     words = [meaning(point) for point in agent_words(sweep)]
     mirror = ("logger", "wandb")  # without it the agent waits for numbers that never come
     assert all(mirror in point for point in words)
-    expected = {meaning(point) for design in designs for point in found["designs"][design]["points"]}
+    expected = {meaning(point) for study in studies for point in composed["studies"][study]["points"]}
     assert {point - {mirror} for point in words} == expected
     assert len(words) == len(expected)
     assert (ROOT / sweep["program"]).is_file()
     assert sweep["metric"]["name"] in {**metrics.ROLLOUT, **metrics.TRAIN, **metrics.EVAL}
 
 
-def test_designs_of_different_grids_are_no_sweep() -> None:
-    for designs in ([], ["tiny/main", "tiny/ranks"], ["smoke"]):
+def test_studies_of_different_grids_are_no_sweep() -> None:
+    for studies in ([], ["tiny/main", "tiny/ranks"], ["smoke"]):
         with pytest.raises(ConfigError):
-            make_sweep(designs)
+            make_sweep(studies)
 
 
-def test_a_word_of_the_agent_composes(found: dict[str, Any]) -> None:
+def test_a_word_of_the_agent_composes(composed: dict[str, Any]) -> None:
     sweep = yaml.safe_load(make_sweep(["tiny/learning_rates"]))
     names = {build(compose(words)).name for words in agent_words(sweep) if {"seed=0", "model.seed=0"} <= {*words}}
-    assert names == set(found["designs"]["tiny/learning_rates"]["names"])
+    assert names == set(composed["studies"]["tiny/learning_rates"]["names"])
