@@ -60,7 +60,8 @@ def times(runs: Sequence[Sequence[Call]], budget_s: float = 0.1, graph_s: float 
     """Microseconds of one call, sorted, for each of `runs`, which are measured in turns under the same clocks.
 
     The calls of a run do the same work on different inputs. Short ones are timed in a CUDA graph that repeats the run
-    until it takes `graph_s`; 0: once. On an H200 the decode GEMM of 256 tokens was up to 20 % slower in graphs of 2 ms.
+    until it takes `graph_s`; 0: once. On an H200 the decode GEMM was up to 9 % slower in graphs of 2 ms, and
+    PyTorch 5 to 9 % faster (docs/LOG.md, 2026-11-22).
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
