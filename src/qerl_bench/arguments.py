@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_bench.checks import require
+
 
 class KeyValueParser(argparse.ArgumentParser):
     """argparse, where out=DIR stands for --out DIR, metrics=a,b for --metrics a b, and csv=true for --csv.
@@ -44,3 +46,20 @@ class KeyValueParser(argparse.ArgumentParser):
                 self.error(f"{key} must be true or false, got {value!r}")
             return [option] if value == "true" else []
         return [option, *(value.split(",") if action.nargs == "+" else [value])]
+
+
+def split_words(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:
+    """Split a command line into words for Hydra and the values of `names`, each of which must be given once."""
+    chosen: dict[str, str] = {}
+    words = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        require(bool(equals and value), f"{word!r} is not key=value; {usage}")
+        if key in names:
+            require(key not in chosen, f"{key}= is given twice; {usage}")
+            chosen[key] = value
+        else:
+            words.append(word)
+    missing = [f"{name}=" for name in names if name not in chosen]
+    require(not missing, f"{' and '.join(missing)} must be given; {usage}")
+    return words, chosen

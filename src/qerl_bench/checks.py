@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 MAX_STEPS = 10_000_000
 MAX_COMPLETIONS = 1_000_000  # of one step, and of one evaluation
 MAX_LR = 1.0  # AdamW moves each weight by about the learning rate per step; weights of language models are below 1
+FieldCheck = Callable[[str, object], None]  # (key, value): raises ConfigError unless the value is allowed
 TEMPERATURES = (0.01, 100.0)  # below, sampling is greedy decoding; above, all tokens are equally likely
-
-Check = Callable[[str, object], None]  # (key, value): raises ConfigError, with the key, unless the value is allowed
 
 
 class ConfigError(ValueError):
@@ -48,59 +48,69 @@ class TrainingStopped(RuntimeError):
     """A run cannot go on: `src/run.py` prints the message without a traceback and exits with code 1."""
 
 
-def check_fields(spec: object, group: str, **checks: Check) -> None:
+@dataclass(frozen=True)
+class Check:
+    """check(key, value) raises ConfigError, with key and value, unless the value is `what`, as `allowed` decides."""
+
+    allowed: Callable[[object], bool]
+    what: str
+
+    def __call__(self, key: str, value: object) -> None:
+        require(self.allowed(value), f"{key} must be {self.what}, got {value!r}")
+
+
+def check_fields(spec: object, group: str, **checks: FieldCheck) -> None:
     """Apply each check to the field of `spec` with its name. Raises ConfigError that names the key `group`.field."""
     for name, check in checks.items():
         check(f"{group}.{name}".lstrip("."), getattr(spec, name))
 
 
-def count(least: int = 1, most: int | None = None) -> Check:
-    """A whole number of at least `least`, and at most `most`."""
-    return lambda key, value: require_count(key, value, least, most)
+def count(least: int = 1) -> Check:
+    """A whole number of at least `least`."""
+
+    def allowed(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    return Check(allowed, f"a whole number of at least {least}")
+
+
+def at_most(most: int, check: Check) -> FieldCheck:
+    """What `check` allows, up to `most`; a value above gets a message of its own."""
+
+    def check_limit(key: str, value: object) -> None:
+        check(key, value)
+        require(value <= most, f"{key} must be at most {most:,}, got {value}")  # type: ignore[operator]
+
+    return check_limit
 
 
 def one_of(*choices: str) -> Check:
-    def check(key: str, value: object) -> None:
-        require(value in choices, f"{key} must be one of {', '.join(choices)}, got {value!r}")
-
-    return check
+    return Check(lambda value: value in choices, f"one of {', '.join(choices)}")
 
 
 def number(
     least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf, below: float = math.inf
 ) -> Check:
     """A finite number from `least` to `most`, larger than `above` and smaller than `below`."""
+
+    def allowed(value: object) -> bool:
+        return is_number(value) and least <= value <= most and above < value < below  # type: ignore[operator]
+
     limits = (
         f"of at least {least:g}" if least > -math.inf else "",
         f"above {above:g}" if above > -math.inf else "",
         f"at most {most:g}" if most < math.inf else "",
         f"below {below:g}" if below < math.inf else "",
     )
-
-    def check(key: str, value: object) -> None:
-        ok = is_number(value) and least <= value <= most and above < value < below  # type: ignore[operator]
-        require(ok, f"{key} must be a number {' and '.join(filter(None, limits))}".rstrip() + f", got {value!r}")
-
-    return check
+    return Check(allowed, f"a number {' and '.join(filter(None, limits))}".rstrip())
 
 
 def optional(check: Check) -> Check:
     """null, or what `check` allows."""
-
-    def check_unless_null(key: str, value: object) -> None:
-        try:
-            if value is not None:
-                check(key, value)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(" must be ", " must be null or ", 1)) from None
-
-    return check_unless_null
+    return Check(lambda value: value is None or check.allowed(value), f"null or {check.what}")
 
 
-def flag(key: str, value: object) -> None:
-    require(isinstance(value, bool), f"{key} must be true or false, got {value!r}")
-
-
+flag = Check(lambda value: isinstance(value, bool), "true or false")
 positive = number(above=0)
 share = number(0, 1)
 
@@ -113,14 +123,6 @@ def is_number(value: object) -> bool:
 def is_folder_name(name: object) -> bool:
     """Whether `name` is a relative path without `..`, such as x or a/b."""
     return isinstance(name, str) and name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def require_count(key: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise ConfigError unless `value` is a whole number of at least `least`, and at most `most`."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(ok, f"{key} must be a whole number of at least {least}, got {value!r}")
-    if most is not None:
-        require(value <= most, f"{key} must be at most {most:,}, got {value}")  # type: ignore[operator]
 
 
 def learning_rate(key: str, value: object) -> None:

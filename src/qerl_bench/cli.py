@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.renamed_keys import renamed, renamed_value
 from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
@@ -111,23 +111,6 @@ def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
             list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir)
         )
     return list(points.values())
-
-
-def options(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:
-    """Split a command line into words for Hydra and the values of `names`, each of which must be given once."""
-    chosen: dict[str, str] = {}
-    words = []
-    for word in argv:
-        key, equals, value = word.partition("=")
-        require(bool(equals and value), f"{word!r} is not key=value; {usage}")
-        if key in names:
-            require(key not in chosen, f"{key}= is given twice; {usage}")
-            chosen[key] = value
-        else:
-            words.append(word)
-    missing = [f"{name}=" for name in names if name not in chosen]
-    require(not missing, f"{' and '.join(missing)} must be given; {usage}")
-    return words, chosen
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import MAX_STEPS, ConfigError, check_fields, count, is_folder_name, one_of, require
+from qerl_bench.checks import MAX_STEPS, ConfigError, at_most, check_fields, count, is_folder_name, one_of, require
 from qerl_bench.engine.base import EngineSpec
 from qerl_bench.eval.base import Evaluator
 from qerl_bench.installation import CONF_DIR
@@ -77,7 +77,7 @@ class Experiment:
         check_fields(
             self,
             "",
-            steps=count(most=MAX_STEPS),
+            steps=at_most(MAX_STEPS, count()),
             save_every=count(),
             seed=count(0),
             device=one_of("auto", "cpu", "cuda"),

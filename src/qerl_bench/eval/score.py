@@ -14,8 +14,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.cli import options
 from qerl_bench.config import compose, spec
 from qerl_bench.metrics import mean
 from qerl_bench.records import Prompt
@@ -28,7 +28,7 @@ USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.js
 
 
 def main(argv: list[str]) -> None:
-    words, chosen = options(argv, ("completions", "out"), USAGE)
+    words, chosen = split_words(argv, ("completions", "out"), USAGE)
     ignored = [word for word in words if not word.lstrip("+").startswith(("task=", "task.", "hydra.searchpath="))]
     require(not ignored, f"scoring depends only on the task, not on {' '.join(ignored)}; {USAGE}")
     task: Task = spec(compose(words), "task")

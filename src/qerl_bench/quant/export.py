@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.quant.base import WeightFormat
@@ -157,14 +158,13 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
 
     A model without a file in conf/model is a hub id or a local folder.
     """
-    given = {key: value for key, _, value in (word.partition("=") for word in words)}
-    require("out" in given and "model" in given, USAGE)
-    model = given["model"]
+    options, chosen = split_words(words, ("model", "out"), USAGE)
+    model = chosen["model"]
     overrides = ["model.dtype=bfloat16", f"model={model}"]
     if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
         some_hub_model = next(p.stem for p in sorted((CONF_DIR / "model").glob("*.yaml")) if p.stem != "tiny")
         overrides = [f"model={some_hub_model}", f"model.id={model}", "model.dtype=bfloat16"]
-    return [*overrides, *(word for word in words if word.partition("=")[0] not in ("out", "model"))], Path(given["out"])
+    return [*overrides, *options], Path(chosen["out"])
 
 
 def main(words: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qerl_bench.checks import check_fields, count, require
+from qerl_bench.checks import at_most, check_fields, count, require
 from qerl_bench.task.generated import Chain, GeneratedTask, Problem, apply
 
 
@@ -28,7 +28,7 @@ class Arithmetic(GeneratedTask):
             len(self.operators) > 0 and set(self.operators) <= set("+-*"),
             f"task.operators must be a selection of + - *, got {self.operators!r}",
         )
-        check_fields(self, "task", max_start=count(1, 99), max_operand=count(1, 99))
+        check_fields(self, "task", max_start=at_most(99, count()), max_operand=at_most(99, count()))
 
     def check(self) -> None:
         """Needs no data."""

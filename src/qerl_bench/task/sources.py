@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, optional, require, require_count
+from qerl_bench.checks import ConfigError, count, optional, require
 from qerl_bench.task.datafile import read_rows
 from qerl_bench.task.grader.grader import Grader
 
@@ -57,7 +57,7 @@ class QuestionSource:
                 isinstance(names, list) and len(names) >= least and all(isinstance(name, str) for name in names),
                 f"a task's {key} must list column names, got {names!r}",
             )
-        optional(require_count)("a task's max_question_characters", self.max_question_characters)
+        optional(count())("a task's max_question_characters", self.max_question_characters)
 
     def rows(self, file: str | None, remedy: str, grader: Grader | None) -> tuple[QuestionRow, ...]:
         """The split from `file`, or from the hub if it is None, without questions that are too long.

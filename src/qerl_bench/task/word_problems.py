@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from qerl_bench.checks import check_fields, count, require
+from qerl_bench.checks import at_most, check_fields, count, require
 from qerl_bench.task.generated import Chain, GeneratedTask, Problem, apply
 
 NAMES = (
@@ -46,7 +46,7 @@ class WordProblems(GeneratedTask):
                 valid and len(counts) > 0,
                 f"task.{key} must list the numbers that a problem may have, each {least}..{most}, got {counts!r}",
             )
-        check_fields(self, "task", max_number=count(2, 10**6))
+        check_fields(self, "task", max_number=at_most(10**6, count(2)))
 
     def check(self) -> None:
         """Raise ConfigError if the options leave no held-out or no training problem."""

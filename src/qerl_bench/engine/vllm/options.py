@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_bench.checks import check_fields, count, flag, one_of, optional, positive, require
+from qerl_bench.checks import at_most, check_fields, count, flag, one_of, optional, positive, require
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM allows for max_lora_rank
 
@@ -36,7 +36,7 @@ class VLLMOptions:
             max_model_len=optional(count()),
             kv_cache_gib=positive,
             enforce_eager=flag,
-            sleep_level=count(0, 1),
+            sleep_level=at_most(1, count(0)),
             tensor_parallel_size=count(),
             score_batch_size=count(),
         )
