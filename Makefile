@@ -12,9 +12,10 @@ VLLM_READY := $(VLLM_VENV)/.ready
 # that the bases are made side by side, and not one after the other while the runs of each wait for it.
 STUDIES := main $(filter-out main base,$(basename $(notdir $(wildcard conf/experiment/tiny/*.yaml))))
 FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
+FAULTS ?= 200
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
-.PHONY: run study test test-vllm check setup clean
+.PHONY: run study test test-faults test-models test-vllm check setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
@@ -24,11 +25,19 @@ run: $(READY)
 study: $(READY)
 	@for chosen in "$(FIRST)" $(STUDIES:%=experiment=tiny/%); do \
 		$(BIN)/python src/run.py -m $$chosen $(BASES:%=model.seed=%) $(SEEDS:%=seed=%) hydra.launcher.slots=$(SLOTS) || { \
-			test $$? -ne 130 || exit 130; failed="$$failed $$chosen"; }; \
+			code=$$?; test $$code -lt 128 || exit $$code; failed="$$failed $$chosen"; }; \
 	done; test -z "$$failed" || { echo "not complete:$$failed; make study repeats the runs that failed"; exit 1; }
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+
+# Kills, full disks, damaged files and more, each on a run of its own; under ten minutes on two cores. FAULTS=1000 for more.
+test-faults: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --faults $(FAULTS)
+
+# Every architecture in every weight format against docs/models.csv. After a change that is meant: the same without --check.
+test-models: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.models.matrix --check
 
 # vLLM for CPUs in an environment of its own (3.9 GB): about four minutes to install and three to test.
 test-vllm: $(VLLM_READY)

@@ -128,7 +128,8 @@ def make_noise() -> Callable[..., NoiseInjector]:
         from qerl_bench.aqn.constant import Constant
         from qerl_bench.aqn.injector import NoiseInjector
 
+        offsets = dict.fromkeys(norms, 0.0)
         controller = OpenLoop(Constant(name="constant", level=sigma), 100, per_norm_scale)
-        return NoiseInjector(replace(experiment_of().noise, **options), controller, norms, seed)
+        return NoiseInjector(replace(experiment_of().noise, **options), controller, norms, offsets, "model.norm", seed)
 
     return make

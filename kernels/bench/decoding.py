@@ -2,8 +2,10 @@
 
     python kernels/bench/decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32] [--slow 64]
 
-Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. Unlike the other
-benches this one needs the whole project. Without a GPU it shows only that it runs.
+Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
+the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take. A router
+with random weights spreads its tokens evenly over the experts; a trained one prefers some, and then a step reads fewer
+weights. Unlike the other benches this one needs the whole project. Without a GPU it shows only that it runs.
 
 Every prompt is different, and all completions have the same length. Decode tokens/s are those of steps alone: the time
 of a round of START tokens is subtracted, which reads the prompts, launches the first step kernel by kernel and records
@@ -22,16 +24,15 @@ from typing import Any
 
 import torch
 import transformers
-from peft import get_peft_model
 from timing import argument_parser, print_rows, write_rows
 
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
-from qerl_bench.lora.default import LoRA
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.structure import probe
 from qerl_bench.model_setup import build_noise
 from qerl_bench.task.shape import IDS
 
@@ -49,17 +50,19 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     model, tokenizer, reports = load_packed(
         experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, device
     )
-    model.requires_grad_(False)
-    adapter: Any = None
-    if rank > 0:
-        assert isinstance(experiment.lora, LoRA)
-        adapter = get_peft_model(model, experiment.lora.peft_config())
+    structure = probe(model)
+    adapter = None
+    if rank == 0:
+        model.requires_grad_(False)
+    else:
+        adapter = experiment.lora.attach(model, "the shape", 0)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(0, 0.01)
     model.eval()
-    noise = build_noise(experiment, model, reports)
-    return Policy(model, tokenizer, reports, noise, adapter, kernel=experiment.kernel, packing=False, train_norms=False)
+    noise = build_noise(experiment, model, structure, reports)
+    options = {"packing": False, "train_norms": False, "template": {}}
+    return Policy(model, tokenizer, reports, structure, noise, adapter, kernel=experiment.kernel, **options)
 
 
 def seconds(method: str, policy: Policy, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
@@ -104,15 +107,20 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = resolve_device("auto")
     gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    plan = [("recorded", options.batches, options.new), ("transformers", options.slow, min(SLOW_TOKENS, options.new))]
     started = time.perf_counter()
-    for name, rank in itertools.product(options.formats, options.ranks):
-        words = (f"quant={name}", f"model=shape/{options.shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
+    for shape, name, rank in itertools.product(options.shape, options.formats, options.ranks):
+        words = (f"quant={name}", f"model=shape/{shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
         policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
+        resident = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else None
+        plan = [("recorded", options.batches, options.new), ("transformers", options.slow, SLOW_TOKENS)]
+        if device == "cuda" and (reason := hf_graph.eager_reason(policy)) is not None:
+            print(f"{shape} {name}: through transformers alone, because {reason}")
+            plan = [("transformers", options.batches, SLOW_TOKENS)]
         for method, batches, new in plan:
-            for row in measure(policy, method, batches, options.prompt, new, options.repeats):
-                print(f"[{time.perf_counter() - started:.0f} s]", name, rank, row, flush=True)
-                yield {"shape": options.shape, "format": name, "rank": rank, "gpu": gpu, **versions, **row}
+            for row in measure(policy, method, batches, options.prompt, min(new, options.new), options.repeats):
+                print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
+                about = {"shape": shape, "format": name, "rank": rank, "resident_gib": resident}
+                yield about | {"gpu": gpu, **versions, **row}
         del policy
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -120,7 +128,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["7b"])
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "bf16"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])

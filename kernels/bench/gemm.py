@@ -29,15 +29,13 @@ from typing import Any
 
 import timing
 import torch
-from timing import LAYERS, Call, copies, quantiles, random_weight, times
+from timing import COPY_RATE, LAYERS, MATRIX_RATE, Call, copies, quantiles, random_weight, times
 
 from qerl_kernels import decode, decode_configs
 from qerl_kernels.decode_configs import Config
 
 CONCATENATED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters are concatenated too
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
-COPY_RATE = 4.30e12  # bytes a second
-MATRIX_RATE = 790e12  # bfloat16 operations a second
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "bfloat16": 16.0}
 _PROCESSES = 14
 

@@ -23,6 +23,8 @@ LAYERS = {  # Qwen2.5, N x K; query, key and value are one matrix, and gate and 
     "32B gate_up": (55296, 5120),
     "32B down": (5120, 27648),
 }
+COPY_RATE = 4.30e12  # bytes a second, measured on an H200
+MATRIX_RATE = 790e12  # bfloat16 operations a second, likewise
 ROTATED_BYTES = 256 << 20  # of weights that a measurement cycles through, several times the L2 cache
 GRAPH_S = 2e-3  # length of a long graph; calls that take longer are launched by the host
 QUEUED = 6  # such calls in a row, of which only the first waits for the host

@@ -25,6 +25,7 @@ MAX_TOKENS = BUCKETS[-1]
 MAX_RANK = 128
 _COUNTERS = 1 << 14
 _MIN_RANK = 16  # K of a tensor-core instruction
+_SCALE_WORDS = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}  # of a row and a column of tiles
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
 
@@ -143,9 +144,6 @@ def _launch(
     y: torch.Tensor,
     config: Config,
 ) -> None:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from qerl_kernels import jit_decode
 
     m, n = y.shape
@@ -166,17 +164,13 @@ def _launch(
         "PDL": True,
         "launch_pdl": True,
     }
-    box = TensorDescriptor.from_tensor(
-        x, [config.tokens, 64 * config.ring], NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    )
-    words_of_scales = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}[weight.format]
     limit = {} if config.registers is None else {"maxnreg": config.registers}
     multiply: Any = jit_decode.decode[(blocks, config.split)]
     multiply(
-        box, weight.words, weight.scales.view(words_of_scales), _nf4_table(x.device), row_scale, bias, xa, b, y,
-        partial, counters, factor, scaling, m, n, columns, tiles, rank, y.stride(0),
+        _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), row_scale,
+        bias, xa, b, y, partial, counters, None, factor, scaling, m, n, columns, tiles, rank, y.stride(0), 0,
         FORMAT=weight.format, BM=config.rows, BN=config.tokens, RING=config.ring, XBUF=config.buffers,
-        OVERLAP=config.overlap, SEPARATE=separate, EVEN=columns % config.ring == 0, W=config.warps,
+        OVERLAP=config.overlap, SEPARATE=separate, EVEN=columns % config.ring == 0, GROUPED=False, W=config.warps,
         num_warps=config.warps, **shared, **limit,
     )  # fmt: skip
     if separate and config.split > 1:
@@ -188,13 +182,51 @@ def _launch(
         )  # fmt: skip
 
 
+def launch_grouped(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    shape: tuple[int, int],
+    items: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: Config,
+) -> None:
+    """Write `grouped.grouped_gemm` to y (S, N), for experts W (N, K) = `shape`; all arguments are checked there."""
+    from qerl_kernels import jit_decode
+
+    n = shape[0]
+    tiles, columns = n // ROWS, weight.words.shape[1]
+    blocks = -(-n // config.rows) * len(items)
+    split = config.split if blocks <= _COUNTERS else 1
+    partial, counters = _workspace(x.device, blocks * split * config.rows * config.tokens * (split > 1))
+    multiply: Any = jit_decode.decode[(blocks, split)]
+    multiply(
+        _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), scale,
+        bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, n,
+        len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
+        XBUF=config.buffers, OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None,
+        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True, W=config.warps,
+        num_warps=config.warps, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _box(x: torch.Tensor, config: Config) -> Any:
+    """What the copy engine needs to read blocks of the activations x."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(x, [config.tokens, 64 * config.ring], layout)
+
+
 @cache
 def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
 @cache
-def _nf4_table(device: torch.device) -> torch.Tensor:
+def nf4_table(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.tensor(nf4.VALUES).to(device).view(torch.int32)
 

@@ -1,9 +1,9 @@
-"""The operations between the matmuls of a decoding step, one kernel each: norms, rotation, cache, attention, SwiGLU.
+"""The operations between the matmuls of a decoding step, one kernel each: norms, rotation, cache, attention, GLU.
 
 A decoding step has one token per sequence, so these operations are tiny. As the dozens of kernels that transformers
 launches they take as much time as the matmuls. Positions are read on the GPU, so one captured CUDA graph serves all of
 them, and attention reads only the slots that a row may see. `decoder_layer_reference` has the same functions in plain
-PyTorch. Left out: gradients, sliding windows, more than one query per row.
+PyTorch. Left out: gradients, more than one query per row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MAX_SPLITS = 32
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum x + delta and its RMSNorm with `weight`; x and delta (n, H), weight (H,).
 
-    Without delta, the sum is x itself. `weight` may have a higher precision than x.
+    Without delta, the sum is x itself. `weight` may have a higher precision than x. With `unit_offset` the norm
+    multiplies by 1 + weight and rounds only the result, as Gemma's does.
     """
     rows, width = x.shape
     require_shape("x", x, (rows, width), *FLOATS)
@@ -44,7 +45,7 @@ def add_norm(
     block = _power_of_2(width)
     kernel: Any = jit_decoder_layer.add_norm
     kernel[(rows,)](
-        x, delta, weight, total, normed, width, epsilon, ADD=delta is not None, BLOCK=block,
+        x, delta, weight, total, normed, width, epsilon, ADD=delta is not None, UNIT_OFFSET=unit_offset, BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
     )  # fmt: skip
     return total, normed
@@ -52,6 +53,15 @@ def add_norm(
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, both (n, I); rows may be strided."""
+    return _gated(gate, up, gelu=False)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, both (n, I), with the tanh approximation of GELU; rows may be strided."""
+    return _gated(gate, up, gelu=True)
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
     rows, width = gate.shape
     require_shape("gate", gate, (rows, width), *FLOATS, strided=True)
     require_shape("up", up, (rows, width), gate.dtype, strided=True)
@@ -59,8 +69,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     from qerl_kernels import jit_decoder_layer
 
     out = gate.new_empty(rows, width)
-    kernel: Any = jit_decoder_layer.swiglu
-    kernel[(rows, -(-width // 1024))](gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=1024, num_warps=4)
+    kernel: Any = jit_decoder_layer.gated
+    grid = (rows, -(-width // 1024))
+    kernel[grid](gate, up, out, width, gate.stride(0), up.stride(0), GELU=gelu, BLOCK=1024, num_warps=4)
     return out
 
 
@@ -108,9 +119,11 @@ def attend(
     starts: torch.Tensor,
     slot: torch.Tensor,
     scaling: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention (n, H * D) of one query per row, q (n, H, D), over the slots `starts` to `slot` of its cache.
 
+    Of these it sees the last `window`, if that is given.
     Adjacent query heads share a key head. Softmax and sums are in FP32 and deterministic. If there are too few rows
     and heads to fill the GPU, the slots of a row are split among programs.
     """
@@ -132,7 +145,7 @@ def attend(
         maxima, sums = (q.new_empty(rows * heads * group, splits, dtype=torch.float32) for _ in range(2))
     kernel: Any = jit_decoder_layer.attend
     kernel[(rows, heads, splits)](
-        q, keys, values, starts, slot, out, partial, maxima, sums, scaling * math.log2(math.e), width,
+        q, keys, values, starts, slot, out, partial, maxima, sums, scaling * math.log2(math.e), width, window or width,
         KV=heads, GROUP=group, ROWS=max(_MIN_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=block,
         SPLITS=splits, num_warps=4, num_stages=3,
     )  # fmt: skip

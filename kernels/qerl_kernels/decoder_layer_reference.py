@@ -6,18 +6,24 @@ import torch
 
 
 def add_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `decoder_layer.add_norm`."""
     total = x if delta is None else x + delta
     wide = total.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    return total, (weight * scaled.to(x.dtype)).to(x.dtype)
+    out = scaled * (1 + weight.float()) if unit_offset else weight * scaled.to(x.dtype)
+    return total, out.to(x.dtype)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """As `decoder_layer.swiglu`."""
     return torch.nn.functional.silu(gate) * up
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As `decoder_layer.geglu`."""
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def rotate_store(
@@ -51,11 +57,13 @@ def attend(
     starts: torch.Tensor,
     slot: torch.Tensor,
     scaling: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """As `decoder_layer.attend`."""
     n, heads = len(q), keys.shape[1]
     slots = torch.arange(keys.shape[2], device=q.device)
-    visible = (slots >= starts[:, None]) & (slots <= slot)  # (n, S)
+    first = starts[:, None] if window is None else starts[:, None].clamp(min=slot - window + 1)
+    visible = (slots >= first) & (slots <= slot)  # (n, S)
     grouped = q.view(n, heads, -1, q.shape[-1])  # (n, KV, H / KV, D)
     mixed = torch.nn.functional.scaled_dot_product_attention(
         grouped, keys[:n], values[:n], attn_mask=visible[:, None, None], scale=scaling

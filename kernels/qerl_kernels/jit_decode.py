@@ -4,8 +4,9 @@ Each program multiplies BM rows of W by BN tokens over its part of K. A warp tak
 and scales that it feeds to the tensor core (`layout`) straight from device memory, RING columns of 64 inputs ahead, and
 turns them into the A operand of a wgmma with masks and one product with the scale. The copy engine fills XBUF buffers
 of activations. SPLIT programs that share rows write FP32 sums to a workspace; the last to finish, or a second kernel,
-adds them in the order of K, so results do not depend on timing. Gluon has no interpreter: without a GPU, tests cover
-the layout's reference and the compiled code.
+adds them in the order of K, so results do not depend on timing. If GROUPED, W stacks the matrices of several experts,
+and each entry of `items` is up to BN rows of x with the expert that multiplies them (`grouped`). Gluon has no
+interpreter: without a GPU, tests cover the layout's reference and the compiled code.
 """
 
 # Triton's compiler wants constexpr annotations, although calls pass plain numbers.
@@ -282,7 +283,7 @@ def _finish(
     gl.store(at, y, mask=gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0))
 
 
-@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "rank"])
+@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "rank", "items"])
 def decode(
     x_box,
     words_ptr,
@@ -295,6 +296,7 @@ def decode(
     y_ptr,
     partial_ptr,
     counter_ptr,
+    items_ptr,
     factor,
     scaling,
     M,
@@ -303,6 +305,7 @@ def decode(
     TILES,
     rank,
     stride_ym,
+    items,
     FORMAT: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -316,6 +319,7 @@ def decode(
     HAS_BIAS: gl.constexpr,
     EVEN: gl.constexpr,  # COLUMNS is a multiple of RING
     PDL: gl.constexpr,  # programmatic dependent launch: starts while the previous kernel still runs
+    GROUPED: gl.constexpr,  # N and TILES are of one expert, and so is row_scale, which then is a number; RANK is 0
     W: gl.constexpr,
 ):
     T: gl.constexpr = BM // 16
@@ -327,16 +331,34 @@ def decode(
 
     block = gl.program_id(0)
     split = gl.program_id(1)
-    token_blocks = (M + BN - 1) // BN
-    row_block = block // token_blocks
-    m0 = (block % token_blocks) * BN
+    first_tile = 0
+    if GROUPED:
+        if PDL:
+            _grid_dependency("launch_dependents")
+            _grid_dependency("wait")
+        row_block = block // items
+        items_ptr += block % items * 3
+        expert = gl.load(items_ptr)
+        if expert < 0:
+            return
+        m0 = gl.load(items_ptr + 1)
+        M = gl.load(items_ptr + 2)
+        first_tile = expert * TILES
+        if HAS_ROW_SCALE:
+            factor *= gl.load(row_scale_ptr + expert)
+        if HAS_BIAS:
+            bias_ptr += expert * N
+    else:
+        token_blocks = (M + BN - 1) // BN
+        row_block = block // token_blocks
+        m0 = (block % token_blocks) * BN
     rounds = (COLUMNS + RING - 1) // RING
     first = rounds * split // SPLIT
     last = rounds * (split + 1) // SPLIT
 
     # Addresses of words have 32 bits, enough for 2^34 weights. Tiles past the last are read as the last.
     tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-    tile = gl.minimum(row_block * T + tile, TILES - 1) * COLUMNS + first * RING
+    tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
     g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
     t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, WORDS))))
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))))
@@ -344,7 +366,7 @@ def decode(
     at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(t * 4, 0), 1)
     w_ptr = words_ptr + gl.expand_dims(at, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 1), 2)
     tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))
-    tile = gl.minimum(row_block * T + tile, TILES - 1) * COLUMNS + first * RING
+    tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
     g2 = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))
     half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))
     at = gl.expand_dims(tile * 16, 1) + gl.expand_dims(g2 * 2, 0)
@@ -367,7 +389,7 @@ def decode(
         on = first * RING + i < COLUMNS
         w, z0, z1 = _load_column(w_ptr + i * 128, s_ptr + i * 16, on, FORMAT, T, WORDS)
         words, s0, s1 = words + (w,), s0 + (z0,), s1 + (z1,)  # noqa: RUF005
-    if PDL:  # nothing above depends on earlier kernels
+    if PDL and not GROUPED:  # nothing above depends on earlier kernels
         _grid_dependency("launch_dependents")
         _grid_dependency("wait")
     for b in gl.static_range(XBUF):
@@ -411,7 +433,7 @@ def decode(
     if SPLIT == 1:
         _finish(
             acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, stride_ym,
-            BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, W,
+            BM, BN, RANK, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, W,
         )  # fmt: skip
     else:
         part = partial_ptr + block * (SPLIT * BM * BN) + _private_offsets(BM, BN, PRIVATE, BN)
@@ -427,7 +449,7 @@ def decode(
                 acc = _from_private(total, BM, BN, ACC)
                 _finish(
                     acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, stride_ym,
-                    BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, W,
+                    BM, BN, RANK, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, W,
                 )  # fmt: skip
 
 

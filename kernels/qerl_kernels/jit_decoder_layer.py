@@ -7,9 +7,9 @@ import triton.language as tl
 @triton.jit
 def add_norm(
     x, delta, weight, total, normed, width, epsilon,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of x (n, H): total = x + delta, normed = total / rms(total) * weight."""
+    """One row of x (n, H): total = x + delta, normed = total / rms(total) * (weight or 1 + weight)."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -19,21 +19,25 @@ def add_norm(
         h = (h.to(tl.float32) + d.to(tl.float32)).to(h.dtype)
         tl.store(total + row + column, h, mask=inside)
     wide = h.to(tl.float32)
-    scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + epsilon)).to(h.dtype)
-    w = tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(normed + row + column, (w.to(tl.float32) * scaled.to(tl.float32)).to(h.dtype), mask=inside)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + epsilon)
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    out = scaled * (1.0 + w) if UNIT_OFFSET else scaled.to(h.dtype).to(tl.float32) * w
+    tl.store(normed + row + column, out.to(h.dtype), mask=inside)
 
 
 @triton.jit
-def swiglu(gate, up, out, width, gate_stride, up_stride, BLOCK: tl.constexpr):
-    """A part of one row of silu(gate) * up."""
+def gated(gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row of silu(gate) * up, or gelu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0)
     wide = g.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(g.dtype)
+    exponent = wide
+    if GELU:  # with tanh: (1 + tanh(y)) / 2 is the logistic function of 2 y, y = sqrt(2 / pi) (x + 0.044715 x^3)
+        exponent = tl.maximum(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide), -80.0)
+    activated = (wide / (1.0 + tl.exp(-exponent))).to(g.dtype)
     product = (activated.to(tl.float32) * u.to(tl.float32)).to(g.dtype)
     tl.store(out + row * width + column, product, mask=inside)
 
@@ -84,7 +88,7 @@ def rotate_store(
 
 @triton.jit
 def attend(
-    q, keys, values, starts, slot, out, partial, maxima, total, factor, width,
+    q, keys, values, starts, slot, out, partial, maxima, total, factor, width, window,
     KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +97,7 @@ def attend(
     split = tl.program_id(2)
     head = row * KV + tl.program_id(1)  # of the keys
     end = tl.load(slot).to(tl.int32) + 1
-    start = tl.load(starts + row).to(tl.int32)
+    start = tl.maximum(tl.load(starts + row).to(tl.int32), end - window)
     share = tl.cdiv(tl.cdiv(end - start, SPLITS), BLOCK) * BLOCK
     low = start + split * share
     high = tl.minimum(low + share, end)

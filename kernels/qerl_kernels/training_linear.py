@@ -39,22 +39,22 @@ def packed_linear(
     pass, and each call may overwrite the result of the last. `row_scales` has the tensor scale of each range of rows.
     Raises ValueError if the adapter does not fit.
     """
-    if adapter is None:
-        return _PackedLinear.apply(x, None, None, operand, row_scales, bias, 0.0)
-    rank, width = adapter.a.shape
-    if width != x.shape[-1] or adapter.b.shape[1] != rank:
+    rows = x.reshape(-1, x.shape[-1])  # (M, K); reshaped out here, since a view made inside cannot be changed in place
+    a, b, scaling = (None, None, 0.0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
+    if a is not None and b is not None and (a.shape[1] != x.shape[-1] or b.shape[1] != a.shape[0]):
         raise ValueError(
-            f"the adapter must be (r, {x.shape[-1]}) and (N, r), got {tuple(adapter.a.shape)} and "
-            f"{tuple(adapter.b.shape)}; was it made for another layer?"
+            f"the adapter must be (r, {x.shape[-1]}) and (N, r), got {tuple(a.shape)} and {tuple(b.shape)}; was it "
+            "made for another layer?"
         )
-    return _PackedLinear.apply(x, adapter.a, adapter.b, operand, row_scales, bias, adapter.scaling)
+    y = _PackedLinear.apply(rows, a, b, operand, row_scales, bias, scaling)
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        rows: torch.Tensor,
         a: torch.Tensor | None,
         b: torch.Tensor | None,
         operand: Callable[[torch.dtype], torch.Tensor],
@@ -62,44 +62,42 @@ class _PackedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        ctx.operand, ctx.row_scales, ctx.shape, ctx.scaling = operand, row_scales, x.shape, scaling
-        rows = x.reshape(-1, x.shape[-1])  # (M, K)
-        weight = operand(x.dtype)  # (N, K)
+        ctx.operand, ctx.row_scales, ctx.scaling = operand, row_scales, scaling
+        weight = operand(rows.dtype)  # (N, K)
         parts = []
         for part, scale in row_scales:
             if bias is None:
                 y = torch.addmm(rows.new_empty(1), rows, weight[part].t(), beta=0, alpha=scale)
             else:
-                y = torch.addmm(bias[part].to(x.dtype), rows, weight[part].t(), alpha=scale)
+                y = torch.addmm(bias[part].to(rows.dtype), rows, weight[part].t(), alpha=scale)
             parts.append(y)
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if a is None or b is None:
             ctx.save_for_backward()
         else:
-            down = rows @ a.to(x.dtype).t()  # (M, r)
-            y.addmm_(down, b.to(x.dtype).t(), alpha=scaling)
+            down = rows @ a.to(rows.dtype).t()  # (M, r)
+            y.addmm_(down, b.to(rows.dtype).t(), alpha=scaling)
             ctx.save_for_backward(rows, down, a, b)
-        return y.view(*x.shape[:-1], y.shape[1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        (grad_y,) = grads
-        rows_y = grad_y.reshape(-1, grad_y.shape[-1])  # (M, N)
+        (rows_y,) = grads  # (M, N)
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            weight = ctx.operand(grad_y.dtype)  # (N, K)
+            weight = ctx.operand(rows_y.dtype)  # (N, K)
             grad_x = rows_y.new_empty(1)
             for i, (part, scale) in enumerate(ctx.row_scales):
                 grad_x = torch.addmm(grad_x, rows_y[:, part], weight[part], beta=int(i > 0), alpha=scale)
         saved = ctx.saved_tensors  # read once: under gradient checkpointing only the first read recomputes them
         if saved:
             rows, down, a, b = saved
-            grad_down = (rows_y @ b.to(grad_y.dtype)).mul_(ctx.scaling)  # (M, r)
+            grad_down = (rows_y @ b.to(rows_y.dtype)).mul_(ctx.scaling)  # (M, r)
             if grad_x is not None:
-                grad_x.addmm_(grad_down, a.to(grad_y.dtype))
+                grad_x.addmm_(grad_down, a.to(rows_y.dtype))
             grad_a = _product(grad_down.t(), rows, a.dtype)
             grad_b = _product(rows_y.t(), down, b.dtype).mul_(ctx.scaling)
-        return None if grad_x is None else grad_x.view(ctx.shape), grad_a, grad_b, *(None,) * 4
+        return grad_x, grad_a, grad_b, *(None,) * 4
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

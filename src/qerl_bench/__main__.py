@@ -11,7 +11,9 @@ from importlib import import_module
 from typing import NamedTuple
 
 from qerl_bench import __version__
+from qerl_bench.children import end_with_parent
 from qerl_bench.cli import exit_in_words, one_line_warnings
+from qerl_bench.terminal import lasting_output
 
 
 class Command(NamedTuple):
@@ -63,7 +65,8 @@ def main(words: list[str] | None = None) -> int:
         print(f"{hint}{USAGE}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
-    with exit_in_words(command.stopped):
+    with lasting_output(), exit_in_words(command.stopped):
+        end_with_parent()
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             print(module.USAGE, module.__doc__, sep="\n\n")

@@ -16,7 +16,10 @@ from pathlib import Path
 
 MAX_STEPS = 10_000_000
 MAX_COMPLETIONS = 1_000_000  # of one step, and of one evaluation
+MAX_SIGMA = 1000.0  # of noise on norm scales, which are about 1, and below 1,000 in every model
+MAX_ALPHA = 1e6  # of LoRA; alpha over rank multiplies the adapter's output
 MAX_LR = 1.0  # AdamW moves each weight by about the learning rate per step; weights of language models are below 1
+MAX_NAME_BYTES = 200  # of a folder; file systems allow 255, and files beside it add to its name
 FieldCheck = Callable[[str, object], None]  # (key, value): raises ConfigError unless the value is allowed
 TEMPERATURES = (0.01, 100.0)  # below, sampling is greedy decoding; above, all tokens are equally likely
 
@@ -110,6 +113,7 @@ def optional(check: Check) -> Check:
     return Check(lambda value: value is None or check.allowed(value), f"null or {check.what}")
 
 
+text = Check(lambda value: isinstance(value, str) and value.strip() != "", "a text that is not empty")
 flag = Check(lambda value: isinstance(value, bool), "true or false")
 positive = number(above=0)
 share = number(0, 1)
@@ -121,8 +125,11 @@ def is_number(value: object) -> bool:
 
 
 def is_folder_name(name: object) -> bool:
-    """Whether `name` is a relative path without `..`, such as x or a/b."""
-    return isinstance(name, str) and name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
+    """Whether `name` is a relative path without `..`, such as x or a/b, that every file system can hold."""
+    if not (isinstance(name, str) and name.isprintable() and not Path(name).is_absolute()):
+        return False
+    parts = Path(name).parts
+    return parts != () and ".." not in parts and all(len(part.encode()) <= MAX_NAME_BYTES for part in parts)
 
 
 def learning_rate(key: str, value: object) -> None:

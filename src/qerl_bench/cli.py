@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
+import signal
 import sys
 import warnings
 from collections import defaultdict
@@ -16,15 +18,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.config import CONF_DIR, Experiment, build, compose
+from qerl_bench.config import CONF_DIR, Composer, Experiment, build
+from qerl_bench.locks import RunLocked
+from qerl_bench.memory import shortage
 from qerl_bench.renamed_keys import renamed, renamed_value
-from qerl_bench.rundir import as_dict, check_run_dir, flat, is_finished
+from qerl_bench.rundir import check_run_dir, flat, is_finished, refuse_locked
+from qerl_bench.storage import failure
+from qerl_bench.termination import Terminated, terminations_raise
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +49,8 @@ class Point:
 class SweepFailed(Exception):
     """Some runs of a sweep failed; the others are done."""
 
-    def __init__(self, total: int, failed: Sequence[Point]) -> None:
-        listed = "\n".join(f"  {point.run_dir}/run.log" for point in failed)
+    def __init__(self, total: int, failed: Sequence[tuple[Point, str]]) -> None:
+        listed = "\n".join(f"  {point.run_dir}: {reason}" for point, reason in failed)
         super().__init__(
             f"{len(failed)} of {total} runs failed:\n{listed}\n"
             "The same command runs these again and skips the finished ones."
@@ -70,10 +77,25 @@ def flags_first(argv: list[str]) -> list[str]:
     return flags + words
 
 
-def preflight(argv: list[str]) -> None:
-    """Check a single run before Hydra creates its folder. The launcher checks the points of a sweep."""
-    if not any(word.startswith("-") for word in argv):
-        check(compose(argv))
+def is_to_do(argv: list[str]) -> bool:
+    """Check a single run before Hydra creates its folder. False if it is finished. The launcher checks sweeps."""
+    given = {key: value for key, value in vars(get_args_parser().parse_args(flags_first(argv))).items() if value}
+    if given.keys() - {"overrides", "run", "config_dir"}:
+        return True
+    folders = [f"hydra.searchpath=['file://{Path(given['config_dir']).absolute()}']"] if "config_dir" in given else []
+    point = check_point(Composer(), [*folders, *given.get("overrides", [])])
+    if point.finished:
+        print(finished_before(point.run_dir))
+    else:
+        refuse_locked(point.run_dir)
+    return not point.finished
+
+
+def finished_before(run_dir: Path) -> str:
+    """What is said of a run that is complete, with its table."""
+    from qerl_bench.study.table import render, summary
+
+    return f"finished before: {run_dir} (delete the folder to run it again)\n{render(summary([run_dir]))}"
 
 
 def warn_of_single_point(hydra: HydraConf) -> None:
@@ -89,6 +111,7 @@ def check(cfg: DictConfig) -> Experiment:
     experiment = build(cfg)
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
+    experiment.check_model()
     experiment.eval.check(experiment.task)
     experiment.logger.check()
     check_run_dir(experiment.run_dir, cfg)
@@ -98,32 +121,54 @@ def check(cfg: DictConfig) -> Experiment:
 def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
     """Compose and check every point of a sweep. Raises ConfigError naming the first point that cannot run."""
     points: dict[str, Point] = {}
+    composer = Composer()
     for overrides in job_overrides:
         try:
-            experiment = check(compose(list(overrides)))
+            point = check_point(composer, overrides)
         except ConfigError as error:
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
-        if experiment.name in points:
-            raise ConfigError(
-                f"{' '.join(overrides)} and {' '.join(points[experiment.name].overrides)} are the same run"
-            )
-        points[experiment.name] = Point(
-            list(overrides), experiment.name, experiment.run_dir, is_finished(experiment.run_dir)
-        )
+        if point.name in points:
+            raise ConfigError(f"{' '.join(overrides)} and {' '.join(points[point.name].overrides)} are the same run")
+        points[point.name] = point
     return list(points.values())
+
+
+def check_point(composer: Composer, overrides: Sequence[str]) -> Point:
+    """Compose and check one point. A finished one needs no more than the config that it was made with."""
+    tree = composer.tree(overrides)
+    name, run_dir = str(tree["name"]), Path(str(tree["root"]), "runs", str(tree["name"]))
+    finished = is_finished(run_dir)
+    if finished:
+        check_run_dir(run_dir, tree)
+    else:
+        check(OmegaConf.create(tree))
+    return Point(list(overrides), name, run_dir, finished)
 
 
 @contextmanager
 def exit_in_words(stopped: str) -> Iterator[None]:
-    """Exit with a message, not a traceback: code 2 for bad input, 1 for failed runs, 130 and `stopped` for Ctrl-C."""
+    """Exit with a message, not a traceback: code 2 for bad input, 1 for failed runs and disks.
+
+    Ctrl-C gives `stopped` and code 130, SIGTERM 143, SIGHUP 129; a run of another process 75.
+    """
     try:
-        yield
+        with terminations_raise():
+            yield
+    except RunLocked as error:
+        message, code = explain(error), os.EX_TEMPFAIL
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         message, code = explain(error), 2
     except (SweepFailed, TrainingStopped) as error:
         message, code = str(error), 1
     except KeyboardInterrupt:
-        message, code = stopped, 130
+        message, code = stopped, 128 + signal.SIGINT
+    except Terminated as error:
+        message, code = f"{error}: {stopped}", 128 + error.signum
+    except Exception as error:
+        reason = failure(error) or shortage(error)
+        if reason is None:
+            raise
+        message, code = f"error: {reason}. When that is solved, repeat the command: it continues", 1
     else:
         return
     print(message, file=sys.stderr)
@@ -144,12 +189,18 @@ def explain(error: Exception) -> str:
     option = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if option and (sentence := renamed_value(option[1], option[2])):
         return f"error: {sentence}"
+    if unread := re.match(r"LexerNoViableAltException: (.*)", text):
+        return f"error: cannot read {unread[1]}: a value with other signs needs quotes of its own, as in 'name=\"ü\"'"
+    if lost := re.match(r"Interpolation key '([^']+)' not found", text):
+        return f"error: there is no {lost[1]}, which another key refers to; leave ~ overrides out"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown is None:
         return "error: " + " ".join(text.split())
     key = unknown.group(1)
     if sentence := renamed(key):
         return f"error: {sentence}"
+    if key.startswith("model.template"):
+        return f"error: {key} is not set yet, so add it with a plus: +model.template.KEYWORD=VALUE"
     group = key.split(".")[0]
     elsewhere = keys_of_group(group)
     if key in elsewhere:
@@ -160,11 +211,16 @@ def explain(error: Exception) -> str:
 
 
 def keys_of_group(group: str) -> dict[str, list[str]]:
-    """Every dotted key of the files in a folder of conf/, with the options that have it; empty without the folder."""
+    """Every dotted key of the files in a folder of conf/, with the options that have it; empty without the folder.
+
+    Presets, which take their other values from an option of the same folder, are left out.
+    """
     options: dict[str, list[str]] = defaultdict(list)
     for path in sorted((CONF_DIR / group).rglob("*.yaml")):
         tree = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(tree, dict)
+        if any(isinstance(entry, str) for entry in tree.get("defaults", [])):
+            continue
         for key in flat({str(name): value for name, value in tree.items() if name not in ("_target_", "defaults")}):
             options[f"{group}.{key}"].append(str(path.relative_to(CONF_DIR / group).with_suffix("")))
     return options
@@ -172,5 +228,5 @@ def keys_of_group(group: str) -> dict[str, list[str]]:
 
 def known_keys() -> list[str]:
     """Every dotted key of the default config, and the names of its groups."""
-    tree = as_dict(compose())
+    tree = Composer().tree([])
     return [key for key in (*tree, *flat(tree)) if "_target_" not in key]

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.conf import RuntimeConf
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_bench.algo.base import Algorithm
@@ -24,14 +31,24 @@ from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
-from qerl_bench.checks import MAX_STEPS, ConfigError, at_most, check_fields, count, is_folder_name, one_of, require
+from qerl_bench.checks import (
+    MAX_STEPS,
+    ConfigError,
+    at_most,
+    check_fields,
+    count,
+    flag,
+    is_folder_name,
+    one_of,
+    require,
+)
 from qerl_bench.engine.base import EngineSpec
 from qerl_bench.eval.base import Evaluator
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
-from qerl_bench.model.base import Model
-from qerl_bench.option_names import check_class, check_option_names, make_option
+from qerl_bench.model.base import Model, short_name
+from qerl_bench.option_names import check_class, check_option_names, make_option, search_folders
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.renamed_keys import outdated
@@ -56,6 +73,7 @@ class Experiment:
     device: str
     kernel: str
     save_every: int
+    save_on_term: bool
     rollout: RolloutSpec
     optim: OptimSpec
     train: TrainSpec
@@ -79,13 +97,15 @@ class Experiment:
             "",
             steps=at_most(MAX_STEPS, count()),
             save_every=count(),
+            save_on_term=flag,
             seed=count(0),
             device=one_of("auto", "cpu", "cuda"),
             kernel=one_of("auto", "torch"),
         )
         require(
             isinstance(self.root, str) and is_folder_name(self.name),
-            f"name must be a folder name below root/runs and root a path, got name={self.name!r}, root={self.root!r}",
+            "name must be a folder name below root/runs, of printable characters and up to 200 bytes between slashes, "
+            f"and root a path, got name={self.name!r}, root={self.root!r}",
         )
         require(
             self.optim.warmup_steps < self.steps,
@@ -167,14 +187,24 @@ class Experiment:
                 "smaller, or choose a model with a longer context",
             )
 
+    def check_model(self) -> None:
+        """Raise ConfigError unless the model can be asked a question of the task, as far as no weights are needed."""
+        self.model.check(self.task.train_prompts(1, 1, seed=0)[0].messages)
+
     @property
     def run_dir(self) -> Path:
         return Path(self.root) / "runs" / self.name
 
 
+# Top-level keys without options.
+VALUES = {field.name for field in fields(Experiment) if field.type in ("bool", "int", "str")}
+
+
 def register_resolvers() -> None:
-    """Register `${fingerprint:}` with OmegaConf; may be called repeatedly."""
-    getattr(OmegaConf, REGISTER)("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+    """Register `${fingerprint:}` and `${model_name:ID}` with OmegaConf; may be called repeatedly."""
+    register = getattr(OmegaConf, REGISTER)
+    register("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
+    register("model_name", short_name, replace=True)
 
 
 def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -203,20 +233,90 @@ def canonical(value: Any) -> Any:
 
 
 def compose(overrides: list[str] | None = None) -> DictConfig:
-    """The resolved config of `python src/run.py OVERRIDES`, for preflight checks, notebooks and tests."""
-    register_resolvers()
+    """The resolved config of `python src/run.py OVERRIDES`, for checks, notebooks and tests."""
+    return OmegaConf.create(Composer().tree(overrides or []))
+
+
+class Composer:
+    """Composes many configs, such as the points of a sweep, which differ mostly in values.
+
+    Hydra takes a fifth of a second for a config. Here each choice of options is composed once, and values are set in
+    copies of it, by Hydra's own function. The YAML files must not change meanwhile.
+    """
+
+    def __init__(self) -> None:
+        register_resolvers()
+        self._composed = lru_cache(maxsize=32)(_composed)
+        self._parsed = lru_cache(maxsize=1024)(lambda word: OverridesParser.create().parse_overrides([word])[0])
+
+    def tree(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """The config of `compose` as plain containers."""
+        return self.in_folders(overrides)[0]
+
+    def in_folders(self, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Path]]:
+        """As `tree`, with the folders in which options were looked for."""
+        parsed = [self._parsed(word) for word in overrides]
+        values = [override for override in parsed if _is_value(override)]
+        if not all(override in values or _is_choice(override) for override in parsed):
+            values = []  # ~optim or optim={lr: 1}, whose place among the values matters
+        composed, runtime = self._composed(
+            tuple(word for word, override in zip(overrides, parsed, strict=True) if override not in values)
+        )
+        cfg = pickle.loads(composed)
+        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+        if any(map(_may_rename, values)):
+            check_option_names(cfg, runtime)
+        return plain_tree(cfg), search_folders(runtime)
+
+
+def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
+    """The config with these overrides and without the node `hydra`, pickled, and Hydra's record of what was chosen."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
-        cfg = hydra_compose("run", overrides=list(overrides or []), return_hydra_config=True)
+        try:
+            cfg = hydra_compose("run", overrides=list(choices), return_hydra_config=True)
+        except ValueError as error:  # what Hydra raises for quant=5 and =5
+            raise ConfigError(f"{' '.join(choices)}: {error}. An option is chosen by name: quant=nvfp4") from error
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
+    refuse_env_copy(hydra.job)
     check_option_names(cfg, hydra.runtime)
-    return resolved(cfg)
+    return pickle.dumps(cfg), hydra.runtime
+
+
+def refuse_env_copy(job: Any) -> None:
+    """Raise ConfigError if Hydra would copy variables of the environment, such as tokens, into files of the run."""
+    require(
+        not job.env_copy,
+        f"hydra.job.env_copy={list(job.env_copy)} would write these variables to multirun.yaml; leave it out: a run "
+        "inherits the environment as it is",
+    )
+
+
+def _is_value(override: Override) -> bool:
+    """Whether this sets a single value: steps=3 or optim.lr=1e-5."""
+    key = override.key_or_group
+    return not override.is_sweep_override() and (key in VALUES or ("." in key and not override.is_hydra_override()))
+
+
+def _may_rename(override: Override) -> bool:
+    """Whether a value may be the name or class of an option."""
+    named = override.key_or_group.rpartition(".")[2] in ("name", "_target_")
+    return named or isinstance(override.value(), (dict, list))
+
+
+def _is_choice(override: Override) -> bool:
+    """Whether this chooses an option, quant=nvfp4, or is for Hydra itself."""
+    return override.is_hydra_override() or (override.type == OverrideType.CHANGE and isinstance(override.value(), str))
 
 
 def resolved(cfg: DictConfig) -> DictConfig:
     """A copy of `cfg` without interpolations, as config.yaml stores it."""
-    return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))  # type: ignore[return-value]
+    return OmegaConf.create(plain_tree(cfg))
+
+
+def plain_tree(cfg: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
 def build(cfg: DictConfig) -> Experiment:
@@ -230,8 +330,22 @@ def build(cfg: DictConfig) -> Experiment:
     known = {field.name for field in fields(Experiment)}
     unknown, missing = nodes.keys() - known, known - nodes.keys()
     require(not unknown, f"there is no option {', '.join(sorted(unknown))}. All options: python src/run.py --cfg job")
-    require(not missing, f"the config lacks {', '.join(sorted(missing))}, which every run needs; leave ~ overrides out")
+    require(not missing, lacks(missing))
+    for field in fields(Experiment):
+        require(
+            field.name in VALUES or is_dataclass(nodes[field.name]),
+            f"{field.name} is a group of keys, got {nodes[field.name]!r}; set its keys, {field.name}.KEY=..., or leave "
+            "it out",
+        )
     return Experiment(**nodes)
+
+
+def lacks(keys: Iterable[str]) -> str:
+    """What is said of a config without `keys`."""
+    return (
+        f"the config lacks {', '.join(sorted(keys))}, which every run needs; leave ~ overrides out. If a run of an "
+        "earlier version has it, use that version (env.json names its commit), or run it again"
+    )
 
 
 def spec(cfg: DictConfig, key: str) -> Any:
@@ -249,4 +363,6 @@ def spec(cfg: DictConfig, key: str) -> Any:
         if foreign := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             reason = f"{key}={given.get('name')} has no option {key}.{foreign[1]}"
             raise ConfigError(f"{reason}; leave it out, or the experiment that sets it") from error
+        if "required keyword-only argument" in str(error):
+            raise ConfigError(lacks(f"{key}.{name}" for name in re.findall(r"'(\w+)'", str(error)))) from error
         raise ConfigError(f"{key} does not work with {given}: {error}") from error

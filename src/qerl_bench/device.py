@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from qerl_bench.checks import require
+from qerl_bench.memory import memory_for
 
 
 def resolve_device(wanted: str) -> str:
@@ -36,7 +37,8 @@ class PhaseTimer:
     def __call__(self, name: str) -> Iterator[None]:
         reset_peak(self.device)
         started = now(self.device)
-        yield
+        with memory_for(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - started
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak_gib(self.device))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from qerl_bench.installation import CHECKOUT
 from qerl_bench.metrics import definitions
+from qerl_bench.seals import digest
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
 ONLY_READ_RUNS = ("study", "claims", "figures")  # packages whose code cannot change the numbers of a run
@@ -50,7 +51,7 @@ def environment(device: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "gpu": gpu,
         "driver": nvidia_driver() if gpu else None,
-        "kernel_tables": {str(path): sha256(path) for path in tables(gpu)} if gpu else {},
+        "kernel_tables": {str(path): digest(path) for path in tables(gpu)} if gpu else {},
         "threads": torch.get_num_threads(),
         "argv": sys.argv,
     }
@@ -60,17 +61,12 @@ def code_digest() -> str:
     """First 12 hex digits of the SHA-256 of this project's Python sources, except for ONLY_READ_RUNS."""
     import qerl_kernels
 
-    digest = hashlib.sha256()
+    state = hashlib.sha256()
     for package in (Path(__file__).parent, *map(Path, qerl_kernels.__path__)):
         for file in sorted(package.rglob("*.py")):
             if file.relative_to(package).parts[0] not in ONLY_READ_RUNS:
-                digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+                state.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return state.hexdigest()[:12]
 
 
 def git(*words: str) -> str | None:

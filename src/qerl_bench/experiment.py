@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,22 +20,23 @@ from omegaconf import DictConfig
 from qerl_bench import metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
-from qerl_bench.checks import TrainingStopped
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import Experiment
 from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval.base import metrics_of
-from qerl_bench.figures.run import run_figures
 from qerl_bench.logger.base import MetricsMirror
+from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import StepProgress
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
-from qerl_bench.rundir import RunDir, as_dict, last_checkpoint, write_atomically
+from qerl_bench.rundir import RunDir, as_dict, go_back, last_checkpoint
 from qerl_bench.seeding import derive
 from qerl_bench.session import evaluate, prepare_device, session
-from qerl_bench.study.table import no_gradient_warning, render, summary
+from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
+from qerl_bench.train.collapse import collapse
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.update import make_optimizer, update
 
@@ -45,16 +48,23 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
     device = prepare_device(experiment.device, experiment.quant)
     with RunDir(experiment.run_dir, cfg) as run:
         if run.finished:
-            log.info("finished before: %s (delete the folder to run it again)", run.path)
-            print(render(summary([run.path])))
+            log.info("%s was finished by another process", run.path)
             return
+        experiment.check_model()
         with session(experiment, experiment.engine, run, device) as (policy, engine):
             names = experiment.quant.name, experiment.quantizer.name
-            write_layers(run.path / "layers.parquet", policy.layers, *names, policy.kernels)
-            write_atomically(run.path / "engine.json", json.dumps(engine.record(), indent=1))
+            with run.replacing("layers.parquet") as file:
+                write_layers(file, policy.layers, *names, policy.kernels)
+            run.write("engine.json", json.dumps(engine.record(), indent=1))
             run_steps(experiment, policy, engine, run, as_dict(cfg))
+            collapsed = collapse(run.metrics(), math.log(len(policy.tokenizer)))
+        from qerl_bench.figures.run import run_figures  # after the run: pandas, scipy and matplotlib take a second
+        from qerl_bench.study.table import no_gradient_warning, render, summary
+
         run_figures(run.path)
-        run.finish()
+        run.finish(collapsed)
+        if collapsed:
+            log.warning("%s: training has destroyed the policy: %s. Use a smaller optim.lr", run.path, collapsed)
         table = summary([run.path])
         if warning := no_gradient_warning(table):
             log.warning(warning)
@@ -75,15 +85,17 @@ def run_steps(
     with experiment.logger.mirror(run.path, run.metrics(), config) as mirror:
         if first == 0:
             evaluate_and_log(experiment, policy, engine, run, mirror, step=0)
-        with StepProgress(first, experiment.steps) as progress:
+        with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
                 step_metrics = train_step(experiment, policy, engine, optimizer, run, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
-                if step % experiment.save_every == 0 or step == experiment.steps:
-                    with run.checkpoint(step) as folder:
+                if step % experiment.save_every == 0 or step == experiment.steps or noted.signum:
+                    with memory_for("checkpoint"), run.checkpoint(step) as folder:
                         save_checkpoint(folder, experiment, policy, optimizer, run, step)
+                if noted.signum:
+                    raise Terminated(noted.signum)
         evaluate_and_log(experiment, policy, engine, run, mirror, step=experiment.steps)
 
 
@@ -110,6 +122,7 @@ def train_step(
         with timer("train"):
             step_metrics |= update(experiment, policy, optimizer, batch, run, step)
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
+    step_metrics["packed_share"] = policy.packed_share
     step_metrics["speed/train_tok_s"] = int(batch.lengths.sum()) / timer.seconds["train"]
     if algo.on_policy:
         experiment.importance_sampling.warn_if_low_ess(step, step_metrics["mismatch/ess"])
@@ -210,12 +223,7 @@ def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch
 def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Batch:
     """The batch of one supervised step."""
     demonstrations = experiment.task.demonstrations(step, experiment.rollout.prompts_per_step, experiment.seed)
-    return make_batch(
-        [policy.prompt_ids(demonstration.prompt.messages) for demonstration in demonstrations],
-        [policy.completion_ids(demonstration.completion) for demonstration in demonstrations],
-        policy.pad_id,
-        policy.device,
-    )
+    return make_batch(*policy.demonstration_ids(demonstrations), policy.pad_id, policy.device)
 
 
 def evaluate_and_log(
@@ -248,7 +256,10 @@ def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimize
     folder = last_checkpoint(run.path)
     assert folder is not None
     policy.load(folder)
-    state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location=policy.device, weights_only=True)
+    except UnpicklingError as error:  # more than tensors and numbers, which nothing here has written
+        raise ConfigError(f"checkpoint {folder} is damaged: trainer.pt is no checkpoint. {go_back(folder)}") from error
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
     policy.noise.restore(state["noise"])

@@ -86,6 +86,7 @@ TRAIN = {
     "grad_norm": Metric("-", "global gradient norm before clipping; mean over the step's updates"),
     "updates_skipped": Metric("count", "updates of the step that were not applied because something was not finite"),
     "lr": Metric("-", "learning rate of this step"),
+    "packed_share": Metric("share", "weights of the matrices in the blocks that are stored in the format of quant"),
     "entropy_clean": Metric("nats/token", "as entropy on the same tokens, noise off, before the update"),
     "entropy_t1": Metric("nats/token", "as entropy_clean at temperature 1"),
     "time/train_s": Metric("s", "forward, backward and optimiser"),
@@ -105,6 +106,12 @@ MISMATCH_SPLIT = {  # only with importance_sampling.split_mismatch and one draw 
         "nats", "mismatch/logp_abs_max of the trainer, with the sampler's noise and as it trains"
     ),
     "mismatch/noise_ess": Metric("share", "mismatch/ess of the trainer, with the sampler's noise and as it trains"),
+}
+ROUTING = {  # with experts, if the trainer makes a pass with noise and one without; as for MISMATCH_SPLIT
+    "router/changed_frac": Metric(
+        "share",
+        "experts of a completion token that the noise replaces by others, in the layers whose router reads a norm",
+    ),
 }
 IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
     "importance_sampling/weight_mean": Metric(
@@ -169,6 +176,7 @@ TABLES = (
     NOISE_CONTROLLER,
     TRAIN,
     MISMATCH_SPLIT,
+    ROUTING,
     IMPORTANCE_SAMPLING,
     KL,
     EVAL,
@@ -208,8 +216,9 @@ class TokenTable:
 def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     """Metrics of the training pass from its per-token columns; those of the sampler only if `on_policy`.
 
-    `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, IMPORTANCE_SAMPLING
-    the columns `importance` and `importance_raw`; without them these metrics are left out.
+    `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
+    `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`. These
+    metrics are left out without them.
     """
     values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not on_policy:
@@ -221,6 +230,8 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
         for part, (later, earlier) in parts.items():
             gap = mismatch_metrics(later, earlier)
             values |= {f"mismatch/{part}_{name}": gap[f"mismatch/{name}"] for name in ("kl", "logp_abs_max", "ess")}
+    if "router_changed" in columns:
+        values["router/changed_frac"] = table["router_changed"].mean().item()
     if "importance" in columns:
         values |= importance_metrics(table["importance"], table["importance_raw"])
     return values

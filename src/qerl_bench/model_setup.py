@@ -5,24 +5,28 @@ The modules it puts together (`model/`, `lora/`, `aqn/`) take specs and know not
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from qerl_bench.aqn.format_error import packing_errors
-from qerl_bench.aqn.injector import NoiseInjector, block_norms, norms_to_perturb
-from qerl_bench.aqn.norm_consumers import NormSites
+from qerl_bench.aqn.injector import NoiseInjector
+from qerl_bench.aqn.norm_errors import NormErrors
+from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.children import Child, wait
 from qerl_bench.config import Experiment, build, compose
 from qerl_bench.installation import run_command
+from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.structure import NormSite, Structure, probe
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.rundir import is_finished, last_checkpoint
+from qerl_bench.quant.share import routers
+from qerl_bench.rundir import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.seeding import derive
 from qerl_bench.task.base import Task
 
@@ -41,14 +45,33 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     overrides = [*overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
     run_dir = build(compose(overrides)).run_dir
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    with open(run_dir.parent / f".{run_dir.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with wait_for_lock(run_dir.parent / f".{run_dir.name}.lock", f"the warm start of model={model.name}"):
+        if is_finished(run_dir) and (damage := base_damage(run_dir)):
+            aside = run_dir.with_name(f"{run_dir.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+            run_dir.rename(aside)
+            log.warning(
+                "the warm start of model=%s is damaged and made again: %s. Moved to %s", model.name, damage, aside
+            )
         if not is_finished(run_dir):
             log.info("warm start of model=%s: done once, then kept in %s", model.name, run_dir)
-            subprocess.run([*run_command(), *overrides], check=True)
+            code = wait(Child([*run_command(), *overrides]))
+            if code != 0:
+                raise TrainingStopped(f"the warm start of model={model.name} ended with code {code}: {run_dir}/run.log")
     checkpoint = last_checkpoint(run_dir)
     assert checkpoint is not None, f"{run_dir} is finished but has no checkpoint"
     return checkpoint / "model"
+
+
+def base_damage(run_dir: Path) -> str | None:
+    """What is wrong with the weights that a finished warm start made; None if they have their checksums."""
+    checkpoint = last_checkpoint(run_dir)
+    if checkpoint is None:
+        return f"{run_dir} has no checkpoint"
+    try:
+        check_checkpoint(checkpoint)
+    except ConfigError as error:
+        return str(error).partition(". ")[0]
+    return None
 
 
 def build_policy(experiment: Experiment, base: Path | None, device: str) -> Policy:
@@ -59,6 +82,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str) -> Poli
     spec, train = experiment.model, experiment.train
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
+    structure = probe(model)
     if train.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
@@ -66,21 +90,61 @@ def build_policy(experiment: Experiment, base: Path | None, device: str) -> Poli
         model,
         tokenizer,
         layers,
-        build_noise(experiment, model, layers),
+        structure,
+        build_noise(experiment, model, structure, layers),
         adapter,
         kernel=experiment.kernel,
         packing=train.packing,
         train_norms=experiment.lora.train_norms,
+        template=spec.template,
     )
 
 
-def build_noise(experiment: Experiment, model: PreTrainedModel, layers: Mapping[str, LayerReport]) -> NoiseInjector:
-    """The noise of the run for `model`, whose layers were packed with the errors in `layers`."""
-    blocks, schedule = model.config.num_hidden_layers, experiment.aqn
+def build_noise(
+    experiment: Experiment, model: PreTrainedModel, structure: Structure, layers: Mapping[str, LayerReport]
+) -> NoiseInjector:
+    """The noise of the run for `model`, whose layers were packed with the errors in `layers`.
+
+    Raises ConfigError if the model has no norm that the noise could go to.
+    """
+    noise, schedule = experiment.noise, experiment.aqn
+    sites = [site for site in structure.sites if noise.routers or not site.routers]
+    if schedule.name != "none" and noise.norms != "missed":
+        name = type(model).__name__
+        require(
+            len(structure.sites) > 0,
+            f"aqn={schedule.name} puts noise on the norms whose output is the input of linear layers, and the blocks "
+            f"of {name} have none. Use aqn=none",
+        )
+        require(
+            len(sites) > 0,
+            f"noise.routers=false leaves out the norms that feed a router, and the blocks of {name} have no other. Use "
+            "noise.routers=true, or aqn=none",
+        )
+        require(
+            noise.norms != "blocks_final" or structure.final is not None,
+            f"noise.norms=blocks_final puts noise on the scale of the norm before the head, and {name} has none. Use "
+            "noise.norms=blocks",
+        )
     if schedule.error_format is None:
         errors = {name: report.relative_error for name, report in layers.items()}
     else:
         errors = packing_errors(model, layers, schedule.error_format)
-    controller = schedule.controller(NormSites(block_norms(model, blocks), errors), experiment.steps)
-    norms = norms_to_perturb(model, blocks, experiment.noise.norms)
-    return NoiseInjector(experiment.noise, controller, norms, experiment.seed)
+    final = None if structure.final is None else structure.final.name
+    unpacked = routers(model)
+    consumers = {site.name: _packable(site, unpacked, errors) for site in sites}
+    controller = schedule.controller(NormErrors(consumers, final, errors), experiment.steps)
+    if noise.norms == "missed":
+        sites = []
+    elif noise.norms == "blocks_final" and structure.final is not None:
+        sites.append(structure.final)
+    norms = {site.name: model.get_submodule(site.name) for site in sites}
+    offsets = {site.name: site.offset for site in sites}
+    return NoiseInjector(noise, controller, norms, offsets, final, experiment.seed)
+
+
+def _packable(site: NormSite, unpacked: Set[str], errors: Mapping[str, float]) -> list[str]:
+    """The layers that read `site`, without routers and other `unpacked` ones, by their names in `errors`."""
+    layers = [layer for layer in site.consumers if layer not in unpacked and layer not in site.routers]
+    experts = {layer: [f"{layer}.{first}" for first in ("gate_up_proj", "up_proj")] for layer in layers}
+    return [next((name for name in experts[layer] if name in errors), layer) for layer in layers]

@@ -1,11 +1,13 @@
-"""A run is called what it is: an option keeps the `name` and the `_target_` of its own YAML file.
+"""Options and their classes: a run is called what it is, so an option keeps the `name` and `_target_` of its YAML file.
 
-Runs, tables, figures and claims go by these names. Other values of an option may be overridden, because they are part
-of the run's fingerprint. Left out: whether a file under the name of a model holds that model.
+Runs, tables, figures and claims go by these names. Classes from outside of the project are refused unless a YAML file
+names them. Other values of an option may be overridden, because they are part of the run's fingerprint. A `name` that
+is an interpolation follows another key, as a model's follows its id.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
 
+OWN = "qerl_bench."  # how the names of the project's own classes begin
 GLOBAL = "@package _global_"  # Hydra's mark of files that set several axes, such as experiments
 # The `name` of this class is one of its generators, and decides what runs.
 NAMED_BY_VALUE = "qerl_bench.task.reasoning_gym.ReasoningGym"
@@ -42,10 +45,11 @@ def check_option_names(cfg: DictConfig, runtime: RuntimeConf) -> None:
     for place, choice in choices.items():
         group, _, package = place.partition("@")
         option = str(choice).removesuffix(".yaml")
-        file = next((file for folder in folders if (file := folder / group / f"{option}.yaml").is_file()), None)
+        file = _file(folders, group, option)
         node = OmegaConf.select(cfg, package or group)
         if file is not None and OmegaConf.is_dict(node) and GLOBAL not in file.read_text():
-            _check_option(node, file, place, option, _options(folders, place))
+            _check_option(node, load_option(folders, group, option), file, place, option, _options(folders, place))
+    refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
 
 
 def search_folders(runtime: RuntimeConf) -> list[Path]:
@@ -59,13 +63,49 @@ def search_folders(runtime: RuntimeConf) -> list[Path]:
     return folders
 
 
-def _check_option(node: Any, file: Path, place: str, option: str, options: list[str]) -> None:
-    written, given = (OmegaConf.to_container(source, resolve=False) for source in (OmegaConf.load(file), node))
+def refuse_foreign_classes(node: Any, place: str, folders: Sequence[Path]) -> None:
+    """Raise ConfigError if a `_target_` anywhere in the container `node` is no class that an option may have.
+
+    These are the project's own, and those that a YAML file in one of `folders` names. Nothing is imported.
+    """
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return
+    for key, part in node.items():
+        refuse_foreign_classes(part, f"{place}.{key}".lstrip("."), folders)
+    if "_target_" in node and not str(node["_target_"]).startswith(OWN):
+        named = (found for folder in folders for file in folder.rglob("*.yaml") for found in _targets(_read(file)))
+        require(
+            node["_target_"] in named,
+            f"{place}._target_={node['_target_']} is no option of this project, and no YAML file in "
+            f"{', '.join(map(str, folders)) or 'a folder of options'} names it. If you trust it, add the folder of its "
+            "YAML file: hydra.searchpath=[file:///DIR]",
+        )
+
+
+def _targets(node: Any) -> Iterator[Any]:
+    """Every `_target_` in a container."""
+    if isinstance(node, dict):
+        yield from (part for key, part in node.items() if key == "_target_")
+        node = [*node.values()]
+    if isinstance(node, list):
+        for part in node:
+            yield from _targets(part)
+
+
+def _read(file: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+
+
+def _check_option(node: Any, source: Any, file: Path, place: str, option: str, options: list[str]) -> None:
+    written, given = (OmegaConf.to_container(one, resolve=False) for one in (source, node))
     assert isinstance(written, dict) and isinstance(given, dict)
     target, expected = written.get("_target_"), _name_of(option)
+    follows = str(written.get("name")).startswith("${")
     require(target is not None, f"{file} must name the class of the option in _target_")
     require(
-        not is_fixed("name", target) or written.get("name") == expected,
+        follows or not is_fixed("name", target) or written.get("name") == expected,
         f"{file} says name: {written.get('name')}; runs and tables are named by it, so it must be the name of the "
         f"file: {expected}",
     )
@@ -79,6 +119,26 @@ def _check_option(node: Any, file: Path, place: str, option: str, options: list[
                 f"{place.rpartition('@')[2]}.{key}={value} cannot be set: runs, tables and figures go by it, and with "
                 f"{place}={option} it is {written[key]}. {remedy}"
             )
+
+
+def load_option(folders: Sequence[Path], group: str, option: str) -> Any:
+    """The content of an option's file, on top of the options from which a preset takes its other values."""
+    node: Any = OmegaConf.load(_file(folders, group, option) or folders[0] / group / f"{option}.yaml")
+    place = option.rpartition("/")[0]
+    named = [
+        name
+        for name in (node.pop("defaults") if "defaults" in node else [])
+        if isinstance(name, str) and name != "_self_"
+    ]
+    bases = [f"{place}/{name}".lstrip("/") for name in named]
+    whole: Any = OmegaConf.create({})
+    for base in bases:
+        whole = OmegaConf.merge(whole, load_option(folders, group, base))
+    return OmegaConf.merge(whole, node)
+
+
+def _file(folders: Sequence[Path], group: str, option: str) -> Path | None:
+    return next((file for folder in folders if (file := folder / group / f"{option}.yaml").is_file()), None)
 
 
 def _name_of(option: str) -> str:
@@ -110,8 +170,8 @@ def check_class(folder: Path, key: str, node: Any) -> None:
 def make_option(place: str, node: Any) -> Any:
     """The object that the container `node` describes: a dict with `_target_` is an instance of that class.
 
-    The class may be in any installed module. Raises ConfigError if it cannot be imported, or is no dataclass, as every
-    option is, and whatever the class raises.
+    The class may be in any installed module, so `refuse_foreign_classes` comes first for what somebody else wrote.
+    Raises ConfigError if it cannot be imported, or is no dataclass, as every option is, and whatever the class raises.
     """
     if isinstance(node, list):
         return [make_option(f"{place}[{number}]", part) for number, part in enumerate(node)]
@@ -129,7 +189,9 @@ def make_option(place: str, node: Any) -> Any:
             f"{place}._target_={target} cannot be imported: {error}. Is its package installed?"
         ) from error
     require(
-        isinstance(option, type) and is_dataclass(option),
+        isinstance(option, type)
+        and is_dataclass(option)
+        and (option.__module__.startswith(OWN) or not target.startswith(OWN)),
         f"{place}._target_ must name a dataclass, as every option is, got {target!r}",
     )
     return option(**values)
@@ -139,5 +201,5 @@ def make_option(place: str, node: Any) -> Any:
 def _classes(folder: Path, key: str) -> dict[object, str]:
     """The class of each option of an axis by the option's name."""
     options = _options([folder], key)
-    nodes = {_name_of(option): OmegaConf.load(folder / key / f"{option}.yaml") for option in options}
+    nodes = {_name_of(option): load_option([folder], key, option) for option in options}
     return {name: OmegaConf.select(node, "_target_") for name, node in nodes.items()}

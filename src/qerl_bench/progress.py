@@ -11,6 +11,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 Item = TypeVar("Item")
+tqdm.monitor_interval = 0  # no thread to refresh bars: Python waits for ever for one that gets no memory to start
 log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this logger to run.log only
 
 COLUMNS = (  # metric, label, format

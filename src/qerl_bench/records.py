@@ -50,7 +50,7 @@ class Rollout:
     token_ids: list[int]
     logprobs: list[float]
     entropies: list[float]
-    text: str  # decoded completion without the stop token
+    text: str  # decoded completion without the stop token, after a <think> that the prompt ends with
     finished: bool  # ended with a stop token or below the token limit; False: cut at the limit
 
 

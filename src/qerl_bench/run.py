@@ -6,6 +6,7 @@ group.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -13,8 +14,10 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qerl_bench.cli import flags_first, preflight, warn_of_single_point
+from qerl_bench.cli import flags_first, is_to_do, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
+from qerl_bench.failure import failure_in_log
+from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names
 
@@ -22,16 +25,19 @@ from qerl_bench.option_names import check_option_names
 @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
 def run(cfg: DictConfig) -> None:
     check_option_names(cfg, HydraConfig.get().runtime)
-    from qerl_bench.experiment import run_experiment
+    with hidden_packages():
+        from qerl_bench.experiment import run_experiment
 
     warn_of_single_point(HydraConfig.get())
-    run_experiment(build(resolved(cfg)), resolved(cfg))
+    with failure_in_log():
+        run_experiment(build(resolved(cfg)), resolved(cfg))
 
 
 def main(words: list[str]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
+    logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
-    preflight(words)
-    sys.argv[1:] = flags_first(words)  # where Hydra reads them
-    run()
+    if is_to_do(words):
+        sys.argv[1:] = flags_first(words)  # where Hydra reads them
+        run()

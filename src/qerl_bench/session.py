@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,8 +15,10 @@ from qerl_bench.device import resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.eval.base import Score
 from qerl_bench.eval.record import record_evaluation
-from qerl_bench.model.digest import digest_of
+from qerl_bench.memory import memory_for
+from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.rundir import RunDir
@@ -39,12 +42,21 @@ def prepare_device(wanted: str, quant: WeightFormat) -> str:
 def session(
     experiment: Experiment, engine: EngineSpec, run: RunDir, device: str
 ) -> Iterator[tuple[Policy, RolloutEngine]]:
-    """The untrained policy of `experiment` and an engine that samples from it. Writes env.json first."""
+    """The untrained policy of `experiment` and an engine that samples from it.
+
+    Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
+    """
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-    run.write_environment(device, digest_of(experiment.model, base))
+    digest = digest_of(experiment.model, base)
+    run.write_environment(device, digest, experiment.model.remote_code())
     torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
-    policy = build_policy(experiment, base, device)
-    with closing(engine.build(policy)) as rollout_engine:
+    with memory_for("setup"):
+        policy = build_policy(experiment, base, device)
+        policy.name_base(name_of_base(experiment.model), digest)
+        checked = preflight(policy, experiment.quant, f"model={experiment.model.name}")
+        run.write("preflight.json", json.dumps(checked, indent=1))
+        built = engine.build(policy)
+    with closing(built) as rollout_engine:
         yield policy, rollout_engine
 
 
@@ -53,7 +65,7 @@ def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
 
     Step 0 is the quantized base before any training.
     """
-    with during(f"evaluation after step {step}"):
+    with during(f"evaluation after step {step}"), memory_for("evaluation"):
         evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
     if evaluation is None:
         return []

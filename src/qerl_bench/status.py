@@ -9,17 +9,16 @@ env.json.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections import Counter
 from pathlib import Path
 
-import yaml
-
 from qerl_bench.arguments import KeyValueParser
-from qerl_bench.checks import require
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.locks import holder
 from qerl_bench.rundir import is_finished
+from qerl_bench.stored import read_config
 
 TAIL_BYTES = 1 << 16  # more than the records of one step
 
@@ -34,7 +33,12 @@ def main(words: list[str]) -> None:
     runs = sorted({file.parent for folder in folders for file in folder.rglob("config.yaml") if is_run(file.parent)})
     states = {run: state(run) for run in runs}
     for run in runs:
-        print(f"{states[run]:10}  {last_step(run):>6} of {total_steps(run):<6}  {run}")
+        note = f"  in {holder(run / '.lock')}" if states[run] == "running" else ""
+        try:
+            total = str(total_steps(run))
+        except ConfigError as error:
+            total, note = "?", f"{note}  {error}"
+        print(f"{states[run]:10}  {last_step(run):>6} of {total:<6}  {run}{note}")
     counts = Counter(states.values())
     print(f"{len(runs)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts)))
 
@@ -48,28 +52,30 @@ def state(run: Path) -> str:
     """done, running or unfinished."""
     if is_finished(run):
         return "done"
-    try:
-        with open(run / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "running"
-    except FileNotFoundError:
-        pass
-    return "unfinished"
+    return "running" if holder(run / ".lock") else "unfinished"
 
 
 def total_steps(run: Path) -> int:
-    """The steps that the run's config asks for."""
-    return yaml.safe_load((run / "config.yaml").read_text())["steps"]
+    """The steps that the run's config asks for. Raises ConfigError if it is damaged, or of an earlier version."""
+    config = read_config(run / "config.yaml")
+    require("steps" in config, f"{run / 'config.yaml'} has no steps")
+    return config["steps"]
 
 
 def last_step(run: Path) -> int:
-    """The last step in metrics.jsonl; 0 before the first."""
+    """The last step in metrics.jsonl, damaged lines left out; 0 before the first."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return 0
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().split(b"\n")
-    whole = [line for line in lines[:-1] if line.startswith(b"{")]  # a writer may be in the middle of the last one
-    return max((json.loads(line)["step"] for line in whole), default=0)
+    return max(map(step_of_line, lines[:-1]), default=0)  # a writer may be in the middle of the last one
+
+
+def step_of_line(line: bytes) -> int:
+    """The step of a record; 0 for a line that is damaged or begins before what was read."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0

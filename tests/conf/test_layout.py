@@ -6,6 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from qerl_bench.option_names import load_option
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
@@ -17,7 +20,10 @@ SHARED = set(re.findall(r"`src/qerl_bench/(\w+/\w+)\.py`, shared", (ROOT / "CONT
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
 def test_an_option_lies_where_its_name_says(path: Path) -> None:
     axis = path.relative_to(CONF).parts[0]
-    targets = re.findall(r"^\s*_target_: (\S+)", path.read_text(), flags=re.MULTILINE)
+    text = OmegaConf.to_yaml(
+        load_option([CONF], axis, str(path.relative_to(CONF / axis).with_suffix("")))
+    )  # with the values that a preset takes from another option
+    targets = re.findall(r"^\s*_target_: (\S+)", text, flags=re.MULTILINE)
     assert targets and all(target.startswith(f"qerl_bench.{axis}.") for target in targets)
     module = targets[0].split(".")[2]  # of engine.vllm.spec.VLLM: vllm
     own = CONF / axis / f"{module}.yaml", CONF / axis / module

@@ -18,6 +18,8 @@ from qerl_bench.algo.kl import KLPenalty
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
+from qerl_bench.model.base import short_name
+from qerl_bench.option_names import load_option
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
@@ -28,6 +30,15 @@ HYDRA = {"defaults", "hydra"}
 
 def _load(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text())
+
+
+def _option(path: Path) -> dict[str, Any]:
+    """The content of a file; of a preset with what it takes from another option."""
+    node = _load(path)
+    if not any(isinstance(entry, str) for entry in node.get("defaults", [])):
+        return node
+    group, *option = path.relative_to(CONF_DIR).with_suffix("").parts
+    return {str(key): value for key, value in load_option([CONF_DIR], group, "/".join(option)).items_ex(resolve=False)}
 
 
 def _class(target: str) -> Any:
@@ -51,24 +62,25 @@ def _check_spec(spec: Any) -> None:
 
 @FILES
 def test_yaml_and_class_have_the_same_fields(path: Path) -> None:
-    node = _load(path)
+    node = _option(path)
     nested = {next(iter(entry)).split("@")[1] for entry in node.pop("defaults", [])}  # specs inside this one
     assert set(node) - {"_target_"} | nested == _fields(_class(node["_target_"]))
 
 
 @FILES
 def test_the_class_is_frozen_keyword_only_and_without_defaults(path: Path) -> None:
-    _check_spec(_class(_load(path)["_target_"]))
+    _check_spec(_class(_option(path)["_target_"]))
 
 
 @FILES
 def test_the_file_starts_with_target_and_name(path: Path) -> None:
-    node = _load(path)
+    node = _option(path)
     assert list(node)[:2] == ["_target_", "name"]
     assert node["_target_"].startswith("qerl_bench.")
     others = ("default", "quick", "reasoning_gym")  # the last is named by the generator that it uses
     option = "-".join(path.relative_to(CONF_DIR).with_suffix("").parts[1:])
-    assert node["name"] == option or path.stem in others, "runs are named by their options"
+    name = short_name(node["id"]) if path.parent.name == "model" and node.get("id") else node["name"]
+    assert name == option or path.stem in (*others, "hub"), "runs are named by their options"
 
 
 def test_the_root_and_its_class_have_the_same_keys() -> None:
@@ -123,7 +135,7 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
         "logger": ("check", "mirror"),
     }
     for path in GROUPS:
-        spec = _class(_load(path)["_target_"])
+        spec = _class(_option(path)["_target_"])
         for name in needed.get(path.relative_to(CONF_DIR).parts[0], ()):
             assert hasattr(spec, name) or name in _fields(spec), f"{spec.__name__} lacks {name}"
 

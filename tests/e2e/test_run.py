@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
 SMALL = [
     "experiment=smoke",
+    "task=arithmetic",
     "model.hidden_size=64",
     "model.layers=2",
     "model.intermediate_size=64",
@@ -59,7 +60,7 @@ def records(run_dir: Path) -> list[dict]:
 
 def assert_complete(run_dir: Path) -> None:
     expected = {
-        *("config.yaml", ".hydra", "env.json", "metrics.jsonl", "rollouts.jsonl", "eval.json", "samples.parquet"),
+        *("config.yaml", "seals.jsonl", "env.json", "metrics.jsonl", "rollouts.jsonl", "eval.json", "samples.parquet"),
         *("checkpoints", "figures", "run.log", "done.json"),
     }
     assert expected <= {file.name for file in run_dir.iterdir()}
@@ -84,6 +85,8 @@ def test_smoke_writes_a_complete_run_with_every_format(tmp_path, quant):
     for record in train[1:]:
         assert record["aqn/norms_perturbed"] == 8
         assert record["aqn/sigma_realised"] == pytest.approx(record["aqn/sigma"], rel=0.15)
+        assert record["grad_norm"] > 0 and record["reward/frac_zero_std"] == 0
+        assert record["mismatch/noise_logp_abs_max"] > 0
     assert quant in done.stdout
     assert "accuracy" in done.stdout
 
@@ -178,27 +181,34 @@ def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
 
 
 @one_worker
-def test_a_killed_run_continues_and_equals_the_uninterrupted_one(learning_root):
-    words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=killed", f"root={learning_root}"]
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root, signum):
+    """SIGTERM ends it after its step with a checkpoint, kill -9 leaves that of step 2."""
+    name = f"stopped-{signum}"
+    words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", f"name={name}", f"root={learning_root}"]
     process = subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
-    metrics = learning_root / "runs" / "killed" / "metrics.jsonl"
+    metrics = learning_root / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and '"kind": "train", "step": 3' in metrics.read_text()):
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert process.poll() is None, "the run ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (learning_root / "runs" / "killed" / "done.json").exists()
+    process.send_signal(signum)
+    code = process.wait()
+    straight, stopped = (learning_root / "runs" / run_name for run_name in ("straight", name))
+    kept = max(int(folder.name.removeprefix("step_")) for folder in (stopped / "checkpoints").glob("step_*"))
+    if signum == signal.SIGTERM:
+        assert code == 143 and kept in (3, 4)
+        assert "failed: SIGTERM" in (stopped / "run.log").read_text().splitlines()[-1]
+    assert not (stopped / "done.json").exists()
     with open(metrics, "a") as file:
         file.write('{"kind": "train", "step": 4, "ti')  # what a kill in the middle of a write leaves
     done = run(*words)
     assert done.returncode == 0, done.stderr
-    assert "continuing after step 2" in done.stdout + done.stderr
-    straight, killed = (learning_root / "runs" / name for name in ("straight", "killed"))
-    assert records(killed) == records(straight)
-    assert (killed / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
-    pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (killed, straight)))
+    assert f"continuing after step {kept}" in done.stdout + done.stderr
+    assert records(stopped) == records(straight)
+    assert (stopped / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
+    pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (stopped, straight)))
 
 
 @one_worker
@@ -315,7 +325,7 @@ def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed" in done.stderr
     good, bad = sorted(run_dirs(tmp_path), key=lambda run_dir: not (run_dir / "done.json").exists())
-    assert bad.name in done.stderr.split("failed")[1]
+    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in done.stderr.split("failed")[1]
     assert "changed 0 of 8 norms" in (bad / "launch.log").read_text()
     assert_complete(good)
     assert not (bad / "done.json").exists()

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.logger.wandb import WandB, WandbMirror
 from qerl_bench.rundir import as_dict
 
@@ -126,11 +127,20 @@ class Online:
         raise ConnectionError("the server is gone")
 
 
+class AuthenticationError(Exception):
+    pass
+
+
+def package(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
+    """Put a W&B of our own in place of the package."""
+    errors = SimpleNamespace(AuthenticationError=AuthenticationError, UsageError=AuthenticationError)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=errors, Settings=dict))
+    monkeypatch.setitem(sys.modules, "wandb.errors", errors)
+
+
 def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: int) -> tuple[WandbMirror, Online]:
     online = Online(starting_step)
-    errors = SimpleNamespace(Error=ConnectionError)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: online, errors=errors))
-    monkeypatch.setitem(sys.modules, "wandb.errors", errors)
+    package(monkeypatch, lambda **_: online)
     lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
     lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
     spec = WandB(name="wandb", project="p", entity=None, mode="online")
@@ -163,3 +173,24 @@ def test_a_mirror_that_fails_at_the_end_does_not_fail_the_run(
     with mirror:
         pass
     assert "failed at its end: the server is gone" in caplog.text
+
+
+def test_a_server_that_is_gone_is_a_warning_and_a_missing_login_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = WandB(name="wandb", project="p", entity=None, mode="online")
+    lines = [{"kind": "train", "step": 1, "time": 0.0, "loss": 1.0}]
+
+    def fail(error: Exception) -> Callable[..., Any]:
+        def init(**_: Any) -> None:
+            raise error
+
+        return init
+
+    package(monkeypatch, fail(OSError("No space left on device")))
+    with WandbMirror(spec, Path("x"), lines, {}) as mirror:
+        mirror.log("train", 2, {"loss": 1.0})
+    assert len(caplog.messages) == 1 and "is off" in caplog.text and "No space left" in caplog.text
+    package(monkeypatch, fail(AuthenticationError("no key")))
+    with pytest.raises(ConfigError, match=r"logger=wandb cannot start: no key. .*logger.mode=offline"):
+        WandbMirror(spec, Path("x"), lines, {})

@@ -109,7 +109,7 @@ def test_users_add_options_and_classes_without_touching_the_package(command: Com
     done = command("run", *words, "-m", "aqn.sigma_start=1e-2,2e-2")
     assert done.returncode == 0, done.stderr
     runs = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
-    assert len(runs) == 2 and all(run.name.startswith("bf16-halving-grpo-") for run in runs)
+    assert len(runs) == 2 and all(run.name.startswith("tiny_untrained-bf16-halving-grpo-") for run in runs)
     refused = command("run", *words, "aqn.name=exp")
     assert refused.returncode == 2 and "aqn.name=exp cannot be set" in refused.stderr
     own.write_text("_target_: no_such_module.Halving\nname: halving\nsigma_start: 1.0e-2\n")

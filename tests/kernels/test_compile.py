@@ -194,7 +194,7 @@ def _compiled_layer_op(
     kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16", **changed: str
 ) -> Compiled:
     types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "maxima"), "*fp32")
-    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "epsilon": "fp32", "factor": "fp32"}
+    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "window": "i32", "epsilon": "fp32", "factor": "fp32"}
     types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
     wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
     aligned = tuple(name for name in wanted if wanted[name].startswith("*") and name != "slot")
@@ -216,8 +216,10 @@ def test_decoder_layer(arch: int) -> None:
     from qerl_kernels import jit_decoder_layer
 
     shape = {"KV": 4, "D": 128, "DIM": 128}
-    _sound(_compiled_layer_op(jit_decoder_layer.add_norm, {"ADD": True, "BLOCK": 4096}, arch, 8))
-    _sound(_compiled_layer_op(jit_decoder_layer.swiglu, {"BLOCK": 1024}, arch, 4))
+    for gemma in (False, True):
+        norm = {"ADD": True, "UNIT_OFFSET": gemma, "BLOCK": 4096}
+        _sound(_compiled_layer_op(jit_decoder_layer.add_norm, norm, arch, 8))
+        _sound(_compiled_layer_op(jit_decoder_layer.gated, {"GELU": gemma, "BLOCK": 1024}, arch, 4))
     _sound(_compiled_layer_op(jit_decoder_layer.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
     for splits in (1, 8):
         attend = _attention(arch, "bf16", 128, splits)
@@ -250,10 +252,18 @@ def test_a_kernel_that_spills_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("format_name", "tokens", "rank", "bound"),
-    [("nvfp4", 16, 0, 3.9), ("nvfp4", 16, 32, 3.9), ("nvfp4", 128, 0, 4.5), ("mxfp4", 16, 0, 3.6), ("nf4", 16, 0, 4.9)],
+    ("format_name", "tokens", "rank", "grouped", "bound"),
+    [
+        ("nvfp4", 16, 0, False, 3.9),
+        ("nvfp4", 16, 32, False, 3.9),
+        ("nvfp4", 128, 0, False, 4.5),
+        ("mxfp4", 16, 0, False, 3.6),
+        ("nf4", 16, 0, False, 4.9),
+        ("nvfp4", 16, 0, True, 3.9),  # of experts, with scale and bias
+        ("mxfp4", 64, 0, True, 3.6),
+    ],
 )
-def test_decode(format_name: str, tokens: int, rank: int, bound: float) -> None:
+def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: float) -> None:
     """The loop over K: wgmma, 16-byte loads, and fewer instructions a weight than memory leaves time for (4.4)."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -262,15 +272,15 @@ def test_decode(format_name: str, tokens: int, rank: int, bound: float) -> None:
     ring = 4 if tokens == 16 else 2
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     signature = {"x_box": f"tensordesc<bf16[{tokens}, {64 * ring}],{layout!r}>"}
-    signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr"), "*i32")
+    signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr", "items_ptr"), "*i32")
     signature |= {"scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
     signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("factor", "scaling"), "fp32")
-    signature |= dict.fromkeys(("M", "N", "COLUMNS", "TILES", "rank", "stride_ym"), "i32")
+    signature |= dict.fromkeys(("M", "N", "COLUMNS", "TILES", "rank", "stride_ym", "items"), "i32")
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": 64, "BN": tokens, "RING": ring, "XBUF": 2, "W": 4}
     constants |= {"SPLIT": 2, "RANK": rank, "OVERLAP": tokens > 16, "SEPARATE": False, "EVEN": True, "PDL": True}
-    constants |= {"HAS_ROW_SCALE": rank > 0, "HAS_BIAS": rank > 0}
+    constants |= {"HAS_ROW_SCALE": rank > 0 or grouped, "HAS_BIAS": rank > 0 or grouped, "GROUPED": grouped}
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "stride_ym"))
     built = compiled(jit_decode.decode, signature, constants, 90, num_warps=4, aligned=aligned)
     assert built.shared <= SHARED_LIMIT
@@ -279,3 +289,35 @@ def test_decode(format_name: str, tokens: int, rank: int, bound: float) -> None:
     assert sum("HGMMA" in text for text in loop) == 4 * ring
     assert sum("LDG" in text and ".128" in text for text in loop) == ring
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("format_name", "bound"), [("nvfp4", 9.6), ("bf16", 3.0)])
+def test_grouped_gemm(arch: int, format_name: str, bound: float) -> None:
+    """Experts on any GPU: tensor cores, and weights, scales and activations copied ahead of use; the loop over K."""
+    from qerl_kernels import jit_grouped
+
+    packed = format_name != "bf16"
+    signature = {"x": "*bf16", "words": "*i32" if packed else "*bf16", "scales": "*i32", "table": "*fp32"}
+    signature |= {"items": "*i32", "expert_scale": "*fp32", "bias": "*bf16", "y": "*bf16", "factor": "fp32"}
+    sizes = ("rows", "width", "columns", "stride_x", "stride_expert", "stride_n")
+    signature |= dict.fromkeys(sizes, "i32")
+    block, warps = (64, 4) if packed else (128, 8)
+    constants = {"FORMAT": 0 if packed else 3, "BM": block, "BN": 16, "stride_k": 1}
+    constants |= {"EVEN": True, "HAS_SCALE": True, "HAS_BIAS": True}
+    aligned = tuple(name for name in signature if name != "columns" and not signature[name].startswith("fp"))
+    built = compiled(jit_grouped.grouped_gemm, signature, constants, arch, warps, 4, aligned)
+    _sound(built)
+    loop = built.loop("MMA")
+    assert sum("MMA" in text for text in loop) > 0 and sum("LDGSTS" in text for text in loop) > 2
+    assert len(loop) * 32 * warps / (64 * block) <= bound
+
+
+def test_sort_rows() -> None:
+    from qerl_kernels import jit_grouped
+
+    signature = {"ids": "*i64"} | dict.fromkeys(("tokens", "places", "starts", "items"), "*i32")
+    signature |= dict.fromkeys(("count", "chosen", "experts", "blocks"), "i32")
+    constants = {"EXPERTS": 256, "ROWS": 16, "BLOCK": 64}
+    pointers = tuple(name for name in signature if signature[name].startswith("*"))
+    _sound(compiled(jit_grouped.sort_rows, signature, constants, 90, num_warps=8, aligned=pointers))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import Qwen2Config
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
 from qerl_kernels import decoder_layer, decoder_layer_reference
@@ -27,29 +30,37 @@ def _close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("width", [24, 300])
 @pytest.mark.parametrize("added", [False, True])
-def test_add_norm(device: str, width: int, added: bool) -> None:
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_add_norm(device: str, width: int, added: bool, unit_offset: bool) -> None:
     """With a scale more precise than the activations, as noise makes it; the sum is exact."""
     for dtype in _dtypes(device):
         x, delta = (_random(3, width, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
         weight = _random(width, device=device)
-        total, normed = decoder_layer.add_norm(x, delta if added else None, weight, 1e-5)
-        sums, wanted = decoder_layer_reference.add_norm(x, delta if added else None, weight, 1e-5)
+        total, normed = decoder_layer.add_norm(x, delta if added else None, weight, 1e-5, unit_offset)
+        sums, wanted = decoder_layer_reference.add_norm(x, delta if added else None, weight, 1e-5, unit_offset)
         assert torch.equal(total, sums) and (total is x) == (not added)
         _close(normed, wanted)
 
 
-def test_the_reference_norm_is_that_of_transformers() -> None:
-    norm = Qwen2RMSNorm(24, eps=1e-5).requires_grad_(False)
+@pytest.mark.parametrize(("kind", "unit_offset"), [(Qwen2RMSNorm, False), (Gemma3RMSNorm, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_norm_is_that_of_transformers(kind: Any, unit_offset: bool, dtype: torch.dtype) -> None:
+    norm = kind(24, eps=1e-5).requires_grad_(False).to(dtype)
     norm.weight.copy_(_random(24))
-    x, delta = _random(3, 24), _random(3, 24, seed=1)
-    assert torch.equal(decoder_layer_reference.add_norm(x, delta, norm.weight, 1e-5)[1], norm(x + delta))
+    x, delta = _random(3, 24, dtype=dtype), _random(3, 24, dtype=dtype, seed=1)
+    found = decoder_layer_reference.add_norm(x, delta, norm.weight, 1e-5, unit_offset)[1]
+    assert torch.equal(found, norm(x + delta))
 
 
-def test_swiglu(device: str) -> None:
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations(device: str, name: str) -> None:
+    """Against the reference in FP64: its GELU in FP32 subtracts numbers that are almost equal."""
+    kernel, reference = getattr(decoder_layer, name), getattr(decoder_layer_reference, name)
     for dtype in _dtypes(device):
         gate, up = (4 * _random(3, 1400, dtype=dtype, device=device)).split([700, 700], dim=-1)
-        _close(decoder_layer.swiglu(gate, up), decoder_layer_reference.swiglu(gate, up))
-        _close(decoder_layer.swiglu(gate.contiguous(), up), decoder_layer_reference.swiglu(gate, up))
+        wanted = reference(gate.double(), up.double()).to(dtype)
+        _close(kernel(gate, up), wanted)
+        _close(kernel(gate.contiguous(), up), wanted)
 
 
 def _cache(rows: int, heads: int, width: int, size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -92,9 +103,17 @@ def test_the_reference_rotation_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "width", "size"), [(2, 1, 20, 16), (1, 3, 150, 12), (2, 7, 300, 16), (128, 4, 70, 8)]
+    ("heads", "group", "width", "size", "window"),
+    [
+        (2, 1, 20, 16, None),
+        (2, 1, 20, 16, 7),
+        (1, 3, 150, 12, 1000),
+        (2, 7, 300, 16, None),
+        (2, 7, 300, 16, 70),
+        (128, 4, 70, 8, None),
+    ],
 )
-def test_attend(device: str, heads: int, group: int, width: int, size: int) -> None:
+def test_attend(device: str, heads: int, group: int, width: int, size: int, window: int | None) -> None:
     """Grouped heads, from one visible key to all, ranges that lie in one split or none; what is hidden is poison.
 
     Against the same in FP64, within what rounding allows: of each score and its exponential in FP32, of the weights
@@ -108,22 +127,25 @@ def test_attend(device: str, heads: int, group: int, width: int, size: int) -> N
         q = 2 * _random(3, heads * group, size, dtype=dtype, device=device)
         keys, values = _cache(4, heads, width, size, dtype, device)
         exact = [x.double() for x in (q, keys, values)]
-        wanted = decoder_layer_reference.attend(*exact, starts, slot, 0.3)
-        spread = decoder_layer_reference.attend(*exact[:2], exact[2].abs(), starts, slot, 0.3)
+        wanted = decoder_layer_reference.attend(*exact, starts, slot, 0.3, window)
+        spread = decoder_layer_reference.attend(*exact[:2], exact[2].abs(), starts, slot, 0.3, window)
         largest = float((q[:, :, None].double().abs() @ keys[:3].double().abs().amax((1, 2))[:, None, :, None]).max())
         bound = 2**-24 * 4 * (2 + 0.3 * largest) + (2**-7 if dtype == torch.bfloat16 else 0)
         for cache in (keys, values):
             cache[:, :, width - 1 :], cache[2, :, :5], cache[1, :, : width - 2] = (torch.nan,) * 3
-        found = decoder_layer.attend(q, keys, values, starts, slot, 0.3)
+            cache[:, :, : max(0, width - 1 - (window or width))] = torch.nan
+        found = decoder_layer.attend(q, keys, values, starts, slot, 0.3, window)
         assert found.dtype == dtype and ((found - wanted).abs() <= bound * spread).all()
-        assert torch.equal(found, decoder_layer.attend(q, keys, values, starts, slot, 0.3))
+        assert torch.equal(found, decoder_layer.attend(q, keys, values, starts, slot, 0.3, window))
 
 
-def test_the_reference_attention_by_hand() -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_reference_attention_by_hand(window: int | None) -> None:
     """Two query heads for each of two key heads, as repeating the keys for each query head computes it."""
     q, (keys, values) = _random(3, 4, 16), _cache(3, 2, 9, 16, torch.float32, "cpu")
-    found = decoder_layer_reference.attend(q, keys, values, torch.tensor([0, 2, 6]), torch.tensor([6]), 0.3)
-    for row, start in enumerate((0, 2, 6)):
+    starts, slot = torch.tensor([0, 2, 6]), torch.tensor([6])
+    found = decoder_layer_reference.attend(q, keys, values, starts, slot, 0.3, window)
+    for row, start in enumerate((0, 2, 6) if window is None else (4, 4, 6)):
         for head in range(4):
             k, v = keys[row, head // 2, start:7], values[row, head // 2, start:7]
             wanted = (k @ q[row, head] * 0.3).softmax(0) @ v

@@ -156,9 +156,9 @@ def test_dropout_is_left_to_peft(make_policy: MakePolicy, monkeypatch: pytest.Mo
     policy = make_policy("model.dtype=bfloat16", "lora.dropout=0.5")
     _fused(policy, monkeypatch)
     layer = next(module for module in policy.model.modules() if isinstance(module, LoRALinear))
-    assert layer.fused and layer._adapter() is not None
+    assert layer.fused and layer.adapter() is not None
     policy.train_mode(True)
-    assert layer._adapter() is None
+    assert layer.adapter() is None
 
 
 def test_head_and_sampling_give_the_same_rollouts(

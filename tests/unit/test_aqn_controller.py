@@ -13,7 +13,7 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.aqn.entropy import EntropyController, EntropyTarget
-from qerl_bench.aqn.norm_consumers import NormSites
+from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.checks import ConfigError
 from qerl_bench.model_setup import build_noise
 from qerl_bench.quantizer.apply import quantize_model
@@ -154,12 +154,20 @@ def test_error_of_a_norm_is_that_of_the_layers_it_feeds() -> None:
     errors = dict.fromkeys((f"{block}.self_attn.o_proj", f"{block}.mlp.down_proj"), 9.0)
     errors |= {f"{block}.self_attn.{part}_proj": error for part, error in zip("qkv", (0.1, 0.2, 0.2), strict=True)}
     errors |= {f"{block}.mlp.gate_proj": 0.3, f"{block}.mlp.up_proj": 0.4}
-    norms = [f"{block}.input_layernorm", f"{block}.post_attention_layernorm", "model.norm"]
-    assert list(NormSites(norms, errors).error_per_norm().values()) == pytest.approx(
-        [(0.09 / 3) ** 0.5, 0.125**0.5, 0.0]
+    feeds = {
+        "first": [f"{block}.self_attn.{part}_proj" for part in "qkv"],
+        "second": [f"{block}.mlp.gate_proj", f"{block}.mlp.up_proj"],
+    }
+    norm_errors = NormErrors(feeds, "model.norm", errors)
+    expected = {"first": (0.09 / 3) ** 0.5, "second": 0.125**0.5}
+    assert norm_errors.error_per_norm() == pytest.approx(expected)
+    level = ((0.03 + 0.125) / 2) ** 0.5
+    assert norm_errors.scale_by_error() == (
+        pytest.approx(level),
+        pytest.approx({name: error / level for name, error in expected.items()} | {"model.norm": 0.0}),
     )
-    with pytest.raises(AssertionError, match=r"layers\.1\.input_layernorm should feed"):
-        NormSites(["model.layers.1.input_layernorm"], errors).error_per_norm()
+    with pytest.raises(ConfigError, match=r"experts behind first\. Use"):
+        NormErrors({"first": ["experts"]}, None, errors).error_per_norm()
 
 
 @pytest.mark.parametrize("norms", ["blocks", "blocks_final"])
@@ -172,7 +180,7 @@ def test_layerwise_noise_follows_the_measured_errors(
     )
     for name, report in policy.layers.items():  # errors of a made-up format that spoils the second block's MLP
         object.__setattr__(report, "relative_error", 0.3 if "layers.1.mlp" in name else 0.1)
-    noise = build_noise(experiment, policy.model, policy.layers)
+    noise = build_noise(experiment, policy.model, policy.structure, policy.layers)
     sizes = {}
     for step in range(1, 101):
         with noise.for_rollout(step, 0) as report:
@@ -192,7 +200,7 @@ def test_layerwise_noise_needs_errors(make_policy: Callable[..., Any], make_expe
     for report in policy.layers.values():
         object.__setattr__(report, "relative_error", 0.0)
     with pytest.raises(ConfigError, match="this model came packed"):
-        build_noise(make_experiment("aqn=layerwise", "quant=nvfp4"), policy.model, policy.layers)
+        build_noise(make_experiment("aqn=layerwise", "quant=nvfp4"), policy.model, policy.structure, policy.layers)
 
 
 # --- noise of the size of a format's error ---------------------------------------------------------------------------
@@ -206,7 +214,7 @@ def test_noise_of_the_size_of_a_formats_error(
     experiment = make_experiment(
         "model.hidden_size=64", "quant=bf16", "aqn=format_error", "quant@aqn.format=nvfp4", "noise.relative=true"
     )
-    noise = build_noise(experiment, policy.model, policy.layers)
+    noise = build_noise(experiment, policy.model, policy.structure, policy.layers)
     assert noise.controller.sigma(1) == pytest.approx(0.095, abs=0.01)  # what NVFP4 loses on Gaussian weights
     weights = {name: policy.model.get_submodule(name).base_layer.weight.detach().clone() for name in policy.layers}
     noisy = []

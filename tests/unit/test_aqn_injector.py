@@ -17,8 +17,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from qerl_bench.algo.loss import step_loss
 from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
-from qerl_bench.aqn.injector import NoiseInjector, block_norms, noise_metrics
+from qerl_bench.aqn.injector import NoiseInjector, noise_metrics
 from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.model.structure import probe
 from qerl_bench.model_setup import build_noise
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
@@ -211,14 +212,10 @@ def test_noise_on_a_norm_equals_noise_on_the_columns_of_the_next_weights(
 
 def test_a_model_whose_norms_are_not_all_found_is_refused(make_policy: Callable[..., Any]) -> None:
     model = make_policy(quant="bf16").model
-    assert len(block_norms(model, 2)) == 4
-    with pytest.raises(AssertionError, match="found 4 block norms in Qwen2ForCausalLM, expected 6"):
-        block_norms(model, 3)
-    layer = model.model.layers[1]
-    layer.ln_2 = layer.post_attention_layernorm
-    del layer.post_attention_layernorm
-    with pytest.raises(AssertionError, match="found 3 block norms"):
-        block_norms(model, 2)
+    assert len(probe(model).sites) == 4
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1.0,))
+    with pytest.raises(AssertionError, match=r"qwen2 .* found 3 in 2 blocks"):
+        probe(model)
 
 
 # --- which norms -----------------------------------------------------------------------------------------------------
@@ -232,7 +229,7 @@ def test_which_norms_are_perturbed(
     words = ("model.layers=3", f"noise.norms={choice}", "aqn=constant")
     policy, experiment = make_policy("model.layers=3", quant=quant), make_experiment(*words)
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    with build_noise(experiment, policy.model, policy.layers).for_rollout(1, 0) as report:
+    with build_noise(experiment, policy.model, policy.structure, policy.layers).for_rollout(1, 0) as report:
         during = policy.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], during[name])}
     blocks = {
@@ -250,7 +247,9 @@ def test_the_shipped_hook_does_nothing_and_says_so(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = make_policy()
-    noise = build_noise(make_experiment("recipe=as_released", "steps=10"), policy.model, policy.layers)
+    noise = build_noise(
+        make_experiment("recipe=as_released", "steps=10"), policy.model, policy.structure, policy.layers
+    )
     assert "noise.norms=missed" in caplog.text
     input_ids = torch.randint(0, 256, (2, 9))
     with torch.no_grad():
@@ -452,7 +451,7 @@ def test_which_log_probabilities_carry_the_noise(
 ) -> None:
     policy = make_policy(sharp=True, adapted=True)
     experiment = make_experiment("aqn=constant", "aqn.level=0.1", f"noise.site={site}")
-    noise = build_noise(experiment, policy.model, policy.layers)
+    noise = build_noise(experiment, policy.model, policy.structure, policy.layers)
     batch = make_batch([[5, 6, 7], [8, 9]], [[1, 2, 3], [4, 5]], policy.pad_id, policy.device)
     clean = policy.token_stats(batch.input_ids, batch.mask, 1.0)
     with noise.for_rollout(1, 0), torch.no_grad():

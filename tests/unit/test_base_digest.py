@@ -1,20 +1,33 @@
-"""What env.json says about the base weights of a run."""
+"""What env.json says about the base weights of a run, and what happens to a damaged warm start."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from qerl_bench.config import Experiment
-from qerl_bench.model.digest import digest_of
+from qerl_bench import model_setup
+from qerl_bench.checks import TrainingStopped
+from qerl_bench.config import Experiment, build, compose
+from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.hub import HubModel
+from qerl_bench.rundir import RunDir
 
 
 def local(folder: Path) -> HubModel:
-    return HubModel(name="local", id=str(folder), revision=None, dtype="bfloat16", lr=1e-5)
+    return HubModel(
+        name="local",
+        id=str(folder),
+        revision=None,
+        trust_remote_code=False,
+        dtype="bfloat16",
+        lr=1e-5,
+        template={},
+    )
 
 
 def test_one_file_has_the_digest_that_sha256sum_prints(
@@ -56,3 +69,64 @@ def test_weights_that_are_not_stored_are_told_by_seed_and_shape(
         "untrained: hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=64, warm_start_steps=0, seed=3"
     )
     assert digest_of(local(tmp_path), None) is None  # a folder without safetensors
+
+
+def warm_start(command: list[str]) -> SimpleNamespace:
+    """In place of the process that makes a base: writes the files of a finished run."""
+    cfg = compose(command[2:])
+    with RunDir(build(cfg).run_dir, cfg) as run:
+        with run.checkpoint(2) as folder:
+            (folder / "model").mkdir()
+            for name in ("config.json", "model.safetensors"):
+                (folder / "model" / name).write_text(name)
+        run.finish()
+    return SimpleNamespace(poll=lambda: 0)
+
+
+def test_a_damaged_warm_start_is_set_aside_and_made_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_experiment: Callable[..., Experiment],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(model_setup, "Child", lambda command: started.append(command) or warm_start(command))
+    experiment = make_experiment("model.warm_start_steps=2")
+
+    def base() -> Path:
+        folder = model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+        assert folder is not None
+        return folder
+
+    first = base()
+    assert base() == first and len(started) == 1
+    damages = {
+        "model/model.safetensors": lambda: (first / "model.safetensors").write_text("modem.safetensors"),
+        "model/config.json": (first / "config.json").unlink,
+        "has no checkpoint": lambda: shutil.rmtree(first.parents[1]),
+    }
+    for times, (named, damage) in enumerate(damages.items(), start=1):
+        monkeypatch.setattr(model_setup.time, "strftime", lambda form, times=times: f"{times}")
+        damage()
+        caplog.clear()
+        assert base() == first and (first / "config.json").read_text() == "config.json"
+        (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+        assert named in warning and f".damaged-{times}" in warning
+        assert first.parents[2].with_name(f"{first.parents[2].name}.damaged-{times}").is_dir()
+    assert len(started) == 4
+
+
+def test_a_warm_start_that_fails_is_told_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_experiment: Callable[..., Experiment]
+) -> None:
+    monkeypatch.setattr(model_setup, "Child", lambda command: SimpleNamespace(poll=lambda: 3))
+    experiment = make_experiment("model.warm_start_steps=2")
+    with pytest.raises(TrainingStopped, match=rf"model=tiny ended with code 3: {tmp_path}/cache/runs/.*/run.log"):
+        model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+
+
+def test_a_base_in_the_hub_cache_is_named_by_its_repository(tmp_path: Path) -> None:
+    folder = tmp_path / "models--Qwen--Qwen3-4B" / "snapshots" / "0123abc"
+    folder.mkdir(parents=True)
+    assert name_of_base(local(folder)) == "Qwen3-4B"
+    assert name_of_base(local(Path("Qwen/Qwen3-4B"))) == "Qwen/Qwen3-4B"

@@ -299,7 +299,7 @@ def test_an_incomplete_grid_is_not_compared_and_its_missing_runs_are_listed(stud
     found = verdicts(runs)[GROWTH]
     assert (found.verdict, found.reason) == ("incomplete", "incomplete grid, missing: nvfp4 seed=3; bf16 seed=4")
     text = pages({"": evaluate_claims(CLAIMS, runs)}, runs)["claims.md"]
-    assert "nvfp4-none-grpo-r32-s3" in text.split("left out (1): ")[1][:40]
+    assert "tiny-nvfp4-none-grpo-r32-s3" in text.split("left out (1): ")[1][:40]
 
 
 def test_a_single_seed_wins_nothing(study: Study) -> None:
@@ -588,7 +588,7 @@ def test_runs_without_answers_are_named(study: Study, tmp_path: Path) -> None:
 
 def test_different_questions_are_not_paired(study: Study) -> None:
     study(["quant=bf16"])
-    with pytest.raises(ConfigError, match=r"different questions: bf16-none.*nvfp4-none"):
+    with pytest.raises(ConfigError, match=r"different questions: tiny-bf16-none.*tiny-nvfp4-none"):
         evaluate_claims(CLAIMS, study(["quant=nvfp4"], asked="other"))
 
 
@@ -611,7 +611,7 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     assert "Faster reward growth than 16-bit LoRA: **supported**" in text
     row = r"\| nvfp4 - bf16 \| all \| primary \| [^|]* \| \+0\.0[45]\d+ \[[^|]* reward \| 5 seeds, 4 df \|"
     assert re.search(row, text)
-    assert "nvfp4-none-grpo-r32-s{0,1,2,3,4}-" in text and "`python src/run.py experiment=tiny/ranks -m`" in text
+    assert "tiny-nvfp4-none-grpo-r32-s{0,1,2,3,4}-" in text and "`python src/run.py experiment=tiny/ranks -m`" in text
     for claim in CLAIMS:
         assert claim.title in text and claim.paper in text and claim.source[1:] in text
     assert not re.search(r"""(src|href)=["'](?!data:)|@import|<link|<script""", html)  # nothing beside it

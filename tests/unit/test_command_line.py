@@ -160,6 +160,20 @@ def test_status_lists_states_and_steps(tmp_path: Path, capsys: pytest.CaptureFix
     assert " ".join(printed[3]) == "3 runs, 1 done, 1 running, 1 unfinished"
 
 
+def test_status_lists_damaged_runs_with_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "abc":
+        shutil.copytree(min(RUNS.iterdir()), tmp_path / name)
+    (tmp_path / "a" / "config.yaml").write_text("device: !foreign {}")
+    (tmp_path / "b" / "config.yaml").write_text("seed: 0")
+    (tmp_path / "c" / "metrics.jsonl").write_bytes(b'{"step": 3}\n\x80\x00\n{"step\n[]\n')
+    main(["status", str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in printed[:3]] == [
+        ["done", "10", "of", "?"], ["done", "10", "of", "?"], ["done", "3", "of", "10"],
+    ]  # fmt: skip
+    assert all(str(tmp_path / name / "config.yaml") in line for name, line in zip("ab", printed, strict=False))
+
+
 def test_ctrl_c_is_code_130(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end, exit_in_words("stopped; try again"):
         raise KeyboardInterrupt

@@ -75,15 +75,17 @@ def test_the_batch_under_test_is_ragged_in_every_way(
     lengths = [len(r.token_ids) for r in rollouts]
     assert min(lengths) < 5 and max(lengths) == 24 and len(set(lengths)) > 6
     assert {r.finished for r in rollouts} == {True, False}
-    kept: list[int] = []
-    select = DynamicCache.batch_select_indices
+    sizes: list[int] = []
+    reorder = DynamicCache.reorder_cache
 
     def counting(cache: Any, indices: torch.Tensor) -> None:
-        kept.append(len(indices))
-        select(cache, indices)
+        sizes.append(len(indices))
+        reorder(cache, indices)  # type: ignore[arg-type]  # says LongTensor
 
-    monkeypatch.setattr(DynamicCache, "batch_select_indices", counting)
+    monkeypatch.setattr(DynamicCache, "reorder_cache", counting)
     _same(HFEngine(policy, max_num_seqs=256).generate(_prompts(), _sampling()), rollouts)
+    repeated, *kept = sizes
+    assert repeated == len(rollouts)
     assert len(kept) >= 2 and kept == sorted(kept, reverse=True) and kept[0] <= len(rollouts) // 2
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.engine.vllm import checkpoint as vllm_checkpoint
 from qerl_bench.engine.vllm import install as vllm_install
@@ -217,6 +219,27 @@ def test_the_environment_of_make_test_vllm_has_what_the_package_needs() -> None:
     needed = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
     listed = {re.split("[=<>]", line)[0].lower() for line in (root / "requirements-vllm.txt").read_text().splitlines()}
     assert {re.split("[=<>]", requirement)[0] for requirement in needed} <= listed
+
+
+def test_vllm_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its process in a queue, which only a signal interrupts."""
+    monkeypatch.setattr(vllm_process, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(vllm_process, "ANSWER_LIMIT_S", 0.1)
+    message = r"0\.1 s \(request: sample\).*same command continues"
+    with pytest.raises(TrainingStopped, match=message), vllm_process.answer("sample", [os.getpid()]):
+        queue.Queue[int]().get()
+    with vllm_process.answer("sleep"):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_a_vllm_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_process, "LOOK_EVERY_S", 0.05)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    message = rf"process {ended.pid} has died \(request: sleep\)"
+    with pytest.raises(TrainingStopped, match=message), vllm_process.answer("sleep", [ended.pid]):
+        queue.Queue[int]().get()
 
 
 def test_folders_that_no_run_holds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_entropies_against_brute_force(
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
     words = ("aqn=constant", "aqn.level=0.3", "quant=bf16", f"noise.site={site}", f"rollout.temperature={temperature}")
     experiment = make_experiment(*words)
-    noise = policy.noise = build_noise(experiment, policy.model, policy.layers)
+    noise = policy.noise = build_noise(experiment, policy.model, policy.structure, policy.layers)
     prompts = experiment.task.train_prompts(1, 2, 0)
     sampling = Sampling(samples=3, temperature=temperature, max_tokens=6, seed=1)
     with noise.for_rollout(1, 0):

@@ -24,7 +24,7 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
 
 
 def analysis(name: str) -> Any:
@@ -66,7 +66,10 @@ def test_a_pure_shrink_is_all_scale_bias_and_zeros_are_no_error() -> None:
 @pytest.mark.parametrize("scale", [1e-4, 1.0])
 def test_the_parts_add_up(dtype: torch.dtype, scale: float) -> None:
     weight = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
-    mxfp4, nf4 = MXFP4(name="mxfp4", scale_rule="floor"), NF4(name="nf4", double_quant=True, backend="own")
+    mxfp4, nf4 = (
+        MXFP4(name="mxfp4", scale_rule="floor", partial=False),
+        NF4(name="nf4", double_quant=True, backend="own", partial=False),
+    )
     for spec in (NVFP4_SPEC, mxfp4, nf4):
         linear = torch.nn.Linear(256, 64, bias=False, dtype=dtype)
         linear.weight.data = weight
@@ -93,11 +96,11 @@ def test_pieces_of_a_large_layer_are_put_together(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("spec", "squared_error"),
     [
-        (NF4(name="nf4", double_quant=False, backend="own"), 0.0085),
+        (NF4(name="nf4", double_quant=False, backend="own", partial=False), 0.0085),
         (NVFP4_SPEC, 0.0090),
-        (MXFP4(name="mxfp4", scale_rule="even"), 0.0126),
-        (MXFP4(name="mxfp4", scale_rule="floor"), 0.0130),
-        (MXFP4(name="mxfp4", scale_rule="rceil"), 0.0140),
+        (MXFP4(name="mxfp4", scale_rule="even", partial=False), 0.0126),
+        (MXFP4(name="mxfp4", scale_rule="floor", partial=False), 0.0130),
+        (MXFP4(name="mxfp4", scale_rule="rceil", partial=False), 0.0140),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -120,7 +123,7 @@ def test_the_output_error_is_that_of_the_inputs() -> None:
 
 def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
     weight = torch.randn(4, 32)
-    layers = {"b": layer_report(weight, weight.round(), size=8), "a": unpacked_report(torch.nn.Linear(8, 16))}
+    layers = {"b": layer_report(weight, weight.round(), size=8), "a": unpacked_report(512, 128)}
     write_layers(tmp_path / "layers.parquet", layers, "nvfp4", "rtn")
     table = pd.read_parquet(tmp_path / "layers.parquet")
     assert list(table["layer"]) == ["b", "a"]

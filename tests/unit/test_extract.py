@@ -156,3 +156,30 @@ def test_hostile_completions_are_read_at_once(answer_format: str, text: str) -> 
     extract(text, answer_format)
     well_formed(text, answer_format)
     assert time.process_time() - start < 0.5
+
+
+# --- completions in channels -----------------------------------------------------------------------------------------
+
+ANALYSIS = "<|channel|>analysis<|message|>2+2=4, not <answer>5</answer> or \\boxed{5}<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TAGGED = "<think>2+2</think><answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer_format", "answer"),
+    [
+        (ANALYSIS + FINAL + TAGGED, "tags", "4"),
+        (FINAL + TAGGED, "auto", "4"),
+        (ANALYSIS + FINAL + "\\boxed{4}", "boxed", "4"),
+        (ANALYSIS + FINAL + "Two and two.\n#### 4", "hash", "4"),
+        (ANALYSIS, "boxed", None),  # it never comes to its final message
+        (ANALYSIS + FINAL + TAGGED + "<|end|><|start|>assistant" + FINAL + TAGGED, "tags", None),  # two of them
+        (ANALYSIS + FINAL + TAGGED + "<|end|><|start|>assistant<|channel|>analysis<|message|>no", "tags", None),
+        ("so: " + FINAL + "\\boxed{4} or \\boxed{5}", "boxed", None),  # not in channels: the whole text counts
+    ],
+)
+def test_of_a_completion_in_channels_only_the_final_message_counts(
+    completion: str, answer_format: str, answer: str | None
+) -> None:
+    assert extract(completion, answer_format) == answer
+    assert well_formed(completion, answer_format) == (answer is not None)

@@ -240,8 +240,8 @@ def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> Non
     )
     mean, points = paired.effect(treated, control, ACCURACY)
     assert points == pytest.approx([0.03] * 3) and mean.n == 3
-    assert describe_repeats(treated) == "3 base models, the mean of 2 seeds each"
-    assert describe_repeats(treated[::2]) == "3 base models, one seed each"
+    assert describe_repeats(treated) == "3 base models (tiny), the mean of 2 seeds each"
+    assert describe_repeats(treated[::2]) == "3 base models (tiny), one seed each"
     assert "Small points: base models." in paired.interval_note(treated)
 
 
@@ -466,7 +466,9 @@ def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study:
     assert list(found) == ["bf16", "nf4", "nvfp4"]
     assert found["bf16"] == pytest.approx(np.array([[0.542, 0.532], [0.552, 0.542]]))
     assert found["nvfp4"] - found["bf16"] == pytest.approx(np.array([[0.02, 0.02], [0.04, 0.04]]))
-    assert settings == "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model"
+    assert (
+        settings == "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model (tiny)"
+    )
     two, _ = scores([run for run in runs if run.option("quant.name") != "nf4"], final_accuracy("sampled"))
     assert two["bf16"].shape == (2, 4)  # noise, two other ranks; not the two other rates
     with pytest.raises(ConfigError, match=r"grid is incomplete.*seed=1"):

@@ -255,7 +255,10 @@ def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> Non
         np.asarray(left.get_lines()[0].get_ydata()), 2 * np.asarray(right.get_lines()[0].get_ydata())
     )
     (legend,) = figure.legends
-    assert legend.get_title().get_text() == "mean and 95% interval of 2 seeds of one base model, smoothed over 3 steps"
+    assert (
+        legend.get_title().get_text()
+        == "mean and 95% interval of 2 seeds of one base model (tiny), smoothed over 3 steps"
+    )
     assert len(legend.get_texts()) == 4
     single = figures.comparison(Study(runs.runs[:1]), ["accuracy"])
     assert single.legends[0].get_title().get_text() == ""

@@ -224,10 +224,10 @@ def test_a_packed_sequence_does_not_see_its_neighbours(make_policy: Callable[...
     batch = _ragged(policy)
     packing = Packing.from_mask(batch.mask)
     with torch.no_grad():
-        before = packed_hidden(policy.model, batch.input_ids, packing)
+        before = packed_hidden(policy.model.model, batch.input_ids, packing)
         changed = batch.input_ids.clone()
         changed[0, :12] = (changed[0, :12] + 1) % 256
-        after = packed_hidden(policy.model, changed, packing)
+        after = packed_hidden(policy.model.model, changed, packing)
     assert not torch.allclose(before[:12], after[:12], atol=1e-3)
     assert torch.equal(before[12:], after[12:])
 

@@ -21,6 +21,7 @@ from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
+from qerl_bench.rundir import RunDir
 from qerl_bench.task.grader import latex
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"
@@ -101,12 +102,15 @@ def test_gsm8k_as_lm_eval_asks_and_counts_it(policy: Any, tmp_path: Path) -> Non
     assert found.settings["engine_gap"] < 1e-3
 
 
-def test_its_numbers_are_named_and_recorded_with_their_gain(policy: Any, tmp_path: Path) -> None:
-    task, run = gsm8k(tmp_path), SimpleNamespace(path=tmp_path)
+def test_its_numbers_are_named_and_recorded_with_their_gain(
+    policy: Any, tmp_path: Path, make_config: Callable[..., Any]
+) -> None:
+    task = gsm8k(tmp_path)
     first = measured(policy, Scripted(policy, [" #### 1"] * 3), task, tmp_path, 3)
     second = measured(policy, Scripted(policy, [" #### 68", " #### 98", " #### 1"]), task, tmp_path, 3)
-    record_evaluation(run, "gsm8k", 0, first)  # type: ignore[arg-type]
-    scores = record_evaluation(run, "gsm8k", 4, second)  # type: ignore[arg-type]
+    with RunDir(tmp_path / "run", make_config()) as run:
+        record_evaluation(run, "gsm8k", 0, first)
+        scores = record_evaluation(run, "gsm8k", 4, second)
     found = metrics_of(scores)
     assert set(found) == {name for name in metrics.LM_EVAL if "math_verify" not in name}
     assert found["eval/gain_strict_match"] == pytest.approx(2 / 3)

@@ -28,7 +28,7 @@ def test_the_rank_is_at_most_the_input_width(
     model, _ = experiment.model.load(None, "cpu")
     for check in (
         lambda: lora.check_with("model=tiny", experiment.model.config()),
-        lambda: lora.check_targets(model, "model=tiny"),
+        lambda: lora.target_modules(model, "model=tiny"),
     ):
         if refused is None:
             check()

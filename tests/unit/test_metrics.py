@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,12 +286,12 @@ def test_every_metric_has_a_unit_and_a_definition_and_one_place() -> None:
     assert sum(map(len, metrics.TABLES)) == len({name for table in metrics.TABLES for name in table})
 
 
-def test_the_names_of_an_evaluation(sampled: Step, tmp_path: Path) -> None:
+def test_the_names_of_an_evaluation(sampled: Step, make_config: Callable[..., Any], tmp_path: Path) -> None:
     experiment = sampled.experiment
     evaluation = experiment.eval.evaluate(sampled.policy, sampled.engine, experiment.task, sampled.run, experiment.seed)
-    run: Any = SimpleNamespace(path=tmp_path)
-    assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(metrics.EVAL)
-    later = metrics_of(record_evaluation(run, "arithmetic", 3, evaluation))
+    with RunDir(tmp_path, make_config()) as run:
+        assert set(metrics_of(record_evaluation(run, "arithmetic", 0, evaluation))) == set(metrics.EVAL)
+        later = metrics_of(record_evaluation(run, "arithmetic", 3, evaluation))
     assert set(later) == set(metrics.EVAL) | set(metrics.EVAL_GAIN)
     assert {later[name] for name in ("eval/gain_greedy", "eval/gain_sampled")} == {0.0}
 

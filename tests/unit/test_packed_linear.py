@@ -20,9 +20,9 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors")
-MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even")
-NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own")
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
+MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even", partial=False)
+NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own", partial=False)
 SPECS = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -364,7 +364,7 @@ def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatc
 
 # --- concatenated layers ----------------------------------------------------------------------------------------------
 
-TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao")
+TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", partial=False)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])

@@ -13,10 +13,12 @@ import torch
 from peft import PeftModel
 
 from qerl_bench.algo.sft import SFT
+from qerl_bench.checks import ConfigError
 from qerl_bench.model.policy import Policy, stop_ids
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
+from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
@@ -249,9 +251,11 @@ def test_adapter_round_trip_is_exact(
 
 
 def test_an_adapter_of_other_layers_is_not_loaded_in_part(make_policy: Callable[..., Any], tmp_path: Path) -> None:
-    make_policy("lora.targets=[q_proj]", width=64).save(tmp_path)
-    with pytest.raises(AssertionError, match="holds the adapter of other layers"):
-        make_policy(width=64).load(tmp_path)
+    policy = make_policy(width=64)
+    for other in ("lora.targets=[q_proj]", "lora.rank=2"):
+        make_policy(other, width=64).save(tmp_path)
+        with pytest.raises(ConfigError, match="adapter of other layers, or of another rank"):
+            policy.load(tmp_path)
 
 
 @QUANTS
@@ -259,6 +263,7 @@ def test_a_saved_adapter_loads_with_plain_peft(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], quant: str, tmp_path: Path
 ) -> None:
     policy = make_policy(quant=quant, width=64, adapted=True)
+    policy.name_base("owner/model", "sha256:1f")
     policy.save(tmp_path)
     experiment = make_experiment(f"quant={quant}", "model.hidden_size=64")
     model, _ = experiment.model.load(None, "cpu")
@@ -269,6 +274,8 @@ def test_a_saved_adapter_loads_with_plain_peft(
         assert torch.equal(loaded(input_ids=ids).logits, policy.model(input_ids=ids).logits)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 4, 0.0)
+    assert config["base_model_name_or_path"] == "owner/model"
+    assert "owner/model (sha256:1f)" in (tmp_path / "adapter" / "README.md").read_text()
 
 
 def test_full_parameter_round_trip_is_exact(
@@ -310,10 +317,13 @@ def test_prompt_and_completion_ids(make_policy: Callable[..., Any]) -> None:
     policy = make_policy()
     messages = ({"role": "system", "content": "never shown"}, {"role": "user", "content": "1+2=?"})
     assert policy.tokenizer.decode(policy.prompt_ids(messages)) == "1+2=?\n"
-    ids = policy.completion_ids("<think>1+2=3</think><answer>3</answer>")
+    completion = "<think>1+2=3</think><answer>3</answer>"
+    prompt = Prompt(id="q", messages=messages, answer="3")
+    (prompt_ids,), (ids,) = policy.demonstration_ids([Demonstration(prompt=prompt, completion=completion)])
+    assert prompt_ids == policy.prompt_ids(messages)
     assert ids[-1] == policy.tokenizer.eos_token_id and ids[-1] in policy.stop_ids
     assert len(ids) == 4 + len("1+2=3") + 1 + 1  # a tag is one token
-    assert policy.tokenizer.decode(ids[:-1]) == "<think>1+2=3</think><answer>3</answer>"
+    assert policy.tokenizer.decode(ids[:-1]) == completion == policy.completion_text(prompt_ids, ids[:-1])
     assert policy.pad_id == policy.tokenizer.pad_token_id != policy.tokenizer.eos_token_id
 
 

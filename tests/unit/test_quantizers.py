@@ -36,13 +36,13 @@ MSE = BlockScaleSearch(name="mse", scale_multipliers=[0.5, 0.8, 0.9, 1.25, 1.5, 
 FOUR_OR_SIX = BlockScaleSearch(name="mse", scale_multipliers=[1.5])
 AWQ_SPEC = AWQ(name="awq", steps=6, calibration=TEXT)
 GPTQ_SPEC = GPTQ(name="gptq", damping=0.01, calibration=TEXT)
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors")
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
 FORMATS = [
     NVFP4_SPEC,
-    NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao"),
-    MXFP4(name="mxfp4", scale_rule="even"),
-    NF4(name="nf4", double_quant=False, backend="own"),
-    NF4(name="nf4", double_quant=True, backend="own"),
+    NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", partial=False),
+    MXFP4(name="mxfp4", scale_rule="even", partial=False),
+    NF4(name="nf4", double_quant=False, backend="own", partial=False),
+    NF4(name="nf4", double_quant=True, backend="own", partial=False),
 ]
 formats = pytest.mark.parametrize("spec", FORMATS, ids=["nvfp4", "torchao", "mxfp4", "nf4", "nf4-double"])
 
@@ -317,7 +317,11 @@ def _output_change(model: Any, packed: Any) -> float:
 
 @pytest.mark.parametrize(
     "spec",
-    [NVFP4_SPEC, MXFP4(name="mxfp4", scale_rule="even"), NF4(name="nf4", double_quant=False, backend="own")],
+    [
+        NVFP4_SPEC,
+        MXFP4(name="mxfp4", scale_rule="even", partial=False),
+        NF4(name="nf4", double_quant=False, backend="own", partial=False),
+    ],
     ids=lambda s: s.name,
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -383,10 +387,10 @@ def test_text_from_the_task_is_its_training_split_with_stop_tokens() -> None:
     tokenizer = byte_tokenizer()
     demonstrations = task.demonstrations(0, 5, 3)
     text = Calibration(file=None, samples=5, length=4096, seed=3)
-    assert [tokenizer.decode(ids) for ids in text.sequences(tokenizer, task)] == [
+    assert [tokenizer.decode(ids) for ids in text.sequences(tokenizer, task, {})] == [
         f"{d.prompt.messages[-1]['content']}\n{d.completion}{tokenizer.eos_token}" for d in demonstrations
     ]
-    short = dataclasses.replace(text, length=7).sequences(tokenizer, task)
+    short = dataclasses.replace(text, length=7).sequences(tokenizer, task, {})
     assert [len(ids) for ids in short] == [7] * 5
 
 
@@ -398,7 +402,7 @@ def test_text_from_files(tmp_path: Path) -> None:
 
     def read(path: Path, samples: int) -> list[str]:
         text = Calibration(file=str(path), samples=samples, length=4, seed=0)
-        return [str(tokenizer.decode(ids)) for ids in text.sequences(tokenizer, None)]  # type: ignore[arg-type]
+        return [str(tokenizer.decode(ids)) for ids in text.sequences(tokenizer, None, {})]  # type: ignore[arg-type]
 
     assert read(plain, 2) == ["abcd", "efgh"]
     assert read(lines, 3) == ["one", "twot", "thre"]
@@ -426,5 +430,5 @@ def test_a_stretch_multiplies_the_scale_before_it_is_rounded() -> None:
     weight[0, 0], weight[0, 16] = 2688.0, 12.0
     scale = nvfp4.scales(weight, torch.float32, stretch=1.5)["weight_scale"].float().tolist()
     assert scale == [[448.0, 3.0]]
-    doubled = MXFP4(name="m", scale_rule="even").scales(weight, None, 2.0)["weight_scale"]
+    doubled = MXFP4(name="m", scale_rule="even", partial=False).scales(weight, None, 2.0)["weight_scale"]
     assert doubled.tolist() == [[137]]  # 2688 = 1.31 * 2^11 alone gives 11 - 2 + 127 = 136

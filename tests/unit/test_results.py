@@ -17,6 +17,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import find_runs, load_run, load_runs, tidy
 from qerl_bench.study.script import guarded
+from qerl_bench.study.study import describe_repeats, group_by_setting
 from qerl_bench.study.table import no_gradient_warning, render, summary
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,6 +71,52 @@ def write_run(folder: Path, lines: list[dict[str, Any]] = LINES, finished: bool 
     if finished:
         (folder / "done.json").write_text(json.dumps({"wall_s": 4.0, "final": {}, "peak_memory_gib": 0.5}))
     return folder
+
+
+def write_hub_run(folder: Path, model: dict[str, str], base: str | None, **changes: object) -> Path:
+    run = write_run(folder, **{"model": {"lr": 1e-5, **model}, **changes})  # type: ignore[arg-type]  # changes of config
+    (run / "env.json").write_text(json.dumps({"code": "c", "device": "cpu"} | ({"base": base} if base else {})))
+    return run
+
+
+QWEN = {"name": "qwen3-4b", "id": "Qwen/Qwen3-4B"}
+
+
+@pytest.mark.parametrize(
+    ("other", "base"),
+    [
+        (QWEN, "sha256:2"),  # the repository changed
+        ({"name": "qwen3-4b", "id": "/home/me/qwen3-4b"}, "sha256:2"),
+        ({"name": "qwen3-4b", "id": "Somebody/qwen3-4b"}, None),  # of a run without a digest, the id counts
+        ({"name": "qwen3-4b", "seed": "0"}, "sha256:2"),  # made here
+    ],
+)
+def test_two_models_of_one_name_are_not_compared(tmp_path: Path, other: dict[str, str], base: str | None) -> None:
+    runs = [write_hub_run(tmp_path / "a", QWEN, "sha256:1"), write_hub_run(tmp_path / "b", other, base)]
+    with pytest.raises(
+        ConfigError, match=r"(?s)2 models are called qwen3-4b.*sha256:1: a\n.*: b\n.*model.id=DIR"
+    ) as refusal:
+        load_runs(runs)
+    with pytest.raises(ConfigError, match="2 models are called qwen3-4b"):
+        write_study(runs, tmp_path / "out", mixed_code=True)
+    assert "another name" in str(refusal.value)
+
+
+def test_one_model_from_two_places_is_one_setting(tmp_path: Path) -> None:
+    places = [QWEN, {"name": "qwen3-4b", "id": "/models/Qwen3-4B"}]
+    runs = load_runs(
+        [write_hub_run(tmp_path / str(seed), place, "sha256:1", seed=seed) for seed, place in enumerate(places)]
+    )
+    (setting,) = group_by_setting(runs)
+    assert [base for base, _ in setting.by_cell] == ["sha256:1"] * 2
+    assert describe_repeats(runs) == "2 seeds of one base model (qwen3-4b)"
+
+
+def test_several_bases_made_from_seeds_are_one_kind_of_model(tmp_path: Path) -> None:
+    made = [
+        write_hub_run(tmp_path / str(seed), {"name": "tiny", "seed": str(seed)}, f"sha256:{seed}") for seed in (0, 1)
+    ]
+    assert len(group_by_setting(load_runs(made))) == 1
 
 
 def test_runs_are_found_at_any_depth_and_not_inside_a_run(tmp_path: Path) -> None:
@@ -234,7 +281,7 @@ def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
 def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
     table = summary([write_run(tmp_path / "a")])
     expected = {
-        "run": "a", "finished": True, "format": "nvfp4", "noise": "exp", "rank": 32, "seed": 0,
+        "run": "a", "finished": True, "model": "tiny", "format": "nvfp4", "noise": "exp", "rank": 32, "seed": 0,
         "greedy_start": 0.25, "greedy_start_stderr": 0.02, "greedy_final": 0.5, "greedy_final_stderr": 0.03,
         "gain_final": 0.25, "gain_final_stderr": 0.025,
         "sampled_final": 0.4, "sampled_final_stderr": 0.015, "entropy_first": 0.9, "entropy_last": 0.7,
@@ -255,9 +302,9 @@ def test_the_rendered_table_is_aligned_and_marks_what_is_not_there(tmp_path: Pat
     text = render(summary(folders))
     top, heading, first, second, *notes = text.splitlines()
     assert " ".join(first.split()) == (
-        "a-rather-long-name nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.42 0.50"
+        "a-rather-long-name tiny nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.42 0.50"
     )
-    assert " ".join(second.split()) == "b * nvfp4 exp 32 0 25.0 ±2.0 - - - - - - - -"
+    assert " ".join(second.split()) == "b * tiny nvfp4 exp 32 0 25.0 ±2.0 - - - - - - - -"
     assert len(heading) == len(first) == len(second)
     assert heading.index("step 0") + len("step 0") == first.index("25.0 ±2.0") + len("25.0 ±2.0")
     assert top.split() == ["accuracy", "accuracy", "gain", "sampled", "entropy", "entropy", "rollout", "taught", "peak"]

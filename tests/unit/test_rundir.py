@@ -176,10 +176,14 @@ def test_a_checkpoint_is_sealed_by_a_manifest(run: RunDir) -> None:
     assert last_checkpoint(run.path) == folder
     assert _names(folder) == ["adapter/weights.bin", "manifest.json", "state.json"]
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest == {  # sha256sum of `weights` and of `{}`
-        "adapter/weights.bin": "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c",
-        "state.json": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+    assert manifest["files"] == {  # sha256sum of `weights` and of `{}`
+        "adapter/weights.bin": {
+            "bytes": 7,
+            "sha256": "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c",
+        },
+        "state.json": {"bytes": 2, "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"},
     }
+    assert [*manifest["run"]] == ["seals.jsonl"]  # nothing else was written yet
     check_checkpoint(folder)
 
 

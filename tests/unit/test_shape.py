@@ -224,6 +224,7 @@ def test_vllm_is_asked_for_exact_lengths_sample_by_sample(policy: Policy, monkey
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     engine: Any = object.__new__(VLLMEngine)
     engine.policy, engine.llm, engine.max_model_len, engine.asleep = policy, FakeVllm(), 4096, False
+    engine.workers = []
     engine.options = SimpleNamespace(score_batch_size=8)
     engine.mirror = SimpleNamespace(current=True, request=None)
     prompts = _task().train_prompts(1, 2, seed=0)
@@ -332,3 +333,75 @@ def test_shapes_have_the_parameters_of_qwen(name: str, billions: float) -> None:
     assert model.dtype == torch.bfloat16
     head = model.config.hidden_size // model.config.num_attention_heads
     assert float(model.model.rotary_emb.inv_freq[1]) == pytest.approx(1e6 ** (-2 / head), rel=1e-6)
+
+
+# --- other architectures ---------------------------------------------------------------------------------------------
+
+SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "llama-3.1-8b", "qwen3-8b")
+PARAMETERS = {
+    "qwen3-30b-a3b": 30.5e9,
+    "gpt-oss-20b": 20.9e9,
+    "llama-3.1-8b": 8.03e9,
+    "qwen3-8b": 8.19e9,
+}  # as published
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_of_the_real_model(name: str) -> None:
+    experiment = _experiment(f"model=shape/{name}")
+    model = experiment.model.without_weights()
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(PARAMETERS[name], rel=0.005)
+    assert experiment.model.name == f"shape-{name}" and all(p.is_meta for p in model.parameters())
+
+
+TINY_EXPERTS = {
+    "qwen3-30b-a3b": ("num_experts=8", "num_experts_per_tok=2", "moe_intermediate_size=64", "head_dim=32"),
+    "gpt-oss-20b": ("num_local_experts=8", "num_experts_per_tok=2", "intermediate_size=64", "head_dim=32"),
+}
+
+
+@pytest.mark.parametrize("name", TINY_EXPERTS)
+def test_experts_are_packed_while_they_are_made(name: str) -> None:
+    """Block by block as in one piece, with every expert's rows of length 1, and biases of 0."""
+    sizes = ("hidden_size=128", "num_hidden_layers=2", "num_attention_heads=4", "num_key_value_heads=2")
+    words = [f"model.sizes.{size}" for size in (*sizes, *TINY_EXPERTS[name], "vocab_size=512")]
+    experiment = _experiment(f"model=shape/{name}", "quant=nvfp4", "model.dtype=float32", *words)
+    model, _, reports = _load_packed(experiment)
+    whole, _ = experiment.model.load(None, "cpu")
+    experts = whole.model.layers[1].mlp.experts
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        inputs = 1 if experts.is_transposed else 2
+        assert weight.float().square().sum(inputs).mean().item() == pytest.approx(1, rel=0.05)
+        assert weight[0].std().item() == pytest.approx(weight.shape[inputs] ** -0.5, rel=0.1)
+    assert not any(bool(p.any()) for n, p in whole.named_parameters() if n.endswith("bias"))
+    assert list(reports) == list(quantize_model(whole, experiment.quant)) and len(reports) == 2 * (4 + 2)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+        assert torch.equal(logits, whole(input_ids=ids).logits) and bool(logits.isfinite().all())
+        assert 0.1 < logits.std().item() < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("model.architecture=qwen9",), "model.architecture .*qwen3_moe, got 'qwen9'"),
+        (("+model.sizes.layers=3",), "model.sizes has layers, which qwen3 has not"),
+    ],
+)
+def test_what_transformers_does_not_know_is_refused(words: tuple[str, ...], says: str) -> None:
+    experiment = _experiment("model=shape/qwen3-8b", *words)
+    with pytest.raises(ConfigError, match=says):
+        experiment.model.without_weights()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("model.sizes.vocab_size=100", "model.sizes.vocab_size .*at least 262"),
+        ("~model.sizes.hidden_size", "hidden_size"),
+    ],
+)
+def test_sizes_that_every_model_has_are_checked(words: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _experiment("model=shape/qwen3-8b", words)

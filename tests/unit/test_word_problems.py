@@ -8,6 +8,7 @@ from collections import Counter
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,10 +210,11 @@ def test_the_tiny_model_is_taught_the_task_before_it(tmp_path: Path, monkeypatch
     """The warm start is a run of its own, on the demonstrations of this task; its words compose."""
     started: list[list[str]] = []
 
-    def record(command: list[str], check: bool) -> None:
+    def record(command: list[str]) -> SimpleNamespace:
         started.append(command[2:])
+        return SimpleNamespace(poll=lambda: 0)
 
-    monkeypatch.setattr(model_setup.subprocess, "run", record)
+    monkeypatch.setattr(model_setup, "Child", record)
     for words in (["task=word_problems", "task.steps=[4]"], ["task=arithmetic"], ["task=gsm8k"]):
         experiment = build(compose(words))
         with pytest.raises(AssertionError, match="has no checkpoint"):  # nothing ran

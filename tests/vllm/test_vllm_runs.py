@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return cores
 
 
-@pytest.mark.parametrize(("end", "workers"), [("killed", 1), ("killed", 2), ("interrupted", 1)])
+@pytest.mark.parametrize(("end", "workers"), [("killed", 1), ("killed", 2), ("interrupted", 1), ("vllm killed", 1)])
 def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
     tmp_path: Path, overrides: tuple[str, ...], request: pytest.FixtureRequest, end: str, workers: int
 ) -> None:
@@ -98,6 +99,12 @@ def test_a_run_that_ends_badly_leaves_no_process_and_no_file(
         if end == "killed":  # nothing in the run gets a word in
             os.kill(run.pid, signal.SIGKILL)
             run.wait(30)
+        elif end == "vllm killed":
+            for pid in below:
+                os.kill(pid, signal.SIGKILL)
+            assert run.wait(90) == 1
+            output = (tmp_path / "output.txt").read_text()
+            assert re.search(r"vLLM's process \d+ has died", output) and "continues from the last checkpoint" in output
         else:  # Ctrl-C reaches every process of the terminal
             os.killpg(run.pid, signal.SIGINT)
             assert run.wait(60) == 130

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qerl_bench.aqn.norm_consumers import NormSites
+from qerl_bench.aqn.norm_errors import NormErrors
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.spec import NoiseSpec
@@ -56,8 +56,8 @@ class Schedule:
     def check_with(self, quant: WeightFormat, noise: NoiseSpec) -> None:
         """Raise ConfigError if this schedule cannot work with that weight format or those noise options."""
 
-    def controller(self, sites: NormSites, total_steps: int) -> SigmaController:
-        """The object that runs this schedule over the norms `sites`."""
+    def controller(self, norm_errors: NormErrors, total_steps: int) -> SigmaController:
+        """The object that runs this schedule over the norms of a model."""
         return OpenLoop(self, total_steps)
 
 

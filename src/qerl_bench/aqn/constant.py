@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule
-from qerl_bench.checks import check_fields, number
+from qerl_bench.checks import MAX_SIGMA, check_fields, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Constant(Schedule):
     level: float
 
     def __post_init__(self) -> None:
-        check_fields(self, "aqn", level=number(0))
+        check_fields(self, "aqn", level=number(0, MAX_SIGMA))
 
     def sigma(self, step: int, total_steps: int) -> float:
         return float(self.level)

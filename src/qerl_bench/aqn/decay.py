@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qerl_bench.aqn.base import Schedule, stage_of
-from qerl_bench.checks import check_fields, count, one_of, positive, require
+from qerl_bench.checks import MAX_SIGMA, check_fields, count, number, one_of, positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class StagedDecay(Schedule):
         check_fields(
             self,
             "aqn",
-            sigma_start=positive,
+            sigma_start=number(above=0, most=MAX_SIGMA),
             sigma_end=positive,
             stages=count(2),
             exponent=one_of("K-2", "K-1"),

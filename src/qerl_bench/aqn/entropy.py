@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.aqn.base import Schedule, SigmaController
-from qerl_bench.aqn.norm_consumers import NormSites
-from qerl_bench.checks import check_fields, number, positive, require
+from qerl_bench.aqn.norm_errors import NormErrors
+from qerl_bench.checks import MAX_SIGMA, check_fields, number, positive, require
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.spec import NoiseSpec
@@ -58,7 +58,7 @@ class EntropyTarget(Schedule):
             target_end=positive,
             sigma_start=positive,
             sigma_min=positive,
-            sigma_max=positive,
+            sigma_max=number(above=0, most=MAX_SIGMA),
             integral_gain=positive,
             proportional_gain=number(0),
             smoothing=number(above=0, most=1),
@@ -81,7 +81,7 @@ class EntropyTarget(Schedule):
         progress = (step - 1) / max(1, total_steps - 1)
         return self.target_start + (self.target_end - self.target_start) * progress
 
-    def controller(self, sites: NormSites, total_steps: int) -> SigmaController:
+    def controller(self, norm_errors: NormErrors, total_steps: int) -> SigmaController:
         return EntropyController(self, total_steps)
 
 

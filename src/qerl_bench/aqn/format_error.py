@@ -8,13 +8,14 @@ does not reach o_proj and down_proj.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
 from qerl_bench.aqn.constant import Constant
-from qerl_bench.aqn.norm_consumers import NormSites
+from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.checks import require
 from qerl_bench.quant.base import WeightFormat
 
@@ -52,13 +53,16 @@ class FormatError(Schedule):
             "aqn=format_error measures an error relative to the weights: it needs noise.relative=true",
         )
 
-    def controller(self, sites: NormSites, total_steps: int) -> SigmaController:
-        level, per_norm_scale = sites.scale_by_error()
+    def controller(self, norm_errors: NormErrors, total_steps: int) -> SigmaController:
+        level, per_norm_scale = norm_errors.scale_by_error()
         return OpenLoop(Constant(name=self.name, level=level), total_steps, per_norm_scale)
 
 
 def packing_errors(model: torch.nn.Module, layers: Iterable[str], weight_format: WeightFormat) -> dict[str, float]:
-    """Relative error ||W - Q|| / ||W|| that packing in `weight_format` would make, by layer; `model` stays as it is."""
+    """Relative error ||W - Q|| / ||W|| that packing in `weight_format` would make, by layer; `model` stays as it is.
+
+    A layer is a linear layer, or a parameter with the matrices of all experts.
+    """
     import torch
 
     from qerl_bench.quant.linear import PackedLinear, pack_linear
@@ -66,11 +70,31 @@ def packing_errors(model: torch.nn.Module, layers: Iterable[str], weight_format:
     errors = {}
     with torch.no_grad():
         for name in layers:
-            module = model.get_submodule(name)
-            linear = getattr(module, "base_layer", module)  # PEFT's layer keeps the original one there
-            assert isinstance(linear, torch.nn.Linear), name
-            weight = linear.weight.detach().float()
-            packed = pack_linear(name, linear, weight_format)
-            assert isinstance(packed, PackedLinear), name
-            errors[name] = float((packed.dequantized() - weight).norm() / weight.norm().clamp(min=1e-30))
+            gaps, sizes = [], []
+            for linear in _linears(model, name):
+                weight = linear.weight.detach().float()
+                packed = pack_linear(name, linear, weight_format)
+                assert isinstance(packed, PackedLinear), name
+                gaps.append(float((packed.dequantized() - weight).norm()))
+                sizes.append(float(weight.norm()))
+            errors[name] = float(torch.tensor(math.hypot(*gaps)) / torch.tensor(math.hypot(*sizes)).clamp(min=1e-30))
     return errors
+
+
+def _linears(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Linear]:
+    import torch
+
+    from qerl_bench.quant.experts import matrices_of
+
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    layer = getattr(module, leaf)
+    if isinstance(layer, torch.nn.Module):
+        linear = getattr(layer, "base_layer", layer)  # PEFT's layer keeps the original one there
+        assert isinstance(linear, torch.nn.Linear), name
+        yield linear
+        return
+    for matrix in matrices_of(module, layer):
+        linear = torch.nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        linear.weight = torch.nn.Parameter(matrix, requires_grad=False)
+        yield linear

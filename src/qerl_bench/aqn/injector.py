@@ -2,8 +2,9 @@
 
 QeRL perturbs the two RMSNorm scales of each block, w + Z with Z ~ N(0, sigma^2). RMSNorm multiplies by w just before a
 linear layer, so this equals multiplicative noise 1 + Z / w on the columns of that layer's weights, and needs no tensor
-of the size of the weights. In BF16, rounding removes a small Z. The noisy scale is therefore kept in FP32 while it is
-in use, unless `noise.add_dtype` asks for the rounding.
+of the size of the weights. Norms that store w and multiply by 1 + w get the same Z, and 1 + w counts as their scale. In
+BF16, rounding removes a small Z. The noisy scale is therefore kept in FP32 while it is in use, unless `noise.add_dtype`
+asks for the rounding.
 
 Left out: a new draw for every forward pass, that is for every sampled token. One sentence of the paper says so; its
 Algorithm 1 and its code draw once per step.
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from qerl_bench.aqn.base import SigmaController
-from qerl_bench.aqn.norm_consumers import BLOCK_NORMS, FINAL_NORM
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.seeding import derive
@@ -28,7 +29,8 @@ from qerl_bench.seeding import derive
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 Norms = Mapping[str, torch.nn.Module]  # by their names in the model
-Scales = dict[str, torch.Tensor]  # by the norms' names; scales, or noise of the same shapes
+Scales = dict[str, torch.Tensor]  # by the norms' names; stored scales, or noise of the same shapes
+Offsets = Mapping[str, float]  # by the norms' names: 1.0 for those that multiply by 1 + w, not by the stored w
 
 
 @dataclass(frozen=True)
@@ -36,43 +38,26 @@ class NoiseReport:
     """What one draw asked for, and how it really changed the scales."""
 
     sigma: float  # asked for
-    sigma_realised: float  # root mean square of (noisy - clean) over all scales, as stored; over |clean| if relative
+    sigma_realised: float  # root mean square of (noisy - clean) over all scales, as stored; over |scale| if relative
     norms_perturbed: int  # norms in which at least one scale changed
     scales_changed: float  # share of the scales that changed
-
-
-def block_norms(model: torch.nn.Module, layers: int) -> dict[str, torch.nn.Module]:
-    """The two norms of each transformer block, by name: the one before attention and the one before the MLP.
-
-    Raises AssertionError unless there are exactly 2 * `layers` of them, so that noise never misses a layer in silence.
-    """
-    norms = {name: module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in BLOCK_NORMS}
-    assert len(norms) == 2 * layers, (
-        f"found {len(norms)} block norms in {type(model).__name__}, expected {2 * layers} "
-        f"(two in each of {layers} blocks, named {' and '.join(BLOCK_NORMS)})"
-    )
-    return norms
-
-
-def norms_to_perturb(model: torch.nn.Module, layers: int, choice: str) -> dict[str, torch.nn.Module]:
-    """The norms that `noise.norms` = `choice` perturbs, block norms first."""
-    if choice == "missed":
-        return {}
-    final = {FINAL_NORM: model.get_submodule(FINAL_NORM)} if choice == "blocks_final" else {}
-    return block_norms(model, layers) | final
 
 
 class NoiseInjector:
     """Draws the noise of one run and puts it into the norms.
 
     Run seed, step and number of the draw within the step decide a draw. It is made on the CPU, in the order of the
-    norms, so every device and process gets the same noise.
+    norms, so every device and process gets the same noise. `final` is the norm before the head.
     """
 
-    def __init__(self, spec: NoiseSpec, controller: SigmaController, norms: Norms, seed: int) -> None:
+    def __init__(
+        self, spec: NoiseSpec, controller: SigmaController, norms: Norms, offsets: Offsets, final: str | None, seed: int
+    ) -> None:
         self.spec = spec
         self.controller = controller
         self.norms = norms
+        self.offsets = offsets
+        self.final = final
         self.seed = seed
         self.latest_draw = (0, 0)  # step and number within the step
         self.noise: Scales = {}  # of the latest draw
@@ -92,7 +77,7 @@ class NoiseInjector:
             self.latest_draw = (step, draw)
             self._draw(sigma, derive(self.seed, "noise", "run" if self.spec.cadence == "run" else step, draw))
         noisy = self._noisy_scales()
-        report = noise_report(self.norms, noisy, sigma, self.spec.relative)
+        report = noise_report(self.norms, noisy, sigma, self.offsets if self.spec.relative else None)
         if self.spec.add_dtype == "float32" and report.norms_perturbed < len(self.noise):
             raise TrainingStopped(
                 f"noise of sigma {sigma:g} changed {report.norms_perturbed} of {len(self.noise)} norms: rounding of "
@@ -120,8 +105,9 @@ class NoiseInjector:
     def _draw(self, sigma: float, seed: int) -> None:
         self.noise = {}
         if sigma > 0:
-            self.noise = draw_noise(self.norms, sigma, seed, self.spec.relative, self.controller.per_norm_scale)
-        accumulating = {"none": set(), "final": {FINAL_NORM}, "all": set(self.norms)}[self.spec.accumulate]
+            offsets = self.offsets if self.spec.relative else None
+            self.noise = draw_noise(self.norms, sigma, seed, offsets, self.controller.per_norm_scale)
+        accumulating = {"none": set(), "final": {self.final}, "all": set(self.norms)}[self.spec.accumulate]
         for name in self.noise.keys() & accumulating:
             before = self.accumulated.get(name, scale_of(self.norms[name]).detach())
             self.accumulated[name] = add_noise(before, self.noise[name], self.spec.add_dtype)
@@ -137,16 +123,19 @@ class NoiseInjector:
 
 
 def scale_of(norm: torch.nn.Module) -> torch.Tensor:
-    """The vector that the norm multiplies by."""
+    """The vector that the norm stores: it multiplies by it, or by 1 + it."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
-def draw_noise(norms: Norms, sigma: float, seed: int, relative: bool, per_norm_scale: Mapping[str, float]) -> Scales:
+def draw_noise(
+    norms: Norms, sigma: float, seed: int, offsets: Offsets | None, per_norm_scale: Mapping[str, float]
+) -> Scales:
     """Normal FP32 noise for each norm, of standard deviation `sigma` times the norm's factor (1 if not named).
 
-    `relative` multiplies it by |scale|. Norms with factor 0 get none. One transfer to the device for all of them.
+    With `offsets` it is relative: multiplied by |offset + scale|. Norms with factor 0 get none. One transfer to the
+    device for all of them.
     """
     scales = {name: scale_of(norm).detach() for name, norm in norms.items()}
     if not scales:
@@ -159,7 +148,7 @@ def draw_noise(norms: Norms, sigma: float, seed: int, relative: bool, per_norm_s
         factor = per_norm_scale.get(name, 1.0)
         if factor > 0:
             scaled = sigma * factor * z.view(scale.shape)
-            noise[name] = scaled * scale.float().abs() if relative else scaled
+            noise[name] = scaled if offsets is None else scaled * (offsets[name] + scale.float()).abs()
     return noise
 
 
@@ -171,8 +160,11 @@ def add_noise(scale: torch.Tensor, noise: torch.Tensor, add_dtype: str) -> torch
 
 
 @torch.no_grad()
-def noise_report(norms: Norms, noisy: Scales, sigma: float, relative: bool) -> NoiseReport:
-    """Compare the scales `noisy` with each norm's own. One transfer from the device for all of them."""
+def noise_report(norms: Norms, noisy: Scales, sigma: float, offsets: Offsets | None) -> NoiseReport:
+    """Compare the scales `noisy` with each norm's own, relative to them if `offsets` are given.
+
+    One transfer from the device for all of them.
+    """
     if not noisy:
         return NoiseReport(sigma, 0.0, 0, 0.0)
     counts, squares = [], []
@@ -180,7 +172,7 @@ def noise_report(norms: Norms, noisy: Scales, sigma: float, relative: bool) -> N
         clean = scale_of(norms[name]).double()
         change = scale.double() - clean
         counts.append((change != 0).sum().double())
-        size = change / clean.abs() if relative else change
+        size = change if offsets is None else change / (offsets[name] + clean).abs()
         squares.append(torch.where(change != 0, size, 0.0).square().sum())
     *changed, square = torch.stack([*counts, torch.stack(squares).sum()]).tolist()
     scales = sum(scale_of(norm).numel() for norm in norms.values())
@@ -194,19 +186,25 @@ def _scales_replaced(norms: Norms, scales: Scales, value: Value) -> Iterator[Val
     The noisy scale takes the parameter's place, so the forward pass needs no extra tensor. Other readers of
     `norm.weight`, such as an engine that copies weights, see the noisy scale too.
     """
-    clean = {name: norms[name]._parameters["weight"] for name in scales}
-    hooks = []
-    try:
+    with ExitStack() as stack:
         for name, scale in scales.items():
-            norms[name]._parameters["weight"] = scale  # type: ignore[assignment]  # a tensor: gradients flow on
-            if scale.dtype != clean[name].dtype:  # type: ignore[union-attr]
-                hooks.append(norms[name].register_forward_hook(keep_input_dtype))
+            stack.enter_context(_scale_replaced(norms[name], scale))
         yield value
+
+
+@contextmanager
+def _scale_replaced(norm: torch.nn.Module, scale: torch.Tensor) -> Iterator[None]:
+    clean = dict(norm._parameters)
+    hooks: list[RemovableHandle] = []
+    try:
+        if scale.dtype != scale_of(norm).dtype:
+            hooks = compute_in_float32(norm)
+        norm._parameters["weight"] = scale  # type: ignore[assignment]  # a tensor: gradients flow on
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-        for name, parameter in clean.items():
-            norms[name]._parameters["weight"] = parameter
+        norm._parameters.update(clean)
 
 
 def noise_metrics(reports: list[NoiseReport]) -> dict[str, float]:
@@ -219,6 +217,22 @@ def noise_metrics(reports: list[NoiseReport]) -> dict[str, float]:
     }
 
 
+def compute_in_float32(norm: torch.nn.Module) -> list[RemovableHandle]:
+    """Hooks for a norm whose scale becomes more precise than the activations: its output is cast back to their dtype.
+
+    RMSNorms of transformers take such a scale. PyTorch's LayerNorm wants one dtype throughout, so a norm with a bias
+    gets it in FP32, and its input too.
+    """
+    bias, dtype = norm._parameters.get("bias"), scale_of(norm).dtype
+    if bias is None:
+        return [norm.register_forward_hook(keep_input_dtype)]
+    norm._parameters["bias"] = torch.nn.Parameter(bias.detach().float(), requires_grad=False)
+    return [
+        norm.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:])),
+        norm.register_forward_hook(lambda module, inputs, output: output.to(dtype)),
+    ]
+
+
 def keep_input_dtype(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    """Forward hook for a norm whose scale is more precise than the activations: cast the output back."""
+    """Forward hook that casts the output of a norm back to the dtype of its input."""
     return output.to(inputs[0].dtype)

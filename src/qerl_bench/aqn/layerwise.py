@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
-from qerl_bench.aqn.norm_consumers import NormSites
+from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.checks import require
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Layerwise(Schedule):
     """sigma of norm n = sigma(step) * e_n / rms(e): the root mean square over the block norms is the schedule's sigma.
 
-    e_n is the measured relative error of the layers that read the norm (`aqn/norm_consumers.py`).
+    e_n is the measured relative error of the layers that read the norm (`aqn/norm_errors.py`).
     """
 
     name: str
@@ -44,8 +44,8 @@ class Layerwise(Schedule):
     def sigma(self, step: int, total_steps: int) -> float:
         return self.schedule.sigma(step, total_steps)
 
-    def controller(self, sites: NormSites, total_steps: int) -> SigmaController:
-        level, per_norm_scale = sites.scale_by_error()
+    def controller(self, norm_errors: NormErrors, total_steps: int) -> SigmaController:
+        level, per_norm_scale = norm_errors.scale_by_error()
         require(
             level > 0,
             "aqn=layerwise follows each layer's quantization error, but none was measured: this model came packed. "

@@ -20,6 +20,7 @@ class NoiseSpec:
     """conf/run.yaml explains each choice; docs/aqn.md says which source makes it."""
 
     norms: str
+    routers: bool
     relative: bool
     cadence: str
     prompts_per_draw: int
@@ -32,6 +33,7 @@ class NoiseSpec:
             self,
             "noise",
             norms=one_of("blocks", "blocks_final", "missed"),
+            routers=flag,
             relative=flag,
             cadence=one_of("run", "step", "batch", "group"),
             prompts_per_draw=count(),

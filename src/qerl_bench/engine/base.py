@@ -126,7 +126,7 @@ def make_rollout(
         token_ids=token_ids,
         logprobs=logprobs,
         entropies=entropies,
-        text=str(policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids)),
+        text=policy.completion_text(prompt_ids, token_ids[:-1] if stopped else token_ids),
         finished=finished,
     )
 

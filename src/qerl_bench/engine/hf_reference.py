@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -19,7 +19,7 @@ class Prefill(NamedTuple):
     """The forward pass over P prompts, left-padded to W tokens."""
 
     mask: torch.Tensor  # (P, W), 0 at padding
-    cache: DynamicCache
+    cache: Any  # a DynamicCache
     position: torch.Tensor  # (P, 1) of the last token
     logits: torch.Tensor  # (P, V) after the last token
 
@@ -81,7 +81,7 @@ def decode(
     samples = count // len(prompt_ids)
     read = prefill(policy, prompt_ids)
     cache = read.cache
-    cache.batch_repeat_interleave(samples)
+    cache.reorder_cache(torch.arange(len(prompt_ids), device=device).repeat_interleave(samples))
     mask, position, logits = (x.repeat_interleave(samples, 0) for x in (read.mask, read.position, read.logits))
     rows = torch.arange(count, device=device)  # the request of each row of the batch
     ids = torch.full((count, sampling.max_tokens), -1, dtype=torch.long, device=device)
@@ -102,7 +102,7 @@ def decode(
             break
         if num_alive <= len(rows) // 2:
             keep = alive.nonzero()[:, 0]
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)
             rows, token, mask, position, alive = rows[keep], token[keep], mask[keep], position[keep], alive[keep]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         position = position + 1

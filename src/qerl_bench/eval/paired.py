@@ -15,13 +15,14 @@ import pandas as pd
 from qerl_bench.checks import require
 from qerl_bench.eval.base import Score
 from qerl_bench.statistics import Estimate, paired_difference
+from qerl_bench.stored import read_table
 
 
 def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.DataFrame:
     """The rows of samples.parquet at one step, by default the last, of a run or of a later evaluation of it."""
     path = Path(folder) / "samples.parquet"
     require(path.is_file(), f"{folder} has no samples.parquet, so nothing was evaluated (eval=none writes none)")
-    rows = pd.read_parquet(path)
+    rows = read_table(path)
     steps = sorted(set(rows["step"]))
     wanted = steps[-1] if step is None else step
     require(wanted in steps, f"{path} has the steps {', '.join(map(str, steps))}, not {wanted}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 
 import pandas as pd
@@ -11,7 +10,8 @@ import pandas as pd
 from qerl_bench.environment import versions
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.eval.paired import gains
-from qerl_bench.rundir import RunDir, write_atomically
+from qerl_bench.rundir import RunDir
+from qerl_bench.stored import read_table
 
 
 def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:
@@ -23,13 +23,12 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
     rows = pd.DataFrame([{"step": step, **row} for row in evaluation.samples])
     scores = list(evaluation.scores)
     if path.exists() and step > 0:
-        before = pd.read_parquet(path)
+        before = read_table(path)
         base = before.loc[before["step"] == 0]
         scores += gains(base, rows) if len(base) else []
         rows = pd.concat([before[before["step"] != step], rows], ignore_index=True)
-    temporary = path.with_name(".samples.parquet.writing")
-    rows.to_parquet(temporary, index=False)
-    os.replace(temporary, path)
+    with run.replacing("samples.parquet") as file:
+        rows.to_parquet(file, index=False)
 
     path = run.path / "eval.json"
     others = (
@@ -39,5 +38,5 @@ def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation)
         {"task": task, "step": step, **asdict(score), "settings": evaluation.settings, "versions": versions()}
         for score in scores
     ]
-    write_atomically(path, json.dumps(others + entries, indent=1))
+    run.write("eval.json", json.dumps(others + entries, indent=1))
     return scores

@@ -12,19 +12,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import require
-from qerl_bench.config import CONF_DIR, build, canonical, compose, plain
-from qerl_bench.option_names import is_fixed
-from qerl_bench.renamed_keys import require_current
+from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
+from qerl_bench.option_names import is_fixed, refuse_foreign_classes
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
     check_checkpoint,
+    check_records,
     flat,
     is_finished,
     last_checkpoint,
     step_of,
-    write_atomically,
 )
+from qerl_bench.stored import read_config
 
 CHANGEABLE = ("eval", "task", "engine", "device", "seed")  # keys that another evaluation of the same policy may change
 
@@ -39,9 +39,8 @@ def stored_config(run_dir: Path) -> DictConfig:
         f"{run_dir} is not finished (it has no done.json), so there is no final policy to evaluate. The command that "
         "started it, argv in env.json, continues it",
     )
-    cfg = OmegaConf.load(run_dir / "config.yaml")
-    assert isinstance(cfg, DictConfig)
-    require_current(as_dict(cfg), run_dir)
+    check_records(run_dir, "Or evaluate another run")
+    cfg = OmegaConf.create(read_config(run_dir / "config.yaml"))
     places = Path("runs", cfg.name).parts
     here = run_dir.resolve()
     if here.parts[-len(places) :] == places:
@@ -66,7 +65,8 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
         plain_word = not (override.is_add() or override.is_delete() or override.is_sweep_override())
         require(plain_word, f"{word}: give one plain value for each key; to sweep, run the command for each value")
     options = [override for override in parsed if (CONF_DIR / override.key_or_group).is_dir()]
-    composed = compose([*search_path, *(str(override.input_line) for override in options)])
+    composed, folders = Composer().in_folders([*search_path, *(str(override.input_line) for override in options)])
+    refuse_foreign_classes(as_dict(stored), "", folders)
     for override in options:
         cfg[override.key_or_group] = composed[override.key_or_group]
     for override in (override for override in parsed if override not in options):
@@ -82,6 +82,7 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
             f"another option with {place}=...",
         )
         OmegaConf.update(cfg, override.key_or_group, override.value())
+    refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
     return cfg
 
 
@@ -104,6 +105,11 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) ->
     checkpoint = last_checkpoint(run_dir)
     require(checkpoint is not None, f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
     assert checkpoint is not None
+    require(
+        step_of(checkpoint) == trained.steps,
+        f"{run_dir} ended with step {trained.steps}, and its last checkpoint is {checkpoint.name}: the final policy is "
+        "gone. Delete done.json, and the command that started the run makes it again",
+    )
     check_checkpoint(checkpoint)
 
     from qerl_bench.session import evaluate, prepare_device, session
@@ -117,7 +123,7 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) ->
             evaluate(protocol, policy, engine, record, step=0)
             policy.load(checkpoint)
             evaluate(protocol, policy, engine, record, step=step_of(checkpoint))
-        write_atomically(out / "done.json", json.dumps({"run": str(run_dir.resolve())}, indent=1))
+        record.mark_finished({"run": str(run_dir.resolve())})
 
 
 def render(out: Path) -> str:

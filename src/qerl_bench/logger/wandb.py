@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, check_fields, one_of, require_package
+from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require_package, text
 from qerl_bench.logger.base import MetricsMirror
 
 log = logging.getLogger(__name__)
+FINISH_LIMIT_S = 300.0  # for the upload at the end; the rest is sent by `wandb sync`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class WandB:
     mode: str
 
     def __post_init__(self) -> None:
-        check_fields(self, "logger", mode=one_of("online", "offline"))
+        check_fields(self, "logger", project=text, entity=optional(text), mode=one_of("online", "offline"))
 
     def check(self) -> None:
         require_package("wandb", "logger=wandb", "wandb")
@@ -34,7 +35,7 @@ class WandB:
 
 
 class WandbMirror(MetricsMirror):
-    """A W&B run with the steps of ours. At its first failure it warns and switches itself off.
+    """A W&B run with the steps of ours. At its first failure it warns and switches itself off; no login is refused.
 
     After a kill, W&B may hold steps that the resumed run repeats, or lack steps that the resumed run keeps. So all
     local records are sent again at the start, except for the steps that W&B has.
@@ -42,7 +43,7 @@ class WandbMirror(MetricsMirror):
 
     def __init__(self, spec: WandB, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> None:
         import wandb
-        from wandb.errors import Error
+        from wandb.errors import AuthenticationError, UsageError
 
         identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run_dir.name, "resume": "allow"}
         try:
@@ -53,13 +54,17 @@ class WandbMirror(MetricsMirror):
                 dir=str(run_dir),
                 mode=spec.mode,  # type: ignore[arg-type]
                 config=config,
+                settings=wandb.Settings(finish_timeout=FINISH_LIMIT_S),
                 **identity,  # type: ignore[arg-type]
             )
-        except Error as error:
+        except (AuthenticationError, UsageError) as error:
             raise ConfigError(
                 f"logger=wandb cannot start: {str(error).rstrip('.')}. Log in with `wandb login`, or use "
                 "logger.mode=offline"
             ) from error
+        except Exception as error:  # no server, no room on its disk; as in `log`
+            log.warning("logger=wandb cannot start and is off; metrics.jsonl has everything: %s", error)
+            self.run = None
         for record in records:
             metrics = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
             self.log(record["kind"], record["step"], metrics)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from qerl_bench.records import Message
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
+_CACHED = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[0-9a-f]+/?$")  # a folder in the cache of huggingface_hub
 
 
 class Model(Protocol):
@@ -20,6 +25,24 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> str: ...
+
+    @property
+    def template(self) -> Mapping[str, Any] | None:
+        """Keywords for the chat template of its tokenizer; None: the template must not be used."""
+        ...
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether Python code that comes with the weights may be executed."""
+        ...
+
+    def check(self, messages: tuple[Message, ...]) -> None:
+        """Raise ConfigError unless config and tokenizer can be read and `messages`, if any, asked. Reads no weights."""
+        ...
+
+    def remote_code(self) -> dict[str, str] | None:
+        """SHA-256 of each file of Python code that came with the weights and was allowed to run; None if none may."""
+        ...
 
     def warm_start_overrides(self) -> list[str] | None:
         """The command-line words of the supervised run that makes this model's base weights; None = needs none."""
@@ -48,3 +71,14 @@ def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTraine
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def short_name(id: str | None) -> str:
+    """What the model `id` is called in runs and tables: the last part of a hub id or path, in lower case."""
+    return re.sub(r"[^a-z0-9._-]+", "-", last_part(str(id)).lower())
+
+
+def last_part(id: str) -> str:
+    """The last part of a hub id or path; the repository's name for a folder in the cache of huggingface_hub."""
+    cached = _CACHED.search(id)
+    return cached[1] if cached else Path(id).resolve().name

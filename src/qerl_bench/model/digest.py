@@ -6,6 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl_bench.model.base import last_part
+from qerl_bench.seals import digest
+
 if TYPE_CHECKING:
     from qerl_bench.model.base import Model
 
@@ -29,6 +32,12 @@ def digest_of(model: Model, base: Path | None) -> str | None:
     return f"untrained: {', '.join(f'{key}={value}' for key, value in spec.items())}" if "seed" in spec else None
 
 
+def name_of_base(model: Model) -> str:
+    """What others may read of where the weights come from: a hub id, the last part of a folder, or the option."""
+    source = getattr(model, "id", model.name)
+    return last_part(source) if Path(source).is_dir() else source
+
+
 def _files_digest(files: list[Path]) -> str:
     if len(files) == 1:
         return _file_digest(files[0])
@@ -37,11 +46,11 @@ def _files_digest(files: list[Path]) -> str:
 
 def _file_digest(path: Path) -> str:
     size = path.stat().st_size
+    if size <= MAX_WHOLE_BYTES:
+        return digest(path)
+    state = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
-        if size <= MAX_WHOLE_BYTES:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256(str(size).encode())
         for block in range(BLOCKS):
             file.seek(block * (size - BLOCK_BYTES) // (BLOCKS - 1))
-            digest.update(file.read(BLOCK_BYTES))
-    return digest.hexdigest()
+            state.update(file.read(BLOCK_BYTES))
+    return state.hexdigest()

@@ -1,80 +1,129 @@
-"""A causal language model that transformers can load, from the hub or a local folder: conf/model/qwen2.5-*.yaml."""
+"""A causal language model that transformers can load, from the hub or a local folder: model=hub and its presets."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import ConfigError, check_fields, one_of
+from qerl_bench.checks import Check, check_fields, flag, one_of, require
 from qerl_bench.model.base import DTYPES, placed
+from qerl_bench.quant.architecture import causal_lm_config, read_errors
+from qerl_bench.records import Message
+from qerl_bench.seals import digest
+from qerl_bench.task.chat_template import check_template, template_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+_ID = Check(lambda value: isinstance(value, str) and value != "", "a hub id or a folder: model.id=ORG/NAME")
+_KEYWORDS = Check(lambda value: value is None or isinstance(value, Mapping), "null or a mapping of keywords")
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubModel:
-    """`id` is a hub id or a local folder."""
+    """`id` is a hub id or a local folder. `template` has the keywords of the chat template; None: do not use one."""
 
     name: str
     id: str
     revision: str | None
+    trust_remote_code: bool
     dtype: str
     lr: float
+    template: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "model", dtype=one_of(*DTYPES))
+        check_fields(self, "model", id=_ID, trust_remote_code=flag, dtype=one_of(*DTYPES), template=_KEYWORDS)
 
     def warm_start_overrides(self) -> list[str] | None:
         return None
 
     def config(self) -> dict[str, Any] | None:
         path = Path(self.id) / "config.json"
-        with self._errors_explained():
-            return json.loads(path.read_text()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with read_errors(self.id, "config.json"):
+            content = json.loads(path.read_text())
+            return content.get("text_config", content)
+
+    def check(self, messages: tuple[Message, ...]) -> None:
+        prompt = json.dumps([messages, None if self.template is None else dict(self.template)])
+        found = _check(self.id, self.revision, self.trust_remote_code, prompt)
+        chosen = f"computed in {self.dtype}, learning rate {self.lr:g}, template {self.template}"
+        log.info("model.id=%s: %s; used as %s: %s", self.id, found, self.name, chosen)
+
+    def remote_code(self) -> dict[str, str] | None:
+        if not self.trust_remote_code:
+            return None
+        folder = self._path()
+        return {file.name: digest(file) for file in sorted(folder.glob("*.py"))}
 
     def folder(self) -> Path | None:
         """The local folder, after a download if `id` is none. None if it has no safetensors."""
-        path = Path(self.id)
-        if not path.is_dir():
-            path = self._download()
+        path = self._path()
         return path if any(path.glob("*.safetensors")) else None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        from transformers import AutoTokenizer
-
-        with self._errors_explained():
-            return AutoTokenizer.from_pretrained(self.id, revision=self.revision)
+        return _tokenizer(self.id, self.revision, self.trust_remote_code)
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """For a checkpoint without safetensors. Raises ConfigError, too, if it lacks a tensor."""
         import torch
         from transformers import AutoModelForCausalLM
 
+        config = causal_lm_config(self.id, self.revision, self.trust_remote_code)
         tokenizer = self.tokenizer()
-        with self._errors_explained():
-            model = AutoModelForCausalLM.from_pretrained(
-                self.id, revision=self.revision, dtype=getattr(torch, self.dtype)
+        with read_errors(self.id, "the weights"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.id,
+                config=config,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                dtype=getattr(torch, self.dtype),
+                output_loading_info=True,
             )
+        model, report = loaded
+        missing = sorted(report["missing_keys"])  # filled with random numbers
+        require(
+            not missing,
+            f"model.id={self.id} lacks {len(missing)} tensors of this {type(model).__name__}, such as "
+            f"{', '.join(missing[:3])}; download or write the checkpoint again",
+        )
         return placed(model, device, model.dtype), tokenizer
+
+    def _path(self) -> Path:
+        path = Path(self.id)
+        return path if path.is_dir() else self._download()
 
     def _download(self) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        with self._errors_explained():
+        patterns += ["*.py"] if self.trust_remote_code else []
+        with read_errors(self.id, "the files"):
             return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=patterns))
 
-    @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
-        """Turn a failure to find or read the model into a ConfigError."""
-        try:
-            yield
-        except (OSError, ValueError) as error:  # no such model; no tokenizer in it; unknown architecture
-            raise ConfigError(
-                f"model.id={self.id!r} cannot be loaded: {str(error).splitlines()[0]} Give a hub id that this machine "
-                "can reach or a local folder: model.id=/path/to/model"
-            ) from error
+
+def _tokenizer(id: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    with read_errors(id, "the tokenizer"):
+        return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=trust_remote_code)
+
+
+@lru_cache
+def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str) -> str:
+    """`HubModel.check`, once per process: `prompt` is the JSON of messages and template. Describes the model."""
+    config = causal_lm_config(id, revision, trust_remote_code)
+    tokenizer = _tokenizer(id, revision, trust_remote_code)
+    messages, template = json.loads(prompt)
+    if messages:
+        check_template(tokenizer, tuple(messages), template)
+    reads = ", ".join(sorted(template_variables(tokenizer))) if tokenizer.chat_template else "no template"
+    stored = str(config.dtype or "an unknown dtype").removeprefix("torch.")
+    return f"a {config.model_type} model, stored in {stored}, whose chat template reads: {reads or 'no keywords'}"

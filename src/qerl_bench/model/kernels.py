@@ -9,20 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from peft.tuners import lora
 
+from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.quant.concat import concat_rows_in_place
+from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.decode import MAX_TOKENS, supported
+from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
 from qerl_kernels.training_linear import Adapter, packed_linear
 
 log = logging.getLogger(__name__)
 
 REFERENCE = "torch"
+GROUPED = f"grouped gemm up to {GROUPED_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 DEQUANTIZE = "dequantize + cublas"
 DECODE = f"decode gemm up to {MAX_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 CUBLAS = "cublas"
@@ -40,14 +45,14 @@ class LoRALinear(lora.Linear):
     cast_adapter: Adapter | None = None  # in the dtype of the input, inside `adapters_cast_to`
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        adapter = (self.cast_adapter or self._adapter()) if self.fused and not args and not kwargs else None
+        adapter = (self.cast_adapter or self.adapter()) if self.fused and not args and not kwargs else None
         if adapter is None:
             return super().forward(x, *args, **kwargs)
         base = self.get_base_layer()
         assert isinstance(base, torch.nn.Linear)
         return linear_with_lora(base, x, adapter)
 
-    def _adapter(self) -> Adapter | None:
+    def adapter(self) -> Adapter | None:
         """The active adapter; None if PEFT's own forward is needed: without adapter, with several, or with dropout."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
@@ -73,12 +78,14 @@ def adapters_cast_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Non
 
     Changes to the adapters inside the context have no effect there.
     """
-    layers = [module for module in model.modules() if isinstance(module, LoRALinear) and module.fused]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoRALinear) and module.fused]
+    layers += [module for module in model.modules() if isinstance(module, LoRAExperts)]
     try:
         for layer in layers:
-            adapter = layer._adapter()
+            adapter = layer.adapter()
             if adapter is not None:
-                layer.cast_adapter = Adapter(adapter.a.to(dtype), adapter.b.to(dtype), adapter.scaling)
+                a, b = (matrix.to(dtype).contiguous() for matrix in (adapter.a, adapter.b))
+                layer.cast_adapter = replace(adapter, a=a, b=b)
         yield
     finally:
         for layer in layers:
@@ -119,12 +126,10 @@ def why_not_fused(kernel: str, device: torch.device) -> str | None:
 
 
 def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -> dict[str, str]:
-    """Switch each of the linear layers `layers` to the best kernel it can run; return the choice by layer name."""
+    """Switch each of the linear layers and experts `layers` to the best kernel it can run; the choice by layer name."""
     choices = {}
     for name in layers:
-        module = model.get_submodule(name)
-        base = module.get_base_layer() if isinstance(module, lora.Linear) else module
-        assert isinstance(base, torch.nn.Linear), name
+        module, base = _layer_and_base(model, name)
         choices[name] = _kernel_of(base, kernel, next(model.parameters()).dtype)
         if isinstance(module, LoRALinear):
             module.fused = choices[name] not in (REFERENCE, BITSANDBYTES)
@@ -134,14 +139,25 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
     return choices
 
 
-def _kernel_of(base: torch.nn.Linear, kernel: str, compute_dtype: torch.dtype) -> str:
+def _layer_and_base(model: torch.nn.Module, name: str) -> tuple[Any, Any]:
+    """The layer `name` with its adapter, and without; unpacked experts are a parameter."""
+    module: Any = model
+    base: Any = model
+    for part in name.split("."):
+        module = getattr(base, part)
+        base = module.get_base_layer() if isinstance(module, lora.LoraLayer) else module
+    return module, base
+
+
+def _kernel_of(base: torch.nn.Module | torch.Tensor, kernel: str, compute_dtype: torch.dtype) -> str:
     if isinstance(base, PackedLinear) and base.uses_bitsandbytes:
         return BITSANDBYTES
-    device = next(base.buffers()).device if isinstance(base, PackedLinear) else base.weight.device
-    if why_not_fused(kernel, device) is not None or compute_dtype != torch.bfloat16:
+    packed = isinstance(base, PackedLinear | PackedMatrices)
+    tensor = base if isinstance(base, torch.Tensor) else next(base.buffers() if packed else base.parameters())
+    if why_not_fused(kernel, tensor.device) is not None or compute_dtype != torch.bfloat16:
         return REFERENCE
-    if not isinstance(base, PackedLinear):
-        return CUBLAS if not base.weight.requires_grad else REFERENCE
+    if not packed:
+        return CUBLAS if not tensor.requires_grad else REFERENCE
     if base.weight_format.kernel_layout is None:
         return REFERENCE
     try:
@@ -149,5 +165,8 @@ def _kernel_of(base: torch.nn.Linear, kernel: str, compute_dtype: torch.dtype) -
     except ValueError as error:  # scales that the kernel layout cannot hold, in a checkpoint made elsewhere
         log.warning("a layer runs the reference: %s", error)
         return REFERENCE
-    assert base.kernel_weight is not None
-    return DECODE if supported(base.kernel_weight, 1, compute_dtype) else DEQUANTIZE
+    weight = base.kernel_weight
+    assert weight is not None
+    if isinstance(base, PackedMatrices):
+        return GROUPED
+    return DECODE if supported(weight, 1, compute_dtype) else DEQUANTIZE

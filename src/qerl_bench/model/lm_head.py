@@ -1,8 +1,9 @@
 """Log-probability and entropy of given tokens, without the logits of all tokens at once.
 
 With a vocabulary of 152k, the logits of one 16 x 1024 micro-batch take 10 GB in FP32. Here they are computed for a few
-tokens at a time, in the forward pass and again in the backward pass. Any module can be the head: packed, with a bias,
-tied to the embedding, or with an adapter of its own.
+tokens at a time, in the forward pass and again in the backward pass. The head is whatever the model does between last
+hidden states and logits: a matrix (packed, tied to the embedding, with a bias or an adapter of its own), and in some
+architectures a scaling or a soft cap behind it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qerl_bench.model.packing import Packing, packed_hidden
 from qerl_kernels.loss_head import Scores, linear_scores, plain_scores
@@ -32,8 +35,71 @@ class TokenStats:
     likeliest: torch.Tensor  # 1 where greedy decoding would have chosen the token
 
 
+class _Output(BaseModelOutputWithPast):
+    """Has every other field that a decoder may return, as None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The model's own way from last hidden states (M, H) to logits (M, V).
+
+    It is the model's own forward pass around a decoder that returns the embeddings it gets as last hidden states. Where
+    that computes no more than the output matrix, the head is this module, so that `token_scores` can use its kernels.
+    Call this with all adapters in place.
+    """
+
+    def given(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> BaseModelOutputWithPast:
+        return _Output(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]  # says FloatTensor
+
+    name = model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
+    body = _copy_with(model.get_submodule(name), forward=given)
+    shell = _copy_with(model, _modules={**model._modules, name: body})
+
+    def own_head(hidden: torch.Tensor) -> torch.Tensor:
+        return shell(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+    matrix: Any = model.get_output_embeddings()
+    width = model.config.get_text_config().hidden_size
+    sample = torch.randn(2, width, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
+    with torch.no_grad():
+        is_plain = torch.equal(own_head(sample), matrix(sample))
+    return matrix if is_plain else own_head
+
+
+def _copy_with(module: torch.nn.Module, **attributes: Any) -> Any:
+    """A second module with the same parts as `module`, except for `attributes`."""
+    copy = module.__new__(type(module))
+    copy.__dict__ = module.__dict__ | attributes
+    return copy
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part that makes last hidden states from text tokens."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder
+
+
+def hidden_states(
+    model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, chosen: torch.Tensor, packing: bool
+) -> torch.Tensor:
+    """Last hidden states (M, H) of right-padded `input_ids` (B, T) where `chosen` (B, T) is true.
+
+    `mask` (B, T) is true for completion tokens. Padding comes after every real token, so causal layers ignore it; with
+    `packing` it is not computed at all.
+    """
+    decoder = decoder_of(model)
+    if packing:
+        packed = Packing.from_mask(mask)
+        return packed_hidden(decoder, input_ids, packed)[packed.pack(chosen)]
+    return decoder(input_ids=input_ids, use_cache=False).last_hidden_state[chosen]
+
+
 def token_stats(
-    model: Any,
+    model: PreTrainedModel,
+    head: Head,
     input_ids: torch.Tensor,
     mask: torch.Tensor,
     temperature: float,
@@ -43,19 +109,12 @@ def token_stats(
 ) -> TokenStats:
     """Log-probability and entropy of each masked token of right-padded `input_ids` (B, T), given the tokens before it.
 
-    Padding comes after every real token, so causal attention ignores it; with `packing` it is not computed at all. The
-    loss head runs only where `mask` (B, T) is true.
+    `head` is `head_of(model)`; it runs only where `mask` (B, T) is true.
     """
     predicts = mask.roll(-1, dims=1)  # (B, T) position t predicts token t + 1; column 0 of `mask` is never true
-    if packing:
-        packed = Packing.from_mask(mask)
-        hidden = packed_hidden(model, input_ids, packed)[packed.pack(predicts)]  # (M, H)
-    else:
-        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[predicts]  # (M, H)
-    vocabulary = model.config.vocab_size
-    scores = token_scores(
-        model.lm_head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient, fused=fused
-    )
+    hidden = hidden_states(model, input_ids, mask, predicts, packing)
+    vocabulary = model.config.get_text_config().vocab_size
+    scores = token_scores(head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient, fused=fused)
     zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
     return TokenStats(*(zeros.masked_scatter(mask, score) for score in scores))
 

@@ -1,9 +1,10 @@
 """Training without padding: the sequences of a micro-batch are concatenated to one row.
 
-Only attention needs to know where a sequence ends. It gets the right-padded rectangle back: causal attention on it
-needs no mask, so it can use the fast kernels. All other layers, which do nearly all of the arithmetic, never see
-padding. Left out: packing across micro-batches, and attention without padding, for which PyTorch has no portable
-kernel.
+Only attention needs to know where a sequence ends. It gets the right-padded rectangle back: full causal attention on it
+needs no mask, so it can use the fast kernels, and windows and chunks have the mask that transformers makes for the
+rectangle. All other layers, which do nearly all of the arithmetic, never see padding. Left out: packing across
+micro-batches, attention without padding, for which PyTorch has no portable kernel, and layers that carry a state from
+token to token (linear attention, convolutions), which would carry it across sequences: `mixes_sequences` finds them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
 
-NAME = "sdpa_packed"
+LOCAL_MASKS = {
+    "sliding_attention": create_sliding_window_causal_mask,
+    "chunked_attention": create_chunked_causal_mask,
+}
 
 
 @dataclass(frozen=True)
@@ -50,46 +53,59 @@ class Packing:
         return packed.new_zeros(shape).index_copy(0, self.indices, packed).unflatten(0, (self.batch, self.width))
 
 
-def enable_packing(model: PreTrainedModel) -> None:
-    """Let `model` accept a `packing` in its forward pass; without one, its attention is unchanged."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+def packed_hidden(decoder: PreTrainedModel, input_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """Last hidden states (N, H) of right-padded `input_ids` (B, T), computed for the real tokens only.
 
-
-def packed_hidden(model: PreTrainedModel, input_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Last hidden states (N, H) of right-padded `input_ids` (B, T), computed for the real tokens only."""
-    unused = torch.empty(1, 1, 0, 0, device=input_ids.device)  # a 4-D mask, so that transformers builds none; not read
-    output = model.model(
+    `decoder` must attend with `attention.attention`.
+    """
+    output = decoder(
         input_ids=packing.pack(input_ids)[None],
         position_ids=packing.positions[None],
-        attention_mask=unused,
+        attention_mask=_rectangle_masks(decoder, input_ids),
         use_cache=False,
         packing=packing,
     )
     return output.last_hidden_state[0]
 
 
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    packing: Packing | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' SDPA, or its packed form for query (1, heads, N, D), key and value (1, kv heads, N, D)."""
-    if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    window = options.get("sliding_window")
-    assert window is None or window >= packing.width, "packed attention has no sliding window; set train.packing=false"
-    rectangles = (packing.unpack(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))  # (B, heads, T, D)
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        *rectangles,
-        dropout_p=options.get("dropout", 0.0),
-        is_causal=True,
-        scale=options.get("scaling"),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return packing.pack(attended.transpose(1, 2))[None], None
+def _rectangle_masks(decoder: PreTrainedModel, input_ids: torch.Tensor) -> Any:
+    """The masks of right-padded `input_ids` (B, T), (1, 1, T, T): one, or a dict with one for each type of layer.
+
+    An empty 4-D tensor stands for causal attention: given a 4-D mask, transformers builds none of its own.
+    """
+    config: Any = decoder.config
+    shape = torch.empty(1, input_ids.shape[1], 0, dtype=decoder.dtype, device=input_ids.device)
+
+    def mask_of(kind: str) -> torch.Tensor | None:  # None is causal
+        if kind not in LOCAL_MASKS:
+            return None
+        return LOCAL_MASKS[kind](config=config, inputs_embeds=shape, attention_mask=None, past_key_values=None)
+
+    kinds = getattr(config, "layer_types", None)
+    masks: Any = {kind: mask_of(kind) for kind in set(kinds or ())}
+    if kinds is None and getattr(config, "sliding_window", None) is not None:
+        masks = {None: mask_of("sliding_attention")}
+    if all(mask is None for mask in masks.values()):
+        return torch.empty(1, 1, 0, 0, device=input_ids.device)
+    return masks if kinds is not None else masks[None]
+
+
+@torch.no_grad()
+def mixes_sequences(decoder: PreTrainedModel) -> bool:
+    """Whether a packed sequence reads its neighbour: two sequences of which the first is NaN everywhere."""
+    embedding: Any = decoder.get_input_embeddings()
+    device = embedding.weight.device
+    packing = Packing.from_mask(torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 1, 0]], device=device))
+    poison = torch.full((1, 9, 1), torch.nan, device=device)
+    poison[:, 5:] = 1
+
+    def poisoned(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output * poison.to(output.dtype)
+
+    handle = embedding.register_forward_hook(poisoned)
+    try:
+        hidden = packed_hidden(decoder, torch.arange(10, device=device).view(2, 5), packing)
+    finally:
+        handle.remove()
+    assert bool(hidden[:5].isnan().all()), "the first sequence is not NaN, so nothing was tested"
+    return not bool(hidden[5:].isfinite().all())

@@ -7,24 +7,36 @@ almost the whole update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qerl_bench.aqn.injector import NoiseInjector, block_norms, keep_input_dtype
+from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
+from qerl_bench.checks import require
+from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.kernels import choose_kernels, why_not_fused
-from qerl_bench.model.lm_head import TokenStats, token_stats
-from qerl_bench.model.packing import enable_packing
+from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
+from qerl_bench.model.packing import Packing, mixes_sequences
+from qerl_bench.model.routing import chosen_experts
+from qerl_bench.model.structure import Structure, routed_experts
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.records import Message, Prompt
-from qerl_bench.task.prompts import render_prompt
+from qerl_bench.quant.share import packed_share
+from qerl_bench.records import Demonstration, Message, Prompt
+from qerl_bench.task.chat_template import Keywords, demonstration_ids, render_prompt, thinking_opened
 
 log = logging.getLogger(__name__)
+CARD = """---
+library_name: peft
+---
+A LoRA adapter, trained by qerl-bench on {base}.
+"""
 
 
 class Policy:
@@ -39,23 +51,34 @@ class Policy:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         layers: dict[str, LayerReport],
+        structure: Structure,
         noise: NoiseInjector,
         adapter: PeftModel | None,
         *,
         kernel: str,
         packing: bool,
         train_norms: bool,
+        template: Keywords | None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.template = template
         self.layers = layers
+        self.structure = structure
         self.noise = noise
         self.adapter = adapter
-        self.packing = packing
-        if packing:
-            enable_packing(model)
-        self.norms = block_norms(model, model.config.num_hidden_layers)
+        self.head = head_of(model)
+        self.packing = prepare_attention(decoder_of(model)) and packing
+        self.norms = {site.name: model.get_submodule(site.name) for site in structure.sites}
+        require(
+            len(self.norms) > 0 or not train_norms,
+            "lora.train_norms=true trains the norms whose output is the input of linear layers, and "
+            f"{type(model).__name__} has none. Use lora.train_norms=false",
+        )
+        self.experts = routed_experts(model, structure)
+        self.base = "a base without a name"
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
+        self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
         self.stop_ids = stop_ids(model, tokenizer)
         pad_id = tokenizer.pad_token_id
@@ -66,12 +89,18 @@ class Policy:
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
 
     @property
+    def all_norms(self) -> dict[str, torch.nn.Module]:
+        """The norms that noise or training may change, by name: those of blocks, and the one before the head."""
+        final = self.structure.final
+        return self.norms if final is None else self.norms | {final.name: self.model.get_submodule(final.name)}
+
+    @property
     def trainable(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def prompt_text(self, messages: tuple[Message, ...]) -> str:
         """The prompt in the tokenizer's chat format, ready for the completion to follow."""
-        return render_prompt(self.tokenizer, messages)
+        return render_prompt(self.tokenizer, messages, self.template)
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
@@ -81,14 +110,25 @@ class Policy:
         """Token ids that the prompt brings along, or those of its messages."""
         return self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
 
-    def completion_ids(self, text: str) -> list[int]:
-        """Token ids of a whole completion, its stop token included."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [*ids, self.tokenizer.eos_token_id]  # type: ignore[misc]
+    def demonstration_ids(self, demonstrations: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of the prompts and of the whole completions, their stop tokens included."""
+        return demonstration_ids(self.tokenizer, demonstrations, self.template)
+
+    def completion_text(self, prompt_ids: list[int], ids: list[int]) -> str:
+        """The completion as it is graded: after the <think> that the prompt ends with, if it does."""
+        return thinking_opened(str(self.tokenizer.decode(prompt_ids[-16:]))) + str(self.tokenizer.decode(ids))
 
     def train_mode(self, on: bool) -> None:
-        """Switch the adapter's dropout on for the training pass, and off for everything else."""
-        self.model.train(on)
+        """Switch the adapter's dropout on for the training pass, and off for everything else.
+
+        Nothing random of the base is ever on: the sampler has none of it. Blocks need the flag to checkpoint gradients.
+        """
+        for module in self.model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = on and module.gradient_checkpointing
+            elif isinstance(module, LoraLayer):
+                module.training = on
+                module.lora_dropout.train(on)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -110,17 +150,35 @@ class Policy:
         self, input_ids: torch.Tensor, mask: torch.Tensor, temperature: float, entropy_gradient: bool = False
     ) -> TokenStats:
         """`lm_head.token_stats` of this policy as it is now, with its adapter and noise."""
-        return token_stats(self.model, input_ids, mask, temperature, entropy_gradient, self.packing, self.fused)
+        return token_stats(
+            self.model, self.head, input_ids, mask, temperature, entropy_gradient, self.packing, self.fused
+        )
+
+    def routing(self, mask: torch.Tensor) -> AbstractContextManager[list[torch.Tensor]]:
+        """`chosen_experts` of a forward pass for tokens where `mask` (B, T) is true; nothing without experts."""
+        if not self.experts:
+            return nullcontext([])
+        rows = Packing.from_mask(mask).pack(mask) if self.packing else mask.flatten()
+        return chosen_experts(self.experts, rows)
+
+    def name_base(self, name: str, digest: str | None) -> None:
+        """Say of which base the adapter is: `name`, a hub id or the name of a model, and the digest of its weights."""
+        self.base = f"{name} ({digest or 'weights unknown'})"
+        if self.adapter is not None:
+            self.adapter.peft_config["default"].base_model_name_or_path = name
 
     def save(self, folder: Path) -> None:
         """Write what is trained: `adapter/` in PEFT's format and trained norms, or the whole model to `model/`."""
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
+            # In the place of PEFT's card, which has nothing to say but the base.
+            (folder / "adapter" / "README.md").write_text(CARD.format(base=self.base))
             if self.base_scales:
                 scales = {f"{name}.weight": norm.get_parameter("weight").detach() for name, norm in self.norms.items()}
                 save_file(scales, folder / "norms.safetensors")
         else:
-            self.model.save_pretrained(str(folder / "model"))
+            # Under the model's own names, which `load` reads back; a checkpoint's may differ.
+            self.model.save_pretrained(str(folder / "model"), save_original_format=False)
             self.tokenizer.save_pretrained(str(folder / "model"))
 
     def load(self, folder: Path) -> None:
@@ -128,7 +186,10 @@ class Policy:
         if self.adapter is not None:
             state = load_file(folder / "adapter" / "adapter_model.safetensors")
             # PEFT silently skips tensors that do not fit, which would leave the fresh adapter in place.
-            assert state.keys() == self.adapter_state().keys(), f"{folder} holds the adapter of other layers"
+            there, here = (
+                {name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, self.adapter_state())
+            )
+            require(there == here, f"{folder} holds the adapter of other layers, or of another rank; delete it")
             set_peft_model_state_dict(self.adapter, state)
             if self.base_scales:
                 scales = load_file(folder / "norms.safetensors")
@@ -147,13 +208,25 @@ class Policy:
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
 
 
+def prepare_attention(decoder: PreTrainedModel) -> bool:
+    """Give `decoder` the attention of attention.py; returns whether it can be trained without padding."""
+    reason = enable_attention(decoder)
+    if reason is None and mixes_sequences(decoder):
+        reason = "some of its layers read on from one packed sequence to the next"
+    if reason is not None:
+        log.info("%s is trained with padding, whatever train.packing: %s", type(decoder).__name__, reason)
+    return reason is None
+
+
 def _trainable_copies(norms: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """Give each norm a trainable FP32 copy of its scale, since RL steps are lost in 16 bits; return the originals."""
     originals = []
     for norm in norms:
-        originals.append(norm.weight)
-        norm.weight = torch.nn.Parameter(norm.weight.detach().float().clone())  # type: ignore[operator]
-        norm.register_forward_hook(keep_input_dtype)
+        compute_in_float32(norm)
+        scale = norm.get_parameter("weight").detach()
+        has_bias = norm._parameters.get("bias") is not None  # then the original must be in FP32 too
+        originals.append(torch.nn.Parameter(scale.float(), requires_grad=False) if has_bias else norm.weight)
+        norm.weight = torch.nn.Parameter(scale.float().clone())
     return originals
 
 

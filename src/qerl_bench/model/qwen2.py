@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from qerl_bench.checks import check_fields, count, one_of, require
 from qerl_bench.model.base import DTYPES
+from qerl_bench.records import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 
+class MadeHere:
+    """A model that comes from no checkpoint, with the byte-level tokenizer."""
+
+    template: ClassVar[Mapping[str, Any]] = {}  # its chat template reads no keywords
+    trust_remote_code: ClassVar[bool] = False
+
+    def check(self, messages: tuple[Message, ...]) -> None:
+        """It is made here, with the tokenizer, and can be asked anything."""
+
+    def remote_code(self) -> None:
+        return None
+
+    def folder(self) -> Path | None:
+        return None
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from qerl_bench.model.tokenizer import byte_tokenizer
+
+        return byte_tokenizer()
+
+
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Spec:
+class Qwen2Spec(MadeHere):
     """The sizes. A subclass adds at least `seed`, `dtype` and `lr`."""
 
     name: str
@@ -45,17 +68,9 @@ class Qwen2Spec:
             "intermediate_size": self.intermediate_size,
         }
 
-    def transformers_config(self, **more: Any) -> Qwen2Config:
+    def qwen2_config(self, **more: Any) -> Qwen2Config:
         from transformers import Qwen2Config
 
         from qerl_bench.model.tokenizer import END_ID, PAD_ID
 
         return Qwen2Config(**self.config(), **more, bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID)
-
-    def folder(self) -> Path | None:
-        return None
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        from qerl_bench.model.tokenizer import byte_tokenizer
-
-        return byte_tokenizer()

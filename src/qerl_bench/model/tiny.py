@@ -23,6 +23,8 @@ class TinyModel(Qwen2Spec):
     dtype: str
     lr: float
 
+    warm_start_experiment = "warm_start"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, "model", warm_start_steps=count(0))
@@ -32,7 +34,7 @@ class TinyModel(Qwen2Spec):
             return None
         shape = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "seed")
         return [
-            "experiment=warm_start",
+            f"experiment={self.warm_start_experiment}",
             f"steps={self.warm_start_steps}",
             f"save_every={self.warm_start_steps}",
             f"optim.warmup_steps={min(20, self.warm_start_steps // 2)}",
@@ -53,5 +55,5 @@ class TinyModel(Qwen2Spec):
             return placed(model, device, dtype), tokenizer
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            model = Qwen2ForCausalLM(self.transformers_config(vocab_size=len(tokenizer), tie_word_embeddings=True))
+            model = Qwen2ForCausalLM(self.qwen2_config(vocab_size=len(tokenizer), tie_word_embeddings=True))
         return placed(placed(model, "cpu", torch.bfloat16), device, dtype), tokenizer

@@ -35,6 +35,7 @@ class BlockFormat(WeightFormat, ABC):
     """A format that packs W (N, K): a low-bit code per weight, and a scale per `block` neighboring inputs."""
 
     block: int
+    partial: bool  # whether a run may leave more than 5 % of the blocks' weights unpacked
 
     def check_width(self, name: str, in_features: int) -> None:
         require(

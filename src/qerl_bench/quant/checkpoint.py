@@ -1,13 +1,15 @@
 """Reads checkpoint folders of safetensors, tensor by tensor: plain ones block by block, packed ones as they are.
 
 All headers are read first. A file that is cut short or does not fit the model is refused, with the name of a tensor,
-before anything is returned. Tensors are copied out of the file, so that its pages do not stay in memory. Left out:
-checkpoints whose tensor names differ from the model's (fused experts); those are loaded whole.
+before anything is returned. Tensors are copied out of the file, so that its pages do not stay in memory. Names that
+differ from the model's, such as those of experts one by one, are converted as transformers does. The experts of gpt-oss
+are published in MXFP4: they are taken as they are, or dequantized for another format.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.quant.architecture import causal_lm_config
 from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.conversion import Source, rows_in_checkpoint, sources_of
+from qerl_bench.quant.experts import (
+    PackedMatrices,
+    expert_modules,
+    expert_parameters,
+    is_transposed,
+    matrix_shape,
+    pack_experts,
+)
+from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.share import is_linear, persistent_buffers
+from qerl_kernels import mxfp4
 
+log = logging.getLogger(__name__)
+
+BLOCKS, SCALES = "_blocks", "_scales"  # gpt-oss: codes (E, N, K/32, 16) and scale bytes (E, N, K/32) of its experts
+RELEASED = "mxfp4"  # `quant_method` of gpt-oss as published
 PACK_FORMATS = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}  # of compressed-tensors
 _STATE = ".quant_state.bitsandbytes__nf4"
 _REMEDY = "download or write the checkpoint again"
@@ -34,6 +52,7 @@ class CheckpointReader:
         self.folder, self.device = folder, device
         self.headers: dict[str, dict[str, Any]] = {}  # tensor name -> its entry in the file's header
         self.files: dict[str, Path] = {}
+        self.sources: dict[str, Source] = {}  # tensor name of the model -> what it is made of
         for path in sorted(folder.glob("*.safetensors")):
             for name, entry in _header(path).items():
                 require(name not in self.files, f"{folder}: tensor {name} is in two files; {_REMEDY}")
@@ -61,27 +80,84 @@ class CheckpointReader:
                 tensor = file.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"{self.files[name]}: tensor {name} cannot be read ({error}); {_REMEDY}") from None
-        require(
-            shape is None or tuple(tensor.shape) == tuple(shape),
-            f"{self.files[name]}: tensor {name} has the shape {tuple(tensor.shape)}, and the model needs "
-            f"{tuple(shape or ())}; config.json and the weights belong to different models",
-        )
+        if shape is not None:
+            self._check_shape(name, tensor.shape, shape)
         return tensor.to(self.device, copy=True)
 
-    def covers(self, model: torch.nn.Module) -> bool:
-        """Whether the checkpoint has every parameter of `model`, under the name that the model uses."""
-        return all(name in self for name, _ in model.named_parameters())
-
     def fill(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        """Load those of the parameters `names` that are on the meta device, in the dtype that they have there."""
+        """Load those of the parameters `names` that are on the meta device, in the dtype that they have there.
+
+        The first call checks that the checkpoint has every parameter that `model` still lacks, and loads its buffers.
+        """
+        if not self.sources:
+            self._look_at(model)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             module = model.get_submodule(parent)
             empty = getattr(module, leaf)
             if empty.is_meta:
-                values = self.read(name, empty.shape).to(empty.dtype)
-                setattr(module, leaf, torch.nn.Parameter(values, requires_grad=empty.requires_grad))
+                if f"{name}{BLOCKS}" in self:
+                    values = self.dequantized_experts(name, module)
+                else:
+                    values = self._make(model, name, empty.shape)
+                setattr(module, leaf, torch.nn.Parameter(values.to(empty.dtype), requires_grad=empty.requires_grad))
         model.tie_weights()  # type: ignore[operator]
+
+    def _look_at(self, model: torch.nn.Module) -> None:
+        self.sources = sources_of(model, self.files)
+        state = model.state_dict()
+        parameters = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        buffers = persistent_buffers(model)
+        wanted = [name for name in (*parameters, *buffers) if f"{name}{BLOCKS}" not in self]
+        missing = [name for name in wanted if name not in self.sources]
+        require(
+            not missing,
+            f"{self.folder} lacks {len(missing)} of the {len(wanted)} tensors of this {type(model).__name__}, such as "
+            f"{', '.join(missing[:3])}; {_REMEDY}, or correct config.json if it describes another model",
+        )
+        for name in wanted:
+            source = self.sources[name]
+            if source.converter is None:
+                self._check_shape(source.key, self.headers[source.key]["shape"], state[name].shape)
+        left = [name for name in self.sources if name not in state]
+        if left and quantization_config(self.folder) is None:
+            log.warning("%s: %d tensors belong to no part of the model, such as %s", self.folder, len(left), left[0])
+        for name, buffer in buffers.items():
+            buffer.copy_(self._make(model, name, buffer.shape))
+
+    def _make(self, model: torch.nn.Module, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor `name` of the model. Raises ConfigError unless it has the given shape."""
+        try:
+            values = self.sources[name].make(name, model, self.read)
+        except (RuntimeError, KeyError, ValueError) as error:  # tensors that do not fit together
+            raise ConfigError(f"{self.folder}: {name} cannot be made of its tensors ({error}); {_REMEDY}") from None
+        self._check_shape(name, values.shape, shape)
+        return values
+
+    def _check_shape(self, name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+        require(
+            tuple(shape) == tuple(wanted),
+            f"{self.files.get(name, self.folder)}: tensor {name} has the shape {tuple(shape)}, and the model needs "
+            f"{tuple(wanted)}; config.json and the weights belong to different models",
+        )
+
+    def released_experts(self, name: str, shape: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+        """The experts parameter `name` as gpt-oss publishes it, in the bytes of `quant=mxfp4`; `shape` is (E, N, K)."""
+        experts, n, k = shape
+        blocks = self.read(f"{name}{BLOCKS}", (experts, n, k // MXFP4.block, MXFP4.block // 2))
+        scales = self.read(f"{name}{SCALES}", (experts, n, k // MXFP4.block))
+        for key, tensor in ((BLOCKS, blocks), (SCALES, scales)):
+            stored = tensor.dtype
+            require(stored == torch.uint8, f"{name}{key} is stored as {stored}, not as torch.uint8; {_REMEDY}")
+        return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
+
+    def dequantized_experts(self, name: str, experts: torch.nn.Module) -> torch.Tensor:
+        """The experts parameter `name` of a gpt-oss as published, in BF16, which holds every value of MXFP4."""
+        packed = self.released_experts(name, matrix_shape(experts, name.rpartition(".")[2]))
+        rows = {key: tensor.flatten(0, 1) for key, tensor in packed.items()}
+        values = mxfp4.operand(rows["weight_packed"], rows["weight_scale"], torch.bfloat16)
+        values = values.view(len(packed["weight_scale"]), -1, values.shape[1])
+        return values.mT.contiguous() if is_transposed(experts) else values
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
@@ -102,18 +178,22 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-def skeleton(folder: Path, dtype: torch.dtype) -> Any:
+def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The model that config.json describes: parameters on the meta device, real buffers."""
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    config = AutoConfig.from_pretrained(folder)
+    config = causal_lm_config(folder, None, trust_remote_code)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    for path, module in model.named_modules():  # some buffers stay in FP32 whatever `dtype` is
+        for name, buffer in module.named_buffers(recurse=False):
+            if any(part in f"{path}.{name}" for part in model._keep_in_fp32_modules_strict or ()):
+                module._buffers[name] = buffer.float()
     model.tie_weights()
     return model.eval()
 
@@ -138,13 +218,15 @@ def check_format(folder: Path, requested: WeightFormat) -> None:
             not group.get("input_activations"),
             f"{folder} quantizes activations too, which this harness does not; use a weight-only checkpoint (W4A16)",
         )
+    elif method == RELEASED:
+        name, stored = method, MXFP4
     else:
         name = config.get("bnb_4bit_quant_type")
         stored = NF4 if method == "bitsandbytes" and config.get("load_in_4bit") and name == "nf4" else None
     if stored is None:
         raise ConfigError(
-            f"{folder} is packed as {name} by {method}; readable are {', '.join(PACK_FORMATS)} of compressed-tensors "
-            "and nf4 of bitsandbytes"
+            f"{folder} is packed by {method}{f' as {name}' if name else ''}; readable are {', '.join(PACK_FORMATS)} of "
+            "compressed-tensors, nf4 of bitsandbytes, and gpt-oss's mxfp4"
         )
     require(
         isinstance(requested, stored),
@@ -159,7 +241,9 @@ def check_format(folder: Path, requested: WeightFormat) -> None:
         )
 
 
-def read_packed(folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str) -> Any:
+def read_packed(
+    folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+) -> Any:
     """The model of a packed checkpoint: packed layers byte for byte, everything else in `dtype`.
 
     Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format.
@@ -167,9 +251,9 @@ def read_packed(folder: Path, weight_format: WeightFormat, dtype: torch.dtype, d
     check_format(folder, weight_format)
     assert isinstance(weight_format, BlockFormat)
     reader = CheckpointReader(folder, device)
-    model = skeleton(folder, dtype)
+    model = skeleton(folder, dtype, trust_remote_code)
     for name, linear in list(model.named_modules()):
-        if not isinstance(linear, torch.nn.Linear):
+        if not is_linear(linear):
             continue
         if isinstance(weight_format, NF4):
             packed = _read_nf4(reader, name, linear, weight_format)
@@ -179,6 +263,12 @@ def read_packed(folder: Path, weight_format: WeightFormat, dtype: torch.dtype, d
             bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
             shape = (linear.out_features, linear.in_features)
             model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
+    for path, experts in expert_modules(model).items():
+        for leaf in expert_parameters(experts):
+            name, shape = f"{path}.{leaf}", matrix_shape(experts, leaf)
+            packed = _read_experts(reader, model, name, shape, weight_format)
+            if packed is not None:
+                pack_experts(experts, {leaf: PackedMatrices(weight_format, packed, shape, is_transposed(experts))})
     reader.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
     return model
 
@@ -207,6 +297,49 @@ def _read_fp4(
         ok = 0 < scale < float("inf") and not bool(packed["weight_scale"].to(torch.float32).isnan().any())
         require(ok, f"{name} has a scale that is zero, infinite or not a number; {_REMEDY}")
     return packed
+
+
+def _read_experts(
+    reader: CheckpointReader, model: Any, name: str, shape: tuple[int, int, int], weight_format: BlockFormat
+) -> dict[str, torch.Tensor] | None:
+    """The packed tensors (E, ...) of the experts parameter `name`, None if it is not packed."""
+    if f"{name}{BLOCKS}" in reader:
+        weight_format.check_width(name, shape[2])
+        return reader.released_experts(name, shape)
+    layers = rows_in_checkpoint(model, name, shape[:2])
+    if not any(f"{layer}.weight_packed" in reader for layer in layers):
+        return None
+    parts = []
+    for layer, rows in layers.items():
+        linear = torch.nn.Linear(shape[2], len(rows), bias=False, device="meta")
+        part = _read_fp4(reader, layer, linear, weight_format)
+        require(part is not None, f"{reader.folder}: {layer} is not packed, unlike other experts; {_REMEDY}")
+        parts.append((rows, part))
+    return _joined(reader.folder, name, parts, shape)
+
+
+def _joined(
+    folder: Path, name: str, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], shape: tuple[int, int, int]
+) -> dict[str, torch.Tensor]:
+    """The packed tensors (E, ...) of an experts parameter from those of its layers, each with its rows (n,)."""
+    joined = {}
+    for key, like in parts[0][1].items():
+        if key in TENSOR_SCALES:  # one for each expert, which its layers share
+            joined[key] = torch.stack([like] * shape[0])
+            for rows, part in parts:
+                joined[key][int(rows[0]) // shape[1]] = part[key]
+            shared = all(torch.equal(joined[key][int(rows[0]) // shape[1]], part[key]) for rows, part in parts)
+            require(
+                shared,
+                f"{folder}: the layers of an expert in {name} have different tensor scales, which one matrix cannot "
+                "keep; give the unquantized model, which is packed with one",
+            )
+        else:
+            flat = like.new_empty(shape[0] * shape[1], like.shape[1]).view(torch.uint8)
+            for rows, part in parts:
+                flat[rows.to(flat.device)] = part[key].view(torch.uint8)
+            joined[key] = flat.view(like.dtype).unflatten(0, shape[:2])
+    return joined
 
 
 def _read_nf4(

@@ -12,13 +12,11 @@ Left out: measures that need data, except the output error where a quantizer has
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-
-from qerl_bench.quant.linear import resident_bytes
 
 _CHUNK = 1 << 17  # weights processed at once; small enough for a CPU's cache
 _GPU_CHUNK = 1 << 24  # larger on a GPU, where launching a small operation takes longer than running it
@@ -41,14 +39,13 @@ class LayerReport:
     output_error: float | None = None  # ||X (W - Q)^T|| / ||X W^T|| over calibration inputs X; None without them
 
 
-def unpacked_report(layer: torch.nn.Linear) -> LayerReport:
-    """The report of a layer that was not packed here: no error, and statistics of W not computed."""
-    size = resident_bytes(layer)
+def unpacked_report(size: int, weights: int) -> LayerReport:
+    """The report of a layer of `size` bytes that was not packed here: no error, and statistics of W not computed."""
     zero = dict.fromkeys(("relative_error", "scale_bias", "dead_zone", "grid_noise"), 0.0)
     unknown = dict.fromkeys(("kurtosis", "zero_share"), float("nan"))
     return LayerReport(
         bytes=size,
-        bits_per_weight=8 * size / (layer.out_features * layer.in_features),
+        bits_per_weight=8 * size / weights,
         gain=1.0,
         cosine=1.0,
         **zero,
@@ -64,6 +61,22 @@ def layer_report(
     `size` is in bytes, `second_moment` the mean of x x^T over the layer's inputs, (K, K), if it was measured. A layer
     of zeros has relative error 0, gain 1 and cosine 1.
     """
+    report = _report(_sums(weight, restored), weight.numel(), size)
+    error = None if second_moment is None else output_error(weight, restored, second_moment)
+    return replace(report, output_error=error)
+
+
+def experts_report(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int) -> LayerReport:
+    """`layer_report` of several matrices as one, given W and its restored form for each, one at a time."""
+    count, sums = 0, torch.zeros(8, dtype=torch.float64)
+    for weight, restored in pairs:
+        sums += _sums(weight, restored).cpu()
+        count += weight.numel()
+    return _report(sums, count, size)
+
+
+def _sums(weight: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    """The sums over all weights that a report is made of, FP64 (8,)."""
     sums = torch.zeros(8, dtype=torch.float64, device=weight.device)
     chunk = _CHUNK if weight.device.type == "cpu" else _GPU_CHUNK
     for w, q in zip(weight.reshape(-1).split(chunk), restored.reshape(-1).split(chunk), strict=True):
@@ -73,8 +86,11 @@ def layer_report(
         dead, ww = w * zero, w * w
         products = (w @ w, e @ w, e @ e, dead @ dead, zero.sum(), w.sum(), ww @ w, ww @ ww)
         sums += torch.stack([product.to(torch.float64) for product in products])
+    return sums
+
+
+def _report(sums: torch.Tensor, count: int, size: int) -> LayerReport:
     ww, ew, ee, ww_dead, zeros, w1, w3, w4 = sums.tolist()
-    count = weight.numel()
     shift = ew / ww if ww > 0 else 0.0  # g - 1
     norm = ww if ww > 0 else 1.0
     qq = ww + 2 * ew + ee
@@ -94,7 +110,6 @@ def layer_report(
         cosine=(ww + ew) / (ww * qq) ** 0.5 if ww > 0 and qq > 0 else 1.0,
         kurtosis=fourth / variance**2 if variance > 0 else float("nan"),
         zero_share=zeros / count,
-        output_error=None if second_moment is None else output_error(weight, restored, second_moment),
     )
 
 

@@ -2,7 +2,8 @@
 
 Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 are written as
 compressed-tensors checkpoints, which transformers and vLLM read; nf4 as bitsandbytes checkpoints. The folder gets its
-name only when it is complete.
+name only when it is complete. Experts are written one linear layer after the other, under the names that checkpoints of
+the model have, as llm-compressor does. Left out: experts without such layers (gpt-oss, Llama 4, Granite), and in nf4.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from safetensors.torch import save_file
 from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.quant.base import WeightFormat
-from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
+from qerl_bench.quant.experts import PackedMatrices
+from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.share import persistent_buffers, unpacked_parameters
 
 SHARD_BYTES = 5 * 10**9
 USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
@@ -37,9 +41,9 @@ def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tokenizer.save_pretrained(partial)
-    unpacked = [name for name, m in model.named_modules() if type(m) is torch.nn.Linear]
-    entry = config_entry(weight_format, unpacked, str(model.dtype).removeprefix("torch."))
-    write_model(model, dict(checkpoint_tensors(model)), entry, partial)
+    tensors = dict(checkpoint_tensors(model))
+    entry = config_entry(weight_format, unpacked_modules(model), str(model.dtype).removeprefix("torch."))
+    write_model(model, tensors, entry, partial)
     if out.is_dir():
         out.rmdir()
     os.replace(partial, out)
@@ -69,21 +73,54 @@ def check_new_folder(out: Path) -> None:
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the model under its checkpoint name; tied tensors once."""
+    """Every tensor of the model under its checkpoint name; tied tensors once.
+
+    Raises ConfigError if the model has packed experts that no checkpoint holds as linear layers.
+    """
     packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
     for name, layer in packed.items():
         if layer.bias is not None:
             yield f"{name}.bias", layer.bias.detach()
-        yield from _packed_tensors(name, layer)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] not in packed:
-            yield name, parameter.detach()
+        yield from _packed_tensors(name, layer.weight_format, layer.packed(), (layer.out_features, layer.in_features))
+    plain = {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[0] not in packed}
+    plain |= persistent_buffers(model)
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, PackedMatrices)}
+    for name, matrices in experts.items():
+        yield from _experts_tensors(model, name, matrices)
+    yield from (in_checkpoint(model, plain) if experts else plain).items()
 
 
-def _packed_tensors(name: str, layer: PackedLinear) -> Iterator[tuple[str, torch.Tensor]]:
-    tensors = layer.packed()
-    if isinstance(layer.weight_format, NF4):
-        state = quant_state(tensors, (layer.out_features, layer.in_features), torch.bfloat16, with_code=True)
+def unpacked_modules(model: torch.nn.Module) -> list[str]:
+    """The linear layers that are not packed, and the routers that are no linear layers, as a checkpoint names them."""
+    linears = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    names = [name for name in unpacked_parameters(model) if name.rpartition(".")[0] not in linears]
+    routers = {name: parameter for name in names if (parameter := model.get_parameter(name)).dim() == 2}
+    return linears + [name.removesuffix(".weight") for name in in_checkpoint(model, routers)]
+
+
+def _experts_tensors(model: torch.nn.Module, name: str, matrices: PackedMatrices) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the linear layers that make up the packed experts parameter `name`."""
+    rows_of_layer = rows_in_checkpoint(model, name, (matrices.experts, matrices.out_features))
+    require(
+        bool(rows_of_layer) and not isinstance(matrices.weight_format, NF4),
+        f"the experts {name} of {type(model).__name__} cannot be exported as {matrices.weight_format.name}: "
+        "checkpoints hold no linear layer for each of them that this format could pack. Use quant=nvfp4 or mxfp4, and "
+        "a model such as Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 or GLM-4-MoE",
+    )
+    for layer, rows in rows_of_layer.items():
+        expert, own = int(rows[0]) // matrices.out_features, rows.to(matrices.device) % matrices.out_features
+        packed = {
+            key: tensor.clone() if key in TENSOR_SCALES else tensor.view(torch.uint8)[own].view(tensor.dtype)
+            for key, tensor in matrices.packed(expert).items()
+        }
+        yield from _packed_tensors(layer, matrices.weight_format, packed, (len(rows), matrices.in_features))
+
+
+def _packed_tensors(
+    name: str, weight_format: BlockFormat, tensors: dict[str, torch.Tensor], shape: tuple[int, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(weight_format, NF4):
+        state = quant_state(tensors, shape, torch.bfloat16, with_code=True)
         yield f"{name}.weight", tensors["weight"]
         for key, tensor in state.as_dict(packed=True).items():
             yield f"{name}.weight.{key}", tensor
@@ -160,11 +197,9 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
     """
     options, chosen = split_words(words, ("model", "out"), USAGE)
     model = chosen["model"]
-    overrides = ["model.dtype=bfloat16", f"model={model}"]
-    if not (CONF_DIR / "model" / f"{model}.yaml").is_file():
-        some_hub_model = next(p.stem for p in sorted((CONF_DIR / "model").glob("*.yaml")) if p.stem != "tiny")
-        overrides = [f"model={some_hub_model}", f"model.id={model}", "model.dtype=bfloat16"]
-    return [*overrides, *options], Path(chosen["out"])
+    known = (CONF_DIR / "model" / f"{model}.yaml").is_file()
+    overrides = [f"model={model}"] if known else ["model=hub", f"model.id={model}"]
+    return [*overrides, "model.dtype=bfloat16", *options], Path(chosen["out"])
 
 
 def main(words: list[str]) -> None:

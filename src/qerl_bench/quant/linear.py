@@ -22,8 +22,17 @@ from qerl_kernels.training_linear import Adapter, packed_linear
 
 # Checkpoint names of tensor scales, (1,).
 TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
-# Sibling layers that inference engines run as one matrix; as in llm-compressor, they share one tensor scale.
-FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Sibling layers that inference engines run as one matrix; as in llm-compressor, they share one tensor scale. The last
+# three are those of vLLM: DeepSeek's latent attention, and the linear attention of Qwen3.5. Names, since nothing in a
+# model says what an engine fuses; a layer under another name has a scale of its own.
+FUSED_SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 
 KERNEL_BUFFERS = ("kernel_words", "kernel_scales")
 
@@ -46,6 +55,17 @@ class PackedWeight:
             f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding back to "
             "4 bits loses most of an adapter's update; keep the adapter separate, or merge it into an unquantized model"
         )
+
+
+def resident_kernel_weight(
+    module: torch.nn.Module, weight_format: BlockFormat, shape: tuple[int, int], offset: int | None
+) -> layout.KernelWeight | None:
+    """The weight in the kernels' layout, from the buffers of `module`; None without `offset`: it is not resident."""
+    if offset is None:
+        return None
+    words, scales = (module._buffers[name] for name in KERNEL_BUFFERS)
+    assert words is not None and scales is not None and weight_format.kernel_layout is not None
+    return layout.KernelWeight(weight_format.kernel_layout, shape, words, scales, offset)
 
 
 class PackedLinear(torch.nn.Linear):
@@ -104,12 +124,9 @@ class PackedLinear(torch.nn.Linear):
     @property
     def kernel_weight(self) -> layout.KernelWeight | None:
         """The weight as the fused kernels read it, after `use_kernels`."""
-        if self._scale_offset is None:
-            return None
-        words, scales = (self._buffers[name] for name in KERNEL_BUFFERS)
-        assert words is not None and scales is not None and self.weight_format.kernel_layout is not None
-        shape = (self.out_features, self.in_features)
-        return layout.KernelWeight(self.weight_format.kernel_layout, shape, words, scales, self._scale_offset)
+        return resident_kernel_weight(
+            self, self.weight_format, (self.out_features, self.in_features), self._scale_offset
+        )
 
     @property
     def uses_bitsandbytes(self) -> bool:
@@ -185,18 +202,24 @@ class PackedLinear(torch.nn.Linear):
         return f"{super().extra_repr()}, format={self.weight_format.name}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
-        """Let `model.to(...)`, `.half()` and the like move the packed tensors, but never convert them."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, tensor in self._buffers.items():
-            old = before[name]
-            if tensor is not None and old is not None and tensor.dtype != old.dtype:
-                self._buffers[name] = old.to(tensor.device)
+        with keep_packed_dtypes(self):
+            super()._apply(fn, recurse)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.row_scales = [(slice(None), self.weight_format.output_scale(self.packed()))]
+
+
+@contextmanager
+def keep_packed_dtypes(module: torch.nn.Module) -> Iterator[None]:
+    """Let `model.to(...)`, `.half()` and the like move the packed tensors of a module, but never convert them."""
+    before = dict(module._buffers)
+    yield
+    for name, tensor in module._buffers.items():
+        old = before[name]
+        if tensor is not None and old is not None and tensor.dtype != old.dtype:
+            module._buffers[name] = old.to(tensor.device)
 
 
 def pack_linear(
@@ -224,8 +247,8 @@ def errors_name_layer(name: str) -> Iterator[None]:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def resident_bytes(layer: torch.nn.Linear) -> int:
+def resident_bytes(layer: torch.nn.Module) -> int:
     """Bytes of the layer's weight, scales included, without the bias."""
-    if isinstance(layer, PackedLinear):
-        return sum(tensor.nbytes for tensor in layer.buffers())
-    return layer.weight.nbytes
+    if isinstance(layer, torch.nn.Linear) and not isinstance(layer, PackedLinear):
+        return layer.weight.nbytes
+    return sum(tensor.nbytes for tensor in layer.buffers())

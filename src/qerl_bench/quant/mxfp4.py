@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, one_of
+from qerl_bench.checks import check_fields, flag, one_of
 from qerl_bench.quant.base import BlockFormat
 
 if TYPE_CHECKING:
@@ -18,13 +18,14 @@ class MXFP4(BlockFormat):
 
     name: str
     scale_rule: str
+    partial: bool
 
     block = 32
     bits_per_weight = 4 + 8 / block
     kernel_layout = "mxfp4"
 
     def __post_init__(self) -> None:
-        check_fields(self, "quant", scale_rule=one_of("even", "floor", "rceil"))
+        check_fields(self, "quant", scale_rule=one_of("even", "floor", "rceil"), partial=flag)
 
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0

@@ -33,11 +33,12 @@ class NF4(BlockFormat):
     name: str
     double_quant: bool
     backend: str
+    partial: bool
 
     block = 64
 
     def __post_init__(self) -> None:
-        check_fields(self, "quant", double_quant=flag, backend=one_of("own", "bitsandbytes"))
+        check_fields(self, "quant", double_quant=flag, backend=one_of("own", "bitsandbytes"), partial=flag)
 
     @property
     def bits_per_weight(self) -> float:

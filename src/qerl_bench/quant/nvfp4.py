@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, one_of, require
+from qerl_bench.checks import check_fields, flag, one_of, require
 from qerl_bench.quant.base import BlockFormat
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class NVFP4(BlockFormat):
     name: str
     compute_dtype: str
     convention: str
+    partial: bool
 
     block = 16
     bits_per_weight = 4 + 8 / block
@@ -35,6 +36,7 @@ class NVFP4(BlockFormat):
             "quant",
             compute_dtype=one_of("bfloat16", "float16", "float32"),
             convention=one_of("compressed-tensors", "torchao"),
+            partial=flag,
         )
         require(
             self.convention != "torchao" or self.compute_dtype == "float32",

@@ -101,15 +101,6 @@ def shared_amax(amax: dict[str, float]) -> dict[str, float]:
     return shared
 
 
-def decoder_blocks(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList] | None:
-    """Name and list of the transformer blocks: the first list as long as the config says, None if there is none."""
-    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return name, module
-    return None
-
-
 @torch.no_grad()
 def first_block_inputs(
     model: Any, blocks: torch.nn.ModuleList, batches: list[tuple[torch.Tensor, torch.Tensor]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qerl_bench.checks import check_fields, count, require
-from qerl_bench.task.prompts import render_prompt
+from qerl_bench.task.chat_template import Keywords, demonstration_ids
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,18 @@ class Calibration:
     def __post_init__(self) -> None:
         check_fields(self, "quantizer.calibration", samples=count(), length=count(2), seed=count(0))
 
-    def sequences(self, tokenizer: PreTrainedTokenizerBase, task: DemonstrationSource) -> list[list[int]]:
-        """The token ids of each sample. Raises ConfigError if the file cannot be read or holds too few."""
+    def sequences(
+        self, tokenizer: PreTrainedTokenizerBase, task: DemonstrationSource, template: Keywords | None
+    ) -> list[list[int]]:
+        """The token ids of each sample, demonstrations as in training with the model's `template`.
+
+        Raises ConfigError if the file cannot be read or holds too few.
+        """
         if self.file is not None:
             return self._from_file(tokenizer, Path(self.file))
         demonstrations = task.demonstrations(0, self.samples, self.seed)
-        return [_demonstration_ids(tokenizer, demonstration)[: self.length] for demonstration in demonstrations]
+        prompts, completions = demonstration_ids(tokenizer, demonstrations, template)
+        return [[*pair[0], *pair[1]][: self.length] for pair in zip(prompts, completions, strict=True)]
 
     def _from_file(self, tokenizer: PreTrainedTokenizerBase, path: Path) -> list[list[int]]:
         require(
@@ -83,14 +89,6 @@ def _text_of(path: Path, number: int, line: str) -> str:
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
-
-
-def _demonstration_ids(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> list[int]:
-    """Prompt, completion and stop token, as in training."""
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the tokenizer has no end-of-text token"
-    prompt = render_prompt(tokenizer, demonstration.prompt.messages)
-    return [*_ids(tokenizer, prompt), *_ids(tokenizer, demonstration.completion), end]
 
 
 def batches(sequences: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -42,6 +42,7 @@ STUDY_METRICS = (
     "aqn/sigma_realised",
     "aqn/entropy_target",
     "aqn/saturated",
+    "router/changed_frac",
     "train/taught_frac",
     "updates_skipped",
     "time/rollout_s",

@@ -24,7 +24,8 @@ import pyarrow.parquet as parquet
 
 from qerl_bench.checks import require
 from qerl_bench.config import fingerprint
-from qerl_bench.study.parse import first_names, read_object
+from qerl_bench.stored import read_object
+from qerl_bench.study.parse import first_names
 
 SETTINGS, TIDY, ANSWERS = "settings.json", "tidy.parquet", "answers.parquet"
 TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -90,7 +91,7 @@ def read_study(path: Path) -> CommittedStudy:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStudy:
-    content = read_object(path / SETTINGS)
+    content = read_object(path / SETTINGS, f"{REMEDY} {path}")
     missing = sorted({"config", "settings", "environment", "environments", "runs"} - content.keys())
     require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY} {path}")
     configs = {listed: content["config"] | varying for listed, varying in content["settings"].items()}

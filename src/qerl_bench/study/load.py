@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as parquet
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import canonical, fingerprint, scientific
-from qerl_bench.rundir import flat
+from qerl_bench.rundir import DONE, check_records, flat, is_finished, saved
+from qerl_bench.stored import read_config, read_object, read_table
 from qerl_bench.study import parse
 from qerl_bench.study.committed import SETTINGS, TEXT, find_study, is_study, read_study
 from qerl_bench.study.parse import first_names
@@ -30,6 +30,7 @@ Cell = tuple[str, int]  # base model and seed: runs of different settings are co
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
 IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
 BASE_KEYS = frozenset({"model.seed"})  # config keys that select the base model
+PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
 MEASURED = ("kind", "step", "metric", "value")
 NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
@@ -146,7 +147,8 @@ class Run:
     def config_items(self) -> dict[str, Any]:
         """The part of the config that decides numbers, with dotted keys, and the device; without base and seed."""
         items = flat(scientific(self.config))
-        return {key: value for key, value in items.items() if key not in BASE_KEYS} | {"device": self.device}
+        base_keys = BASE_KEYS | (PLACE_KEYS if self.environment.get("base") else frozenset())
+        return {key: value for key, value in items.items() if key not in base_keys} | {"device": self.device}
 
     @cached_property
     def setting_items(self) -> frozenset[tuple[str, str]]:
@@ -191,16 +193,13 @@ class Run:
         path = self.path / "samples.parquet"
         if self.kept_answers is not None or not path.is_file():
             return self.kept_answers
-        needed = ["mode", "question", "step", "correct"]
-        missing = sorted({*needed} - {*parquet.read_schema(path).names})
-        require(not missing, f"{path} has no column {', '.join(missing)}: leave the run out, or run it again")
-        rows = pd.read_parquet(path, columns=needed).astype({"correct": "int64"})
+        rows = read_table(path, ["mode", "question", "step", "correct"]).astype({"correct": "int64"})
         return rows.groupby(["mode", "question", "step"])["correct"].agg(correct="sum", samples="count").reset_index()
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Path]:
-    """The runs at or below `root`, sorted: each folder with config.yaml and metrics.jsonl, and STUDY/NAME for each run
-    of a committed study.
+    """The runs at or below `root`, sorted: each folder with metrics.jsonl, or with config.yaml and checkpoints, and
+    STUDY/NAME for each run of a committed study.
 
     Folders inside a run or a study are not searched. Raises ConfigError if there is no such folder, or no run.
     """
@@ -210,7 +209,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[Path]:
     require(root.is_dir(), f"{root} is not a folder: pass a run directory, or a folder that holds runs")
     runs = []
     for folder, subfolders, files in os.walk(root):
-        if "config.yaml" in files and "metrics.jsonl" in files:
+        if "metrics.jsonl" in files or ("config.yaml" in files and "checkpoints" in subfolders):
             runs.append(Path(folder))
             subfolders.clear()
         elif SETTINGS in files and is_study(Path(folder)):
@@ -232,9 +231,10 @@ def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = Fals
 
 
 def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
-    """Raise ConfigError, naming the runs, if two have one name, if a metric has several definitions, or if the runs
-    come from several versions of the code and `mixed_code` does not allow that.
+    """Raise ConfigError, naming the runs, if two have one name, if two models do, if a metric has several definitions,
+    or if the runs come from several versions of the code and `mixed_code` does not allow that.
     """
+    _require_one_model_per_name(runs)
     by_name: dict[str, list[Run]] = {}
     by_code: dict[str, list[str]] = {}
     by_definition: dict[str, dict[str, list[str]]] = {}
@@ -261,11 +261,27 @@ def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
     )
 
 
+def _require_one_model_per_name(runs: Sequence[Run]) -> None:
+    """A model that is loaded has one base. One that is made from a seed may have many: repetitions of one kind."""
+    by_model: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        loaded = "id" in run.config.get("model", {})
+        weights = by_model.setdefault(str(run.option("model.name")), {})
+        weights.setdefault(run.base if loaded else "made from model.seed", []).append(run.name)
+    for name, weights in by_model.items():
+        listed = "\n".join(f"  {base}: {first_names(names)}" for base, names in weights.items())
+        require(
+            len(weights) == 1,
+            f"{len(weights)} models are called {name} in these runs:\n{listed}\nLeave all but one out. A folder with "
+            "another name gives a model another name: model=hub model.id=DIR",
+        )
+
+
 def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
     """Read one run, from its folder or as STUDY/NAME. Raises ConfigError for a damaged file, naming it and the line.
 
     A run without done.json may still be written to, so its half-written last line is dropped with a warning. With
-    `metrics=False` that table stays empty, and the run is read in a millisecond.
+    `metrics=False` that table stays empty, nothing is checked, and the run is read in a millisecond.
     """
     path = Path(path)
     kept = find_study(path)
@@ -282,15 +298,22 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
         )
     for name in ("config.yaml", "metrics.jsonl"):
         require((path / name).is_file(), f"{path} is not a run directory: it has no {name}")
-    finished = (path / "done.json").is_file()
+    finished = is_finished(path)
+    if metrics:
+        check_records(path, "Or leave the run out")
     return Run(
         path=path,
-        config=parse.read_config(path / "config.yaml"),
-        environment=parse.read_object(path / "env.json") if (path / "env.json").is_file() else {},
+        config=read_config(path / "config.yaml"),
+        environment=_object(path, "env.json", finished),
         finished=finished,
-        done=parse.read_object(path / "done.json") if finished else {},
+        done=_object(path, DONE, finished),
         metrics=parse.read_metrics(path / "metrics.jsonl", finished) if metrics else parse.long_table({}, {}),
     )
+
+
+def _object(run: Path, name: str, finished: bool) -> dict[str, Any]:
+    """The object in a JSON file of a run; empty without the file."""
+    return read_object(run / name, saved(run, name, finished)) if (run / name).is_file() else {}
 
 
 def tidy(runs: Iterable[Run]) -> pd.DataFrame:

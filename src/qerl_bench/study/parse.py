@@ -1,9 +1,8 @@
-"""Reads the files of a run directory; a damaged file is named, with the line."""
+"""Reads metrics.jsonl; a damaged file is named, with the line. `stored.py` reads the other files."""
 
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,47 +10,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.renamed_keys import require_current
 
 NUMBER_TYPES = {int, float, bool, type(None)}
 REMEDY = "Repair or remove this line, or leave the run out"
 MAX_NAMES = 3  # in a message
-
-
-class _Loader(yaml.CSafeLoader):
-    """PyYAML's parser in C, which reads 1e-5 as a number as OmegaConf does."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"),
-    list("-+0123456789."),
-)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text()
-        config = yaml.load(text, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a resolved config: {error}") from error
-    require("${" not in text, f"{path} is not a resolved config: it refers to other keys with ${{...}}")
-    require(isinstance(config, dict) and bool(config), f"{path} must hold the run's config, but is empty or no mapping")
-    require_current(config, path.parent)
-    return {str(key): value for key, value in config.items()}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    remedy = "delete it, and run the same command again to finish"
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}): {remedy}") from error
-    require(isinstance(content, dict), f"{path} must hold one JSON object: {remedy}")
-    return content
 
 
 def read_metrics(path: Path, finished: bool) -> pd.DataFrame:

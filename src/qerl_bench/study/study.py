@@ -161,8 +161,9 @@ def require_complete(missing: Sequence[str]) -> None:
 
 
 def describe_repeats(runs: Sequence[Run]) -> str:
-    """How often a setting was repeated: the units of an interval over these runs."""
+    """How often a setting was repeated, and of which model: the units of an interval over these runs."""
     bases, seeds = (len({run.cell[part] for run in runs}) for part in (0, 1))
+    models = ", ".join(sorted({run.option("model.name") for run in runs}))
     if bases > 1:
-        return f"{bases} base models, {f'the mean of {seeds} seeds' if seeds > 1 else 'one seed'} each"
-    return f"{seeds} seeds of one base model" if seeds > 1 else "a single seed"
+        return f"{bases} base models ({models}), {f'the mean of {seeds} seeds' if seeds > 1 else 'one seed'} each"
+    return f"{seeds} seeds of one base model ({models})" if seeds > 1 else f"a single seed of {models}"

@@ -37,6 +37,7 @@ def render(table: pd.DataFrame) -> str:
         return "no runs"
     columns = {
         ("", "run"): [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")],
+        ("", "model"): list(table["model"]),
         ("", "format"): list(table["format"]),
         ("", "noise"): list(table["noise"]),
         ("", "rank"): [str(rank) for rank in table["rank"]],
@@ -51,7 +52,7 @@ def render(table: pd.DataFrame) -> str:
         ("taught", "share"): [_number(value, ".2f") for value in table["taught"]],
         ("peak", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
     }
-    texts = {"run", "format", "noise"}
+    texts = {"run", "model", "format", "noise"}
     aligned = [_align([*heading, *cells], left=heading[1] in texts) for heading, cells in columns.items()]
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     unfinished = [] if all(table["finished"]) else ["* not finished"]
@@ -77,6 +78,7 @@ def _row(run: Run) -> dict[str, Any]:
     return {
         "run": identity["run"],
         "finished": identity["finished"],
+        "model": identity["model"],
         "format": identity["quant"],
         "noise": identity["aqn"],
         "rank": identity["lora_rank"],

@@ -20,6 +20,10 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     Raises ConfigError, with the line number, if the file is missing, unreadable, empty or not UTF-8, or if a line is
     blank or not a JSON object.
     """
+    require(
+        not Path(path).exists() or Path(path).is_file(),
+        f"cannot read the data file {path}: it is a directory or a device; give the path of a JSONL file",
+    )
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -34,7 +38,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
+        if rb"\ud" in line.lower():  # half of a surrogate pair is JSON, but no text
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # not UTF-8, no text, not JSON, or nested too deeply
         raise ConfigError(f"{where}: not a line of JSON ({error}); each line must be one object") from error
     require(isinstance(row, dict), f"{where}: a JSON object is needed, got {type(row).__name__}")
     return row

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from qerl_bench.checks import ConfigError, check_fields, one_of, require
+from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require, text
 from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.datafile import training_indices
 from qerl_bench.task.grader.extract import well_formed
@@ -40,7 +40,7 @@ class DatasetTask(PromptTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, "task", leaks=one_of(*LEAKS))
+        check_fields(self, "task", leaks=one_of(*LEAKS), train_file=optional(text), eval_file=optional(text))
         require(
             (self.train is None) == (self.train_on is not None) and (self.train_file is None or self.train is not None),
             self._evaluation_only if self.train is None else "task.train_on is for sets that have no task.train",

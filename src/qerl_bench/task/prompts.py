@@ -1,4 +1,4 @@
-"""How a question becomes a prompt: the instruction, where it is placed, and the template around it.
+"""How a question becomes messages: the instruction, and where it is placed. chat_template.py renders them.
 
 The instruction asks for exactly the answer format that the reward reads. The released QeRL code no longer does, so its
 GSM8K runs earn no reward. The paper places the instruction after the question (suffix), its code before it (system).
@@ -8,13 +8,9 @@ Left out: few-shot examples and stop strings; a completion ends with the model's
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, one_of, require
+from qerl_bench.checks import check_fields, one_of
 from qerl_bench.records import RENDERED, Message, Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PLACES = ("system", "suffix", "none")
 TEMPLATES = ("chat", "plain")
@@ -68,17 +64,3 @@ def format_demonstration(answer_format: str, reasoning: str, answer: str) -> str
         return f"<think>{reasoning}</think><answer>{answer}</answer>"
     last = {"hash": f"#### {answer}", "boxed": f"\\boxed{{{answer}}}"}.get(answer_format, f"A: {answer}")
     return f"{reasoning}\n{last}" if reasoning else last
-
-
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...]) -> str:
-    """The prompt as text, including the opening of the model's turn. Raises ConfigError if a chat template is missing.
-
-    To get token ids, tokenize this text without special tokens: the chat template has already written them.
-    """
-    if messages[0]["role"] == RENDERED:
-        return messages[0]["content"]
-    require(
-        tokenizer.chat_template is not None,
-        "this model has no chat template; use task.template=plain (for base models) or an instruction-tuned model",
-    )
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))

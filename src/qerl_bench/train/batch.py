@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -40,8 +41,8 @@ class Batch:
 
 
 def make_batch(
-    prompts: list[list[int]],
-    completions: list[list[int]],
+    prompts: Sequence[list[int]],
+    completions: Sequence[list[int]],
     pad_id: int,
     device: torch.device,
     logprobs: list[list[float]] | None = None,

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from qerl_bench.checks import (
+    at_most,
     check_fields,
     count,
     flag,
@@ -17,6 +18,8 @@ from qerl_bench.checks import (
     require_package,
     temperature,
 )
+
+MAX_UPDATES = 1_000  # on one batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class TrainSpec:
         check_fields(
             self,
             "train",
-            updates_per_batch=count(),
+            updates_per_batch=at_most(MAX_UPDATES, count()),
             micro_batch_size=count(),
             packing=flag,
             gradient_checkpointing=flag,

@@ -27,6 +27,7 @@ from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.routing import changed_choices
 from qerl_bench.rundir import RunDir
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
@@ -121,10 +122,10 @@ def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroB
         return  # its loss is 0, and its metrics were recorded in the first update
     train_with_noise = experiment.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
-    with torch.set_grad_enabled(micro_batch.has_gradient), training_noise():
+    with torch.set_grad_enabled(micro_batch.has_gradient), training_noise(), policy.routing(batch.mask) as experts:
         stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0)
     if is_first_update:
-        before_first_update(experiment, policy, micro_batch, stats, totals.tokens)
+        before_first_update(experiment, policy, micro_batch, stats, experts, totals.tokens)
     assert micro_batch.old_logprobs is not None
     inputs = LossInputs(
         logprobs=stats.logprobs,
@@ -155,11 +156,16 @@ def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroB
 
 @torch.no_grad()
 def before_first_update(
-    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, stats: TokenStats, tokens: metrics.TokenTable
+    experiment: Experiment,
+    policy: Policy,
+    micro_batch: MicroBatch,
+    stats: TokenStats,
+    experts: list[torch.Tensor],
+    tokens: metrics.TokenTable,
 ) -> None:
     """Fix old and reference log-probabilities and importance weights, and record the policy before the step.
 
-    `stats` are those of the training pass. Another forward pass is made only if an option needs it.
+    `stats` and `experts` are those of the training pass. Another forward pass is made only if an option needs it.
     """
     batch, algo, noise = micro_batch.batch, experiment.algo, experiment.noise
     importance_sampling = experiment.importance_sampling
@@ -170,10 +176,12 @@ def before_first_update(
 
     trainer_logprobs, clean = stats.logprobs.detach(), stats
     noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
+    other_experts = experts  # with the noise if those of the training pass are without it, and the other way round
     if noise.site == "rollout_and_training":
-        clean = forward()
+        with policy.routing(batch.mask) as other_experts:
+            clean = forward()
     elif noise.site == "rollout_and_old_logprobs" or (records_split and policy.noise.present):
-        with policy.noise.for_training():
+        with policy.noise.for_training(), policy.routing(batch.mask) as other_experts:
             noisy_logprobs = forward().logprobs
     micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
     if experiment.kl.coef > 0:
@@ -190,6 +198,9 @@ def before_first_update(
     tokens.add(batch.mask.any(1), sequence_gap=gap.sum(1))
     if records_split:
         tokens.add(batch.mask, noisy_logprobs=noisy_logprobs)
+    if experts and (other_experts is not experts or not policy.noise.present):
+        changed = changed_choices(experts, other_experts)
+        tokens.add(torch.ones_like(changed), router_changed=changed)
     if importance_sampling.mode != "none":
         raw = importance_sampling.importance_weights(micro_batch.old_logprobs, batch.sampler_logprobs, batch.mask)
         micro_batch.importance_weights = importance_sampling.clip_or_mask(raw)

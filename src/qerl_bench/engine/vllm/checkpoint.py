@@ -17,8 +17,10 @@ import torch
 from qerl_bench.checks import require
 from qerl_bench.engine.vllm.install import loads_packed
 from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.export import checkpoint_tensors, config_entry, write_model
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, resident_bytes
+from qerl_bench.quant.share import persistent_buffers
 
 TENSOR_SCALE = "weight_global_scale"
 
@@ -34,6 +36,12 @@ class BaseCheckpoint:
     @classmethod
     def from_model(cls, model: Any, dequantize: bool, device: str) -> BaseCheckpoint:
         """The checkpoint of `model`. Raises ConfigError if vLLM has no kernel for it on `device`."""
+        experts = next((name for name, module in model.named_modules() if isinstance(module, PackedExperts)), None)
+        require(
+            experts is None,
+            f"{type(model).__name__} has packed experts ({experts}), and whether vLLM computes with the same weights "
+            "has not been tried; use engine=hf, or quant=bf16",
+        )
         layers = packed_layers(model)
         weight_format = next(iter(layers.values())).weight_format if layers else None
         return cls(model, weight_format, loads_packed(weight_format, dequantize, device))
@@ -74,6 +82,7 @@ class BaseCheckpoint:
             yield f"{name}.weight", layer.dequantized().to(self.model.dtype).cpu()
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+        yield from persistent_buffers(self.model).items()
 
     def resident_bytes(self) -> int:
         """Bytes of the linear layers in the policy's own copy."""

@@ -20,7 +20,7 @@ import torch
 from qerl_bench.engine.base import Sampling, exact_lengths, make_rollout, require_room
 from qerl_bench.engine.vllm.checkpoint import BaseCheckpoint
 from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
-from qerl_bench.engine.vllm.process import device_memory_gib, exchange_folder, start, stop
+from qerl_bench.engine.vllm.process import answer, device_memory_gib, exchange_folder, start, stop
 from qerl_bench.engine.vllm.sync import Mirror
 from qerl_bench.model.policy import Policy
 from qerl_bench.records import Prompt, Rollout
@@ -50,7 +50,7 @@ class VLLMEngine:
         self.before_gib = device_memory_gib() if self.on_gpu else None
         with ExitStack() as resources, tempfile.TemporaryDirectory(prefix="qerl-bench-base-") as folder:
             base.write(Path(folder))
-            self.llm = start(Path(folder), options.isolation, **self._vllm_options())
+            self.llm = start(Path(folder), options.isolation, list(policy.all_norms), **self._vllm_options())
             self.workers: list[dict[str, Any]] = []
             resources.callback(self._stop)
             self.workers = self.llm.collective_rpc("qerl_started")
@@ -80,9 +80,10 @@ class VLLMEngine:
         return options if self.on_gpu else options | {"block_size": 32}  # tokens; the smallest size on a CPU
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
-        self._wake()
-        self.mirror.push()
-        return self.mirror.check([self.policy.ids_of(prompt) for prompt in prompts])
+        with answer("take the policy's weights", self._pids):
+            self._wake()
+            self.mirror.push()
+            return self.mirror.check([self.policy.ids_of(prompt) for prompt in prompts])
 
     def _wake(self) -> None:
         if self.asleep:
@@ -95,7 +96,8 @@ class VLLMEngine:
             return {}
         awake = device_memory_gib()
         if self.options.sleep_level > 0 and not self.asleep:
-            self.llm.sleep(level=self.options.sleep_level)
+            with answer("sleep", self._pids):
+                self.llm.sleep(level=self.options.sleep_level)
             self.asleep = True
         return {"memory/device_rollout_gib": awake, "memory/device_train_gib": device_memory_gib()}
 
@@ -108,12 +110,13 @@ class VLLMEngine:
         if self.asleep or not self.mirror.current:
             self.sync(prompts)
         requests = [(i, part) for i, prompt in enumerate(prompts) for part in samples_by_request(prompt, sampling)]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt_ids[i]} for i, _ in requests],
-            [self._params(prompts[i], samples, sampling) for i, samples in requests],
-            lora_request=self.mirror.request,
-            use_tqdm=False,
-        )
+        with answer(f"sample {len(prompts) * sampling.samples} completions", self._pids):
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": prompt_ids[i]} for i, _ in requests],
+                [self._params(prompts[i], samples, sampling) for i, samples in requests],
+                lora_request=self.mirror.request,
+                use_tqdm=False,
+            )
         drawn = [sorted(output.outputs, key=lambda completion: completion.index) for output in outputs]
         token_ids = [list(completion.token_ids) for group in drawn for completion in group]
         owners = [i for (i, _), group in zip(requests, drawn, strict=True) for _ in group]
@@ -197,6 +200,11 @@ class VLLMEngine:
             if self.options.isolation == "same" and self.on_gpu and self.options.sleep_level > 0 and not self.asleep:
                 self.llm.sleep(level=2)  # otherwise weights and KV cache stay until this process ends
 
-    def _stop(self) -> None:
+    @property
+    def _pids(self) -> list[int]:
+        """The processes of vLLM, those of its engine and of its workers; none if it runs in this one."""
         pids = {pid for worker in self.workers for pid in (worker["pid"], worker["parent"])}
-        stop(self.llm, self.options.isolation, sorted(pids - {os.getpid(), os.getppid()}))
+        return sorted(pids - {os.getpid(), os.getppid()})
+
+    def _stop(self) -> None:
+        stop(self.llm, self.options.isolation, self._pids)

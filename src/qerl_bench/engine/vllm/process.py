@@ -12,14 +12,14 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qerl_bench.checks import require
+from qerl_bench.checks import TrainingStopped, require
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -28,10 +28,16 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "qerl-bench-vllm-"
 SHUTDOWN_TIMEOUT_S = 30.0
+LOOK_EVERY_S = 1.0  # whether vLLM's processes still run while it is waited for
+ANSWER_LIMIT_S = 3600.0  # for vLLM to start, to take weights, or to sample one rollout
+NORMS = "qerl_bench_norms"  # key of vLLM's additional_config
 
 
-def start(folder: Path, isolation: str, **options: Any) -> LLM:
-    """A vLLM engine for the checkpoint in `folder`, with vLLM's own `options`. Keeps this process's random state."""
+def start(folder: Path, isolation: str, norms: list[str], **options: Any) -> LLM:
+    """A vLLM engine for the checkpoint in `folder`, with vLLM's own `options`. Keeps this process's random state.
+
+    The scales of `norms`, named as in the checkpoint, can be written.
+    """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(isolation == "child")),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked child cannot use CUDA
@@ -46,20 +52,50 @@ def start(folder: Path, isolation: str, **options: Any) -> LLM:
         isolation == "child" or not model_parallel_is_initialized(),
         "this process already runs a vLLM, and it can run only one: close it first, or use engine.isolation=child",
     )
-    with torch.random.fork_rng():  # vLLM seeds the process it runs in
+    with torch.random.fork_rng(), answer("start"):  # vLLM seeds the process it runs in
         return LLM(
             model=str(folder),
             skip_tokenizer_init=True,  # its own tokenizer might tokenize differently
             generation_config="vllm",  # no sampling defaults from the checkpoint
             logprobs_mode="processed_logprobs",  # temperature included
             worker_cls="qerl_bench.engine.vllm.worker.Worker",
-            additional_config={
-                "qerl_bench_norm_dtype": "float32"
-            },  # part of the cache key: graphs compiled for other norms do not fit
+            # part of the cache key: graphs compiled for other norms do not fit
+            additional_config={"qerl_bench_norm_dtype": "float32", NORMS: norms},
             enable_prefix_caching=True,
             gpu_memory_utilization=0.01,  # ignored, since kv_cache_memory_bytes is given
             **options,
         )
+
+
+@contextmanager
+def answer(to: str, pids: Sequence[int] = ()) -> Iterator[None]:
+    """Context in which vLLM, with the processes `pids`, has to answer the request `to`.
+
+    vLLM itself waits for ever for a process that hangs, or was killed. Raises TrainingStopped after ANSWER_LIMIT_S, or
+    if a process has ended. For the main thread, which gets signals.
+    """
+    end = time.monotonic() + ANSWER_LIMIT_S
+
+    def look(signum: int, frame: object) -> None:
+        ended = [pid for pid in pids if not is_running(pid)]
+        if ended:
+            raise TrainingStopped(
+                f"vLLM's process {ended[0]} has died (request: {to}); what it printed above may say why, such as too "
+                "little memory (engine.kv_cache_gib). The same command continues from the last checkpoint"
+            )
+        if time.monotonic() > end:
+            raise TrainingStopped(
+                f"vLLM has not answered for {ANSWER_LIMIT_S:g} s (request: {to}), so its process is taken to hang. The "
+                "same command continues from the last checkpoint"
+            )
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY_S, LOOK_EVERY_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def stop(llm: LLM, isolation: str, pids: list[int]) -> None:

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_bench.aqn.injector import scale_of
-from qerl_bench.aqn.norm_consumers import FINAL_NORM
 from qerl_bench.engine.adapter_check import check_prompts, probe_prompts
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Mirror:
 
     def _scales(self) -> dict[str, torch.Tensor]:
         """The policy's current norm scales, noise included, FP32."""
-        norms = self.policy.norms | {FINAL_NORM: self.policy.model.get_submodule(FINAL_NORM)}
+        norms = self.policy.all_norms
         return {name: scale_of(norm).detach().float() for name, norm in norms.items()}
 
     @property

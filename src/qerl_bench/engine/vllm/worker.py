@@ -24,8 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from qerl_bench.aqn.injector import scale_of
-from qerl_bench.aqn.norm_consumers import BLOCK_NORMS, FINAL_NORM
-from qerl_bench.engine.vllm.process import is_running
+from qerl_bench.engine.vllm.process import NORMS, is_running
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -47,9 +46,14 @@ class Worker(PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        for norm in norms(self.get_model()).values():
+        for norm in self._norms().values():
             norm.weight = torch.nn.Parameter(scale_of(norm).detach().float(), requires_grad=False)
-        self.clean = {name: scale_of(norm).cpu().clone() for name, norm in norms(self.get_model()).items()}
+        self.clean = {name: scale_of(norm).cpu().clone() for name, norm in self._norms().items()}
+
+    def _norms(self) -> dict[str, torch.nn.Module]:
+        """The norms that noise or training may change, by their names in the policy."""
+        model = self.get_model()
+        return {name: model.get_submodule(name) for name in self.vllm_config.additional_config[NORMS]}
 
     def qerl_set_norms(self, path: str) -> dict[str, int]:
         """Write the scales in the file `path` into the norms of the same names; the file must have all of them.
@@ -57,7 +61,7 @@ class Worker(PlatformWorker):
         Returns how many norms there are, how many now equal the file exactly, and how many differ from the checkpoint.
         """
         scales = load_file(path)
-        modules = norms(self.get_model())
+        modules = self._norms()
         assert scales.keys() == modules.keys(), f"norms of the engine {sorted(modules)}, of the policy {sorted(scales)}"
         with torch.no_grad():
             for name, scale in scales.items():
@@ -86,15 +90,6 @@ class Worker(PlatformWorker):
             "norm_dtype": str(next(iter(self.clean.values())).dtype).removeprefix("torch."),
             "weight_bytes": sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in tensors}.values()),
         }
-
-
-def norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The norms that noise or training may change, by their names in the policy."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name == FINAL_NORM or name.rsplit(".", 1)[-1] in BLOCK_NORMS
-    }
 
 
 def kernels(model: torch.nn.Module) -> dict[str, str]:

@@ -17,6 +17,7 @@ import re
 
 THINK, END_THINK, ANSWER, END_ANSWER = "<think>", "</think>", "<answer>", "</answer>"
 TAGS = (THINK, END_THINK, ANSWER, END_ANSWER)
+CHANNEL, FINAL = "<|channel|>", "<|channel|>final<|message|>"  # gpt-oss writes its answer into the channel `final`
 MARKER = "####"
 BOXED = "\\boxed{"
 ANSWER_FORMATS = ("tags", "hash", "boxed", "colon", "auto")
@@ -27,7 +28,7 @@ _COLON = re.compile(r"[*_ \t]*(?:final[ ]answer|answer|a)[*_]*:(?P<text>[^\n]*)"
 
 def extract(completion: str, answer_format: str) -> str | None:
     """The answer without surrounding white space, or None if there is no unambiguous answer."""
-    return _EXTRACT[answer_format](completion)
+    return _EXTRACT[answer_format](_final_message(completion))
 
 
 def well_formed(completion: str, answer_format: str) -> bool:
@@ -36,6 +37,7 @@ def well_formed(completion: str, answer_format: str) -> bool:
     tags: one think block, then one answer block, each tag once, and nothing else but white space. hash, colon: one
     answer, on the last line. boxed: one box. Each may start with a think block. auto: any of the four, if unambiguous.
     """
+    completion = _final_message(completion)
     if answer_format == "auto":
         formed = any(well_formed(completion, name) for name in ANSWER_FORMATS if name != "auto")
         return formed and extract(completion, "auto") is not None
@@ -73,6 +75,15 @@ def answer_block(completion: str) -> str | None:
     if not closed or after.strip() or ANSWER in text or END_ANSWER in lead:
         return None
     return text.strip()
+
+
+def _final_message(completion: str) -> str:
+    """Of a completion in channels, which begins with one, the last message, if it is in the channel `final` and the
+    only one there; else nothing. Any other completion is its own."""
+    if not completion.startswith(CHANNEL):
+        return completion
+    before, final, message = completion.rpartition(FINAL)
+    return message if final and FINAL not in before and CHANNEL not in message else ""
 
 
 def _tags_only(completion: str) -> bool:

@@ -1,0 +1,49 @@
+"""Memory that runs out, of a GPU or of the machine, in words: in which phase, how much there was, and what to set.
+
+Left out: the kernel's out-of-memory killer, which sends SIGKILL and lets nobody speak.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qerl_bench.checks import TrainingStopped
+
+REMEDIES = {  # of each phase
+    "setup": "a quant of fewer bits or a smaller model",
+    "rollout": "a smaller engine.max_num_seqs, rollout.group_size or task.max_completion_tokens",
+    "train": "a smaller train.micro_batch_size, or train.gradient_checkpointing=true",
+    "evaluation": "a smaller eval.questions or eval.samples",
+}
+# PyTorch on a CPU, C++, memory that cannot be mapped, and threads of Rust (tokenizers) that get no stack.
+CPU = re.compile(r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError")
+
+
+def shortage(error: BaseException) -> str | None:
+    """What an error says about memory that ran out, shortened; None if it is about something else."""
+    kind = type(error).__name__
+    other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
+    if kind not in ("MemoryError", "OutOfMemoryError") and not (other and CPU.search(str(error))):
+        return None
+    words = " ".join(str(error).split()) or kind
+    return words if len(words) <= 300 else f"{words[:300]}..."
+
+
+@contextmanager
+def memory_for(phase: str) -> Iterator[None]:
+    """Say in words that memory ran out in this block, which is the `phase` of a run."""
+    try:
+        yield
+    except TrainingStopped:  # has words, perhaps these
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        said = shortage(error)
+        if said is None:
+            raise
+        remedy = REMEDIES.get(phase, "a smaller model")
+        raise TrainingStopped(
+            f"{phase}: no memory is left ({said}). If another process has used it, the same command continues from the "
+            f"last checkpoint. If not, this needs a machine with more memory, or {remedy}"
+        ) from error

@@ -1,0 +1,66 @@
+"""Failures of a disk in words: full, over quota, read-only, broken, or not permitted, whichever library met them.
+
+Left out: which of several files was being written, where the library does not say.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+REASONS = {
+    errno.ENOSPC: "no space or no inode is left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than is allowed (ulimit -f)",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the disk does not answer (input/output error)",
+    errno.ESTALE: "the network disk has lost the file",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "the operation is not permitted",
+    errno.ENAMETOOLONG: "the name is too long for this file system",
+    errno.EMFILE: "too many files are open (ulimit -n)",
+}
+# safetensors: "I/O error: No space left on device (os error 28)"; pyarrow: "[errno 28] No space left on device".
+CODE = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+TORCH = re.compile("PytorchStreamWriter|unexpected pos|iostream error")  # torch.save drops the code of the error
+
+
+def failure(error: BaseException) -> str | None:
+    """Why reading or writing failed, and where if known, if a failure of the disk is behind `error`; else None."""
+    for cause in chain(error):
+        code = cause.errno if isinstance(cause, OSError) else None
+        if code is None and (found := CODE.search(str(cause))):
+            code = int(found[1] or found[2])
+        if code in REASONS:
+            place = getattr(cause, "filename", None)
+            return REASONS[code] + (f": {place}" if isinstance(place, str) else "")
+        if isinstance(cause, RuntimeError) and TORCH.search(str(cause)):
+            return "a file of the checkpoint could not be written"
+    return None
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error` and the errors behind it."""
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        seen.append(following)
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def room(path: Path) -> str:
+    """What is left on the disk that holds `path`."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    files = os.statvfs(place)
+    inodes = f", {files.f_favail:,} inodes" if files.f_files else ""
+    return f"{shutil.disk_usage(place).free / 2**20:,.1f} MiB{inodes} free in {place}"
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,140 @@
+"""Renders prompts with a model's chat template, so that the same messages give the same text on any day.
+
+Some templates write today's date into the prompt. Their only clock is `strftime_now`, which here always says TODAY.
+Keywords of the template, such as enable_thinking, come from `model.template`. Left out: tools and documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.records import RENDERED, Demonstration, Message
+from qerl_bench.task.grader.extract import THINK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TODAY = datetime(2024, 7, 26)  # the date that Llama 3's template falls back to
+GIVEN = {"messages", "add_generation_prompt", "tools", "documents"}  # variables that are not the user's
+TESTS_FOR_MISSING = {"defined", "undefined", "default", "d"}
+Keywords = Mapping[str, Any]
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], keywords: Keywords | None) -> str:
+    """The prompt as text, including the opening of the model's turn; `keywords` is model.template.
+
+    Raises ConfigError if there is no chat template, or if it refuses the messages. To get token ids, tokenize this text
+    without special tokens: the chat template has already written them.
+    """
+    if messages[0]["role"] == RENDERED:
+        return messages[0]["content"]
+    if keywords is None or tokenizer.chat_template is None:
+        raise ConfigError(
+            "this model has no chat template to ask with (model.template is null, or its tokenizer has none); use "
+            "task.template=plain, as for base models, or an instruction-tuned model"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime, **keywords
+        )
+    except Exception as error:  # whatever a foreign template raises
+        system = messages[0]["role"] == "system"
+        remedy = "task.instruction=suffix asks without a system message" if system else "use task.template=plain"
+        raise ConfigError(f"the chat template of this model refuses the prompt: {error}; {remedy}") from error
+    return str(text)
+
+
+def thinking_opened(prompt: str) -> str:
+    """`<think>` if the rendered prompt ends with it: such a template has the model think without writing the tag."""
+    return THINK if prompt.rstrip().endswith(THINK) else ""
+
+
+def demonstration_ids(
+    tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration], keywords: Keywords | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts, and of the completions: with a stop token, without a <think> that the prompt ends with.
+
+    One call of the tokenizer for all of them, since each call costs as much as hundreds of texts.
+    """
+    prompts = [render_prompt(tokenizer, demonstration.prompt.messages, keywords) for demonstration in demonstrations]
+    completions = [
+        demonstration.completion.removeprefix(thinking_opened(prompt))
+        for demonstration, prompt in zip(demonstrations, prompts, strict=True)
+    ]
+    prompt_ids, ids = (tokenizer(texts, add_special_tokens=False)["input_ids"] for texts in (prompts, completions))
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), "the tokenizer has no end-of-text token"
+    return prompt_ids, [[*completion, end] for completion in ids]  # type: ignore[return-value, misc]
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], keywords: Keywords | None
+) -> None:
+    """Raise ConfigError unless `messages` can be rendered with these keywords, and give the same text on another day.
+
+    Messages that are rendered already need no template.
+    """
+    if messages[0]["role"] == RENDERED:
+        return
+    known = template_variables(tokenizer) if keywords is not None and tokenizer.chat_template is not None else set()
+    reads = f"it reads {', '.join(sorted(known)) or 'none'}"
+    for key in keywords or {}:
+        require(key in known, f"model.template.{key}: the chat template does not read {key}; {reads}. Leave it out")
+    first = render_prompt(tokenizer, messages, keywords)
+    with _another_day():
+        second = render_prompt(tokenizer, messages, keywords)
+    require(
+        first == second,
+        f"the chat template writes something else each time ({_difference(first, second)}), so that no run could be "
+        f"repeated. Fix it with a keyword, such as model.template={{date_string: 26 Jul 2024}} ({reads}), or use "
+        "task.template=plain",
+    )
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The keywords that model.template can set: variables that the chat template reads and does not assign, or assigns
+    only if they are not defined."""
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.nodes import Filter, Name, Test
+
+    source = tokenizer.get_chat_template()
+    tree = chat_template_utils()._compile_jinja_template(source).environment.parse(source)
+    assigned = {name.name for name in tree.find_all(Name) if name.ctx == "store"}
+    asked = [*tree.find_all(Test), *tree.find_all(Filter)]  # `x is defined`, `x | default(y)`
+    optional = {one.node.name for one in asked if one.name in TESTS_FOR_MISSING and isinstance(one.node, Name)}
+    read = find_undeclared_variables(tree)
+    return (read - assigned | read & optional) - GIVEN - set(tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
+
+
+@contextmanager
+def _another_day() -> Iterator[None]:
+    """The clock of transformers is 400 days ahead: it counts if a tokenizer does not pass on our `strftime_now`."""
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=400)
+
+    module = chat_template_utils()
+    real, module.datetime = module.datetime, Later
+    try:
+        yield
+    finally:
+        module.datetime = real
+
+
+def chat_template_utils() -> Any:
+    from transformers.utils import chat_template_utils
+
+    return chat_template_utils
+
+
+def _difference(first: str, second: str) -> str:
+    """The first line in which two texts differ, both ways."""
+    pairs = zip(first.splitlines(), second.splitlines(), strict=False)
+    one, other = next(((one, other) for one, other in pairs if one != other), (first[-60:], second[-60:]))
+    return f"{one[:80]!r} and {other[:80]!r}"

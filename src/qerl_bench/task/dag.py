@@ -1,0 +1,134 @@
+"""task=dag: values that depend on each other, in arithmetic modulo 23. `c = a * b . a = 7 . b = 4 . ? c :`
+
+The statements are shuffled, some are not needed, and a completion works out the needed ones in an order that is
+possible: `a = 7 ; b = 4 ; c = 7 * 4 = 5 ;`. The number of operations is a ladder of difficulty: demonstrations, RL and
+evaluation each have their own rungs. Arithmetic modulo a prime keeps all numbers small, so depth is what is hard
+(as in iGSM, arXiv 2407.20311).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qerl_bench.checks import require
+from qerl_bench.records import Prompt, Reward
+from qerl_bench.seeding import derive
+from qerl_bench.task.symbolic import OPERATORS, SymbolicProblem, SymbolicTask, calculate
+
+MODULUS = 23
+NAMES = tuple(string.ascii_letters)
+MAX_OPERATIONS, MAX_DISTRACTORS = 16, 8
+FINAL = re.compile(r"(?:^|; )([a-zA-Z]) = (?:\d+ [-+*] \d+ = )?(\d+) ;$")
+
+Definition = int | tuple[str, str, str]  # a number, or (name, operator, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dag(SymbolicTask):
+    """`operations` are the rungs of RL, `pretrain_operations` those of the demonstrations, `eval_operations` those of
+    the held-out problems; each rung is equally likely. `distractors` lists how many unneeded statements there are."""
+
+    operations: list[int]
+    pretrain_operations: list[int]
+    eval_operations: list[int]
+    distractors: list[int]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ladders = dict.fromkeys(("operations", "pretrain_operations", "eval_operations"), (1, MAX_OPERATIONS))
+        for key, (least, most) in (ladders | {"distractors": (0, MAX_DISTRACTORS)}).items():
+            counts = getattr(self, key)
+            valid = (
+                isinstance(counts, list) and counts != [] and all(type(n) is int and least <= n <= most for n in counts)
+            )
+            require(valid, f"task.{key} must list whole numbers, each {least}..{most}, got {counts!r}")
+
+    def options(self) -> str:
+        return f"operations={self.operations}, eval_operations={self.eval_operations}"
+
+    def warm_start_overrides(self) -> list[str]:
+        """What decides the demonstrations."""
+        keys = ("pretrain_operations", "distractors")
+        return [f"task={self.name}", *(f"task.{key}={getattr(self, key)}".replace(" ", "") for key in keys)]
+
+    def random_problem(self, draw: random.Random, split: str) -> SymbolicProblem:
+        rungs = self.operations if split == "train" else self.eval_operations
+        return random_graph(draw, draw.choice(rungs), draw.choice(self.distractors))[0]
+
+    def random_demonstration(self, draw: random.Random) -> tuple[SymbolicProblem, str]:
+        return random_graph(draw, draw.choice(self.pretrain_operations), draw.choice(self.distractors))
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        """1 if the last step gives the value that was asked for."""
+        asked = prompt.question.split()[-2]
+        last = FINAL.search(" ".join(completion.split()))
+        answer = last[2] if last is not None and last[1] == asked else None
+        correct = answer == prompt.answer
+        return Reward(total=float(correct), correct=correct, parts={"correct": float(correct)}, answer=answer)
+
+
+def random_graph(draw: random.Random, operations: int, distractors: int) -> tuple[SymbolicProblem, str]:
+    """A problem whose answer needs exactly `operations` operations, and its solution."""
+    names = iter(draw.sample(NAMES, len(NAMES)))
+    needed: dict[str, Definition] = {}  # in an order in which each value can be worked out
+    open_results: list[str] = []  # results that nothing uses yet; the last one that is left is the question
+
+    def other() -> str:
+        """A value that is no open result: an old one, or a new given number."""
+        used = [name for name in needed if name not in open_results]
+        if used and draw.random() < 0.5:
+            return draw.choice(used)
+        name = next(names)
+        needed[name] = draw.randrange(MODULUS)
+        return name
+
+    for left in reversed(range(operations)):  # later operations, each of which can join two open results
+        choices = [n for n in (0, 1, 2) if n <= len(open_results) <= left + n]
+        operands = [open_results.pop(draw.randrange(len(open_results))) for _ in range(draw.choice(choices))]
+        operands += [other() for _ in range(2 - len(operands))]
+        draw.shuffle(operands)
+        name = next(names)
+        needed[name] = (operands[0], draw.choice(OPERATORS), operands[1])
+        open_results.append(name)
+    (asked,) = open_results
+    stated = dict(needed)
+    for _ in range(distractors):
+        known = list(stated)
+        stated[next(names)] = (draw.choice(known), draw.choice(OPERATORS), draw.choice(known))
+    order = list(stated)
+    draw.shuffle(order)
+    statements = [f"{name} = {shown(stated[name])} ." for name in order]
+    values = worked_through(needed, lambda left, op, right: calculate(left, op, right) % MODULUS)
+    calculations = worked_through(needed, derive)  # a hash of how each value comes about, whatever it is called
+    steps = [f"{name} = {worked_out(definition, values)}{values[name]} ;" for name, definition in needed.items()]
+    question = f"{' '.join(statements)} ? {asked} :"
+    problem = SymbolicProblem(question=question, answer=str(values[asked]), key=str(calculations[asked]))
+    return problem, " ".join(steps)
+
+
+def worked_through(definitions: dict[str, Definition], operation: Callable[[int, str, int], int]) -> dict[str, int]:
+    """What each name becomes if `operation` joins what its operands became; a definition uses only names before it."""
+    results: dict[str, int] = {}
+    for name, definition in definitions.items():
+        if isinstance(definition, int):
+            results[name] = definition
+        else:
+            left, op, right = definition
+            results[name] = operation(results[left], op, results[right])
+    return results
+
+
+def shown(definition: Definition) -> str:
+    return str(definition) if isinstance(definition, int) else " ".join(definition)
+
+
+def worked_out(definition: Definition, values: dict[str, int]) -> str:
+    """The operation with its numbers put in, `7 * 4 = `; empty for a given number."""
+    if isinstance(definition, int):
+        return ""
+    left, op, right = definition
+    return f"{values[left]} {op} {values[right]} = "

@@ -1,0 +1,91 @@
+"""task=even_characters: a reward that every model earns some of, trained or not, to see that all parts of a run move.
+
+The reward of a completion is the share of its characters whose code point is even. Completions of random tokens earn
+about half, and hardly two earn the same, so each group has a gradient. A higher reward means nothing. Left out:
+demonstrations.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from qerl_bench.checks import check_fields, count
+from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
+from qerl_bench.seeding import derive
+from qerl_bench.task.prompt_task import no_demonstrations
+from qerl_bench.task.prompts import PromptTemplate
+from qerl_bench.task.sources import normalize_question
+from qerl_bench.task.split import distinct_problems
+
+if TYPE_CHECKING:
+    from qerl_bench.algo.base import Algorithm
+
+
+@dataclass(frozen=True)
+class Question:
+    question: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvenCharacters:
+    """The fields of conf/task/even_characters.yaml."""
+
+    name: str
+    template: str
+    max_completion_tokens: int
+
+    def __post_init__(self) -> None:
+        _ = self._template  # checks its options
+        check_fields(self, "task", max_completion_tokens=count())
+
+    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
+        if not algo.on_policy:
+            raise no_demonstrations(self.name)
+
+    def check(self) -> None:
+        """Needs no data."""
+
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        return self._prompts("train", derive(seed, "train", step), count)
+
+    def normalize(self, question: str) -> str:
+        return normalize_question(question)
+
+    def stored_prompts(self) -> list[Prompt]:
+        """Empty: questions are generated as they are needed."""
+        return []
+
+    def eval_prompts(self, count: int | None) -> list[Prompt]:
+        return self._prompts("test", derive("held-out"), 1024 if count is None else count)
+
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
+        raise no_demonstrations(self.name)
+
+    def warm_start_overrides(self) -> list[str]:
+        """Empty: an untrained model earns its share too."""
+        return []
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        """The share of even characters, 0 for an empty completion; correct above one half."""
+        even = sum(ord(character) % 2 == 0 for character in completion)
+        share = even / max(1, len(completion))
+        majority = ("even" if share > 0.5 else "odd") if completion else None
+        return Reward(total=share, correct=majority == prompt.answer, answer=majority)
+
+    @property
+    def _template(self) -> PromptTemplate:
+        return PromptTemplate(answer_format="auto", instruction="none", template=self.template)
+
+    def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        draw = random.Random(seed)
+        candidates = (Question(f"Write anything about the number {draw.randrange(100_000)}.") for _ in repeat(None))
+        questions = distinct_problems(
+            candidates, count, split == "test", lambda question: question.question, f"task={self.name}", "five digits"
+        )
+        return [self._template.prompt(f"{self.name}/{split}/{q.question}", q.question, "even") for q in questions]

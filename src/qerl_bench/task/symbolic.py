@@ -1,0 +1,122 @@
+"""What the tasks in words and numbers share: prompts without a template, problems that never leave their split.
+
+Text is a row of words with spaces between them, all of them in the vocabulary of model=small (model/words.py). A model
+learns such a task from demonstrations made here (experiment=pretrain), and RL continues on the same kind of problems.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from qerl_bench.checks import check_fields, count
+from qerl_bench.records import RENDERED, Demonstration, Prompt, Reward, Rollout
+from qerl_bench.seeding import derive
+from qerl_bench.task.split import distinct_problems, is_held_out
+
+if TYPE_CHECKING:
+    from qerl_bench.algo.base import Algorithm
+
+DEFAULT_EVAL_PROMPTS = 1024
+OPERATORS = "+-*"
+
+
+@dataclass(frozen=True)
+class SymbolicProblem:
+    """A question in words, its gold answer, and the key that decides its split."""
+
+    question: str
+    answer: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymbolicTask:
+    """A task whose problems and solutions are rows of words. A right answer earns 1, everything else 0."""
+
+    name: str
+    max_completion_tokens: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, "task", max_completion_tokens=count())
+
+    def random_problem(self, draw: random.Random, split: str) -> SymbolicProblem | None:
+        """A random problem for the split "train" or "test", or None if the draw broke a rule."""
+        raise NotImplementedError
+
+    def random_demonstration(self, draw: random.Random) -> tuple[SymbolicProblem, str] | None:
+        """A random problem and a completion to imitate, or None if the draw broke a rule."""
+        raise NotImplementedError
+
+    def options(self) -> str:
+        """The options that limit how many different problems there are, for error messages."""
+        raise NotImplementedError
+
+    def check_with(self, algo: Algorithm, eval_name: str, group_size: int) -> None:
+        """Works with every algorithm, evaluation and group size."""
+
+    def check(self) -> None:
+        """Raise ConfigError if the options leave no held-out or no training problem."""
+        self.eval_prompts(1)
+        self.train_prompts(1, 1, 0)
+
+    def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:
+        return self._prompts("train", derive(seed, "train", step), count)
+
+    def eval_prompts(self, count: int | None) -> list[Prompt]:
+        return self._prompts("test", derive("held-out"), DEFAULT_EVAL_PROMPTS if count is None else count)
+
+    def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
+        """Demonstrations of training problems; a problem may occur more than once."""
+        draw = random.Random(derive(seed, "demonstrations", step))
+        return [
+            Demonstration(prompt=self._prompt("train", problem), completion=completion)
+            for problem, completion in self._demonstrations(draw, count)
+        ]
+
+    def _demonstrations(self, draw: random.Random, count: int) -> Iterator[tuple[SymbolicProblem, str]]:
+        while count > 0:
+            drawn = self.random_demonstration(draw)
+            if drawn is not None and not is_held_out(drawn[0].key):
+                count -= 1
+                yield drawn
+
+    def normalize(self, question: str) -> str:
+        return " ".join(question.split())
+
+    def stored_prompts(self) -> list[Prompt]:
+        """Empty: questions are generated as they are needed."""
+        return []
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+
+    def reward(self, prompt: Prompt, completion: str) -> Reward:
+        raise NotImplementedError
+
+    def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
+        draw = random.Random(seed)
+        problems = distinct_problems(
+            (self.random_problem(draw, split) for _ in repeat(None)),
+            count,
+            split == "test",
+            key=lambda problem: problem.key,
+            task=f"task={self.name}",
+            options=f"{self.options()}; widen one",
+        )
+        return [self._prompt(split, problem) for problem in problems]
+
+    def _prompt(self, split: str, problem: SymbolicProblem) -> Prompt:
+        return Prompt(
+            id=f"{self.name}/{split}/{problem.question}",
+            messages=({"role": RENDERED, "content": problem.question},),
+            answer=problem.answer,
+            question=problem.question,
+        )
+
+
+def calculate(left: int, op: str, right: int) -> int:
+    return {"+": left + right, "-": left - right, "*": left * right}[op]

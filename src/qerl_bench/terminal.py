@@ -1,0 +1,58 @@
+"""Output that may end before the program does: a closed pipe (`| head`), a full disk, no terminal at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+class Lasting:
+    """A text stream. What it cannot write any more is dropped, because a run must not end with its reader."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            return self._drop(len(text))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._drop()
+
+    def _drop(self, written: int = 0) -> int:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # for what is still in buffers, and for children
+        os.close(nowhere)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """In this block output that cannot be written is dropped. A closed stream is an empty one, for children too."""
+    for descriptor in range(3):  # else the next file that is opened would get the number, and what is printed there
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        Lasting(open(descriptor, "w", closefd=False) if stream is None else stream)  # noqa: SIM115 - until the end
+        for descriptor, stream in enumerate(before, start=1)
+    )
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before

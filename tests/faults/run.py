@@ -1,0 +1,141 @@
+"""The run that every fault happens to, what counts as its numbers, and how an attempt at it is judged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.faults.attempt import Ended, Sabotage, attempt
+
+WORDS = (
+    "run",
+    "device=cpu",
+    "steps=4",
+    "save_every=2",
+    "model.layers=1",
+    "model.hidden_size=32",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.intermediate_size=64",
+    "model.warm_start_steps=0",
+    "quant=nvfp4",
+    "aqn=exp",
+    "lora.rank=4",
+    "task.max_completion_tokens=6",
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=2",
+    "train.entropy_coef=0.01",
+    "optim.warmup_steps=0",
+    "eval=quick",
+    "eval.questions=2",
+    "name=run",
+)
+MEASURED = re.compile(r"^(time|time/.*|speed/.*|memory/.*)$")  # what a clock or the memory meter says
+
+
+class Lost(Exception):
+    """A fault that the run neither survived nor refused in words."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`result` is survived, refused or skipped; `said` the message of a refusal, or the reason to skip."""
+
+    result: str
+    said: str = ""
+
+
+SURVIVED = Outcome("survived")
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    """Everything that a run has computed, without what a clock says."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "metrics": [{key: record[key] for key in record if not MEASURED.match(key)} for record in records],
+        "rollouts": (folder / "rollouts.jsonl").read_text(),
+        "evaluation": (folder / "eval.json").read_text(),
+        "adapters": {
+            file.parents[1].name: file.read_bytes()
+            for file in sorted(folder.glob("checkpoints/step_*/adapter/adapter_model.safetensors"))
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder for one fault, and the numbers of the run that nothing happened to."""
+
+    root: Path
+    expected: dict[str, Any]
+    stock: Path  # holds unfinished/ and finished/, run folders to copy
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "runs" / "run"
+
+    def copy(self, state: str) -> Path:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        return shutil.copytree(self.stock / state, self.folder)
+
+    def attempt(self, sabotage: Sabotage | None = None, *words: str) -> Ended:
+        """One attempt, which must neither hang nor show a traceback."""
+        return checked(attempt(self.words(*words), drawing_nothing(sabotage)))
+
+    def words(self, *words: str) -> list[str]:
+        return [*WORDS, f"root='{self.root}'", *words]
+
+    def ends(self, *words: str, said: str = "") -> Outcome:
+        """The same command without a fault: it must end with the expected numbers. The outcome is a refusal if
+        something was `said` before, else survival."""
+        ended = self.attempt(None, *words)
+        if ended.code != 0:
+            raise Lost(f"does not continue: exit code {ended.code}: {ended.words}")
+        self.require_numbers()
+        return Outcome("refused", said) if said else SURVIVED
+
+    def require_numbers(self, folder: Path | None = None) -> None:
+        """Raise Lost unless the run is complete with the expected numbers."""
+        folder = folder or self.folder
+        if not (folder / "done.json").exists():
+            raise Lost("exit code 0 without done.json")
+        found = numbers(folder)
+        saved = found["adapters"]  # a signal may have left a checkpoint more
+        found["adapters"] = {step: saved[step] for step in saved if step in self.expected["adapters"]}
+        different = [name for name, value in self.expected.items() if found[name] != value]
+        if different:
+            raise Lost(f"other numbers: {', '.join(different)}")
+
+    def in_words(self, ended: Ended, *codes: int) -> str:
+        """The message of an attempt that must have ended with one of `codes`."""
+        if ended.code not in codes:
+            raise Lost(f"exit code {ended.code}: {ended.words}")
+        if not ended.words:
+            raise Lost(f"exit code {ended.code} without a word")
+        return " ".join(ended.words.replace(str(self.root), "ROOT").split())
+
+
+def checked(ended: Ended) -> Ended:
+    if ended.hung:
+        raise Lost(ended.words)
+    if "Traceback (most recent call last)" in ended.said:
+        raise Lost(f"traceback: {ended.words}")
+    return ended
+
+
+def drawing_nothing(sabotage: Sabotage | None) -> Callable[[], None]:
+    """`sabotage`, and no figures, which take longer than the steps of this run."""
+
+    def both() -> None:
+        import qerl_bench.figures.run as figures
+
+        figures.run_figures = lambda run_dir: []
+        if sabotage is not None:
+            sabotage()
+
+    return both

@@ -1,0 +1,69 @@
+"""Runs that several files of unit tests damage, continue and read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qerl_bench.config import build
+
+
+class Runs:
+    """A run that was killed in step 5, with checkpoints of steps 2 and 4, and the same run finished."""
+
+    def __init__(self, config: Any) -> None:
+        from qerl_bench import experiment as loop
+
+        self.config, self.experiment = config, build(config)
+        self.unfinished = self.experiment.run_dir.with_name("unfinished")
+        self.finished = self.experiment.run_dir
+        step = loop.train_step
+
+        def killed_in_step_5(*arguments: Any) -> dict[str, float]:
+            if arguments[-1] == 5:
+                arguments[-2].log_rollouts(5, [])
+                raise KeyboardInterrupt
+            return step(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "train_step", killed_in_step_5)
+            with pytest.raises(KeyboardInterrupt):
+                loop.run_experiment(self.experiment, config)
+        shutil.copytree(self.finished, self.unfinished)
+        loop.run_experiment(self.experiment, config)
+
+    @staticmethod
+    def numbers(folder: Path) -> list[dict[str, Any]]:
+        """What metrics.jsonl says, without what differs from one attempt to the next."""
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        measured = ("time", "speed", "memory")
+        return [{key: record[key] for key in record if not key.startswith(measured)} for record in records]
+
+    def copy(self, state: str, to: Path) -> Path:
+        return shutil.copytree(getattr(self, state), to)
+
+
+@pytest.fixture(scope="session")
+def runs(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    words = (
+        "quant=nvfp4",
+        "aqn=exp",
+        "steps=6",
+        "train.entropy_coef=0.01",
+        f"root={tmp_path_factory.mktemp('root')}",
+        "name=run",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)
+        return Runs(make_config(*words))
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw nothing, which takes longer than the steps of a tiny model."""
+    monkeypatch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)

@@ -1,0 +1,183 @@
+"""The sweep's processes, with stubs in place of runs: they end with the launcher, locks are respected, reasons told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hydra_plugins.process_launcher import launcher
+from qerl_bench import locks
+from qerl_bench.checks import ConfigError
+from qerl_bench.cli import Point, SweepFailed
+from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
+
+# A run whose overrides are Python: it gets the folder of the run as `folder`.
+STUB = """
+import sys, time
+from pathlib import Path
+from qerl_bench.children import end_with_parent
+end_with_parent()
+folder = Path(sys.argv[1])
+exec(sys.argv[2])
+"""
+DONE = "(folder / 'done.json').write_text('{}')"
+WAITS = "(folder / 'started').touch(); time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr(launcher, "run_command", lambda: [sys.executable, "-c", STUB])
+
+
+def point(folder: Path, code: str) -> Point:
+    folder.mkdir(exist_ok=True)
+    return Point([str(folder), code], folder.name, folder, finished=False)
+
+
+def sweep(*points: Point, slots: int = 2) -> dict[str, str]:
+    return {failed.name: reason for failed, reason in launcher.Sweep(points, slots, []).run()}
+
+
+def wait_until(happened, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_reason_of_a_failure_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "run.log").write_text("09:00:00 failed: an earlier attempt\n")
+    logged = "(folder / 'run.log').write_text('1 step\\n2 failed: too hot\\nTraceback\\n'); sys.exit(1)"
+    points = [
+        point(tmp_path / "good", DONE),
+        point(tmp_path / "logged", logged),
+        point(tmp_path / "early", "sys.exit('error: no such option')"),
+        point(tmp_path / "silent", "sys.exit(7)"),
+        point(tmp_path / "killed", "import os; os.kill(os.getpid(), 9)"),
+    ]
+    failed = sweep(*points)
+    expected = {
+        "logged": "too hot", "early": "error: no such option", "silent": "exit code 7", "killed": "killed by SIGKILL"
+    }  # fmt: skip
+    assert failed == expected
+    told = str(SweepFailed(5, [(points[1], failed["logged"])]))
+    assert told.startswith("1 of 5 runs failed") and f"{tmp_path / 'logged'}: too hot" in told
+
+
+def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three locked runs the other process finishes one, gives one up, and writes nothing more of the third."""
+    points = [point(tmp_path / name, DONE + "; (folder / 'mine').touch()") for name in ("done", "given_up", "silent")]
+    held = {run.name: locks.wait_for_lock(run.run_dir / ".lock", "a run") for run in points}
+    monkeypatch.setattr(launcher, "WAIT_LIMIT_S", 3600.0)
+    os.utime(points[2].run_dir / ".lock", (0, 0))
+
+    def release() -> None:
+        time.sleep(0.3)
+        (tmp_path / "done" / "done.json").touch()
+        for name in ("done", "given_up"):
+            held[name].close()
+
+    other = threading.Thread(target=release)
+    other.start()
+    failed = sweep(*points)
+    other.join()
+    held["silent"].close()
+    assert [run.name for run in points if (run.run_dir / "mine").exists()] == ["given_up"]
+    assert [*failed] == ["silent"]
+    assert f"pid {os.getpid()}, since 20" in failed["silent"] and "written nothing for 1 hours" in failed["silent"]
+
+
+def test_a_run_that_another_process_took_first_is_no_failure(tmp_path: Path) -> None:
+    """The child finds the lock taken and exits with EX_TEMPFAIL; then the other process has finished it."""
+    assert sweep(point(tmp_path / "taken", f"{DONE}; sys.exit(75)")) == {}
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from hydra_plugins.process_launcher import launcher
+from qerl_bench.cli import Point, exit_in_words
+launcher.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
+folders = [Path(sys.argv[2]) / name for name in "ab"]
+points = [Point([str(folder), sys.argv[3]], folder.name, folder, False) for folder in folders]
+with exit_in_words("stopped"):
+    launcher.Sweep(points, 2, []).run()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_runs_end_with_the_launcher(tmp_path: Path, signum: signal.Signals) -> None:
+    code = "import os; (folder / 'pid').write_text(str(os.getpid())); " + WAITS
+    parent = subprocess.Popen([sys.executable, "-c", LAUNCHER, STUB, str(tmp_path), code], stderr=subprocess.PIPE)
+    wait_until(lambda: all((tmp_path / name / "started").exists() for name in "ab"))
+    pids = [int((tmp_path / name / "pid").read_text()) for name in "ab"]
+    parent.send_signal(signum)
+    said = parent.communicate(timeout=30)[1].decode()
+    assert parent.returncode == (-9 if signum == signal.SIGKILL else 128 + signum)
+    assert ("stopped" in said) == (signum != signal.SIGKILL)
+    wait_until(lambda: not any(running(pid) for pid in pids))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_slots_are_checked() -> None:
+    for slots in (-2, 0, "many"):
+        with pytest.raises(ConfigError, match=rf"hydra.launcher.slots must be null or .* at least 1, got {slots!r}"):
+            launcher.ProcessLauncher(slots).launch([], 0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """SIGHUP is not ignored, as it is in a test run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
+def test_terminations_are_raised_once_or_noted() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with terminations_raise():
+        with terminations_noted(noting=True) as noted:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert noted.signum == signal.SIGHUP
+        with pytest.raises(Terminated, match="SIGTERM") as error, terminations_noted(noting=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert error.value.signum == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # the same request, sent by somebody else
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminations_raise():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_wait_for_a_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = locks.lock(tmp_path / "lock")
+    assert held is not None
+    monkeypatch.setattr(locks, "WAIT_LIMIT_S", 0.0)
+    with pytest.raises(locks.TrainingStopped, match=f"the warm start .* pid {os.getpid()}"):
+        locks.wait_for_lock(tmp_path / "lock", "the warm start")
+    held.close()
+    locks.wait_for_lock(tmp_path / "lock", "the warm start").close()

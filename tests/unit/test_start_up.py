@@ -1,0 +1,130 @@
+"""What a command reads and imports before it answers: configs composed once per choice, torch only for a run to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from qerl_bench import config
+from qerl_bench.cli import check_points
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, Composer, compose, register_resolvers, resolved
+from qerl_bench.hidden_packages import UNUSED, hidden_packages
+from qerl_bench.rundir import as_dict
+
+SOURCES = Path(__file__).parents[2] / "src"
+FINISHED = next((Path(__file__).parents[1] / "assets" / "runs").iterdir())
+
+
+def by_hydra(words: list[str]) -> dict:
+    register_resolvers()
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS, job_name="run"):
+        cfg = hydra_compose("run", overrides=words, return_hydra_config=True)
+    with open_dict(cfg):
+        cfg.pop("hydra")
+    return as_dict(resolved(cfg))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["steps=7", "quant=nvfp4", "lora.rank=3", "seed=5", "aqn=exp"],  # values before and behind choices
+        ["experiment=smoke", "model.lr=2e-5", "lora.rank=8"],  # others refer to both
+        ["optim={lr: 1e-5}", "optim.lr=2e-5"],
+        ["optim.lr=2e-5", "optim={lr: 1e-5}"],
+        ["aqn=format_error", "quant@aqn.format=mxfp4", "++aqn.stages=3"],
+        ["~optim", "+optim.lr=1e-5"],
+        ["~lora.rank", "lora.alpha=1", "name=mine", "root='a b'"],
+        ["train.packing=false", "task.operations=['+']", "hydra.verbose=true"],
+    ],
+    ids=" ".join,
+)
+def test_configs_are_those_of_hydra(words: list[str]) -> None:
+    composer = Composer()
+    for _ in range(2):  # the second from what the first composed
+        assert composer.tree(words) == by_hydra(words)
+
+
+@pytest.mark.parametrize("word", ["lora.rnak=3", "quant=int3", "+lora.rank=3", "lora.rank=1,2", "~lora.x", "a=[1"])
+def test_wrong_words_are_refused_as_hydra_refuses_them(word: str) -> None:
+    said = []
+    for composed in (by_hydra, compose):
+        with pytest.raises(HydraException) as refusal:
+            composed([word])
+        said.append(str(refusal.value))
+    assert said[0] == said[1]
+
+
+def test_the_points_of_a_sweep_are_composed_once_per_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+
+    def counted(name: str, overrides: list[str], **options: bool) -> DictConfig:
+        made.append(overrides)
+        return hydra_compose(name, overrides=overrides, **options)
+
+    monkeypatch.setattr(config, "hydra_compose", counted)
+    values = [[f"seed={seed}", f"lora.rank={seed + 1}"] for seed in range(10)]
+    grid = [[f"quant={quant}", *words] for words in values for quant in ("bf16", "nf4")]
+    assert len({point.name for point in check_points(grid)}) == 20
+    assert sorted(made) == [["quant=bf16"], ["quant=nf4"]]
+
+
+def finished_run(root: Path) -> list[str]:
+    """A finished run below `root`, and the words that name it."""
+    words = ["experiment=smoke", f"root={root}", "name=x"]
+    shutil.copytree(FINISHED, root / "runs" / "x")
+    (root / "runs" / "x" / "config.yaml").write_text(OmegaConf.to_yaml(compose(words)))
+    return words
+
+
+def test_a_finished_point_is_one_with_the_same_config(tmp_path: Path) -> None:
+    words = finished_run(tmp_path)
+    (point,) = check_points([words])
+    assert point.finished and point.run_dir == tmp_path / "runs" / "x"
+    with pytest.raises(config.ConfigError, match=r"lora.rank is 32 there and 8 here"):
+        check_points([[*words, "lora.rank=8"]])
+
+
+HEAVY = ("torch", "transformers", "peft", "matplotlib", "scipy")
+
+
+def imported(*words: str) -> tuple[str, set[str]]:
+    """What a command prints, and which heavy packages it imports."""
+    program = "import sys; from qerl_bench.__main__ import main; main(); print('imported', *sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{SOURCES.parent / 'kernels'}"}
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said, _, modules = done.stdout.rpartition("imported ")
+    return said, set(HEAVY) & set(modules.split())
+
+
+def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
+    words = finished_run(tmp_path)
+    said, heavy = imported("run", *words)
+    assert heavy == set()
+    assert f"finished before: {tmp_path / 'runs' / 'x'}" in said and "accuracy" in said
+    said, heavy = imported("run", "-m", *words, "seed=0")
+    assert heavy == set()
+    assert not (tmp_path / "runs" / "x" / ".hydra").exists()
+
+
+def test_status_reads_neither_torch_nor_pandas(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    said, heavy = imported("status", str(tmp_path))
+    assert heavy == set() and "1 runs, 1 done" in said
+
+
+def test_a_run_keeps_unused_packages_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sklearn", raising=False)
+    with hidden_packages(), pytest.raises(ImportError):
+        import sklearn  # noqa: F401
+    assert "sklearn" not in sys.modules and "sklearn" in UNUSED

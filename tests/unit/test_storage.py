@@ -1,0 +1,107 @@
+"""A full disk and its relatives: one message that says what is needed, and the same command continues."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.cli import exit_in_words
+from qerl_bench.config import build
+from qerl_bench.experiment import run_experiment
+from qerl_bench.rundir import RunDir
+from qerl_bench.storage import failure
+
+if TYPE_CHECKING:
+    from conftest import Runs
+
+LARGE = "ulimit -f"
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond `size` bytes, with EFBIG, as a full disk does with ENOSPC."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_every_library_that_writes_is_understood(tmp_path: Path) -> None:
+    tensor, table = torch.zeros(10_000), pd.DataFrame({"a": range(10_000)})
+    writers = {
+        "torch": lambda: torch.save({"a": tensor}, tmp_path / "a.pt"),
+        "safetensors": lambda: save_file({"a": tensor}, tmp_path / "a.safetensors"),
+        "pyarrow": lambda: table.to_parquet(tmp_path / "a.parquet"),
+        "python": lambda: (tmp_path / "a.json").write_text("1" * 10_000),
+    }
+    reasons = {}
+    for name, write in writers.items():
+        with files_of_at_most(1_000), pytest.raises(Exception) as caught:
+            write()
+        reasons[name] = failure(caught.value)
+    assert reasons.pop("torch") == "a file of the checkpoint could not be written"
+    assert all(LARGE in str(reason) for reason in reasons.values()), reasons
+
+
+def test_other_errors_are_none_of_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(b"PK\x03\x04" + b"0" * 100)
+    with pytest.raises(RuntimeError) as caught:
+        torch.load(tmp_path / "a.pt", weights_only=True)
+    assert failure(caught.value) is None
+    assert failure(FileNotFoundError(errno.ENOENT, "none", "x")) is None and failure(RuntimeError("28")) is None
+
+
+def test_a_failure_behind_another_error_is_found() -> None:
+    error = ValueError("cannot write")
+    error.__cause__ = OSError(errno.EROFS, "read-only", "/place/file")
+    assert failure(error) == "the file system is read-only: /place/file"
+    error.__cause__.__cause__ = error  # a circle ends
+    assert failure(RuntimeError()) is None
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_run_without_room_stops_in_words_and_continues(runs: Runs, tmp_path: Path) -> None:
+    """Each limit is met by another file, in another library; in the end the numbers are those of a run with room."""
+    config = OmegaConf.merge(runs.config, {"root": str(tmp_path)})
+    folder = tmp_path / "runs" / "run"
+    steps = []
+    for limit in (300, 8_000, 15_000, 25_000):
+        with files_of_at_most(limit), pytest.raises(TrainingStopped) as caught:
+            run_experiment(build(config), config)
+        message = str(caught.value)
+        assert str(folder) in message and "MiB" in message and "the same command continues from step" in message
+        steps.append(int(message.rpartition(" ")[2]))
+    run_experiment(build(config), config)
+    assert steps == [0, 0, 0, 0]
+    assert runs.numbers(folder) == runs.numbers(runs.finished)
+
+
+def test_outside_of_a_run_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, exit_in_words("stopped"):
+        (tmp_path / ("x" * 300)).mkdir()
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the name is too long") and "xxx" in error and "Traceback" not in error
+    with pytest.raises(ZeroDivisionError), exit_in_words("stopped"):
+        print(1 / 0)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("/sys is of Linux")
+    with pytest.raises((TrainingStopped, ConfigError), match="/sys/kernel"):
+        RunDir(Path("/sys/kernel/runs/x"), OmegaConf.create({"steps": 1}))
