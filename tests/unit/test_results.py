@@ -6,6 +6,7 @@ import json
 import math
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -451,8 +452,8 @@ def test_answers_are_shares_by_question_and_step(tmp_path: Path) -> None:
         load_run(write_run(tmp_path / "b")).answers("sampled")
 
 
-def test_a_thousand_runs_of_a_thousand_steps_take_less_than_a_minute(tmp_path: Path) -> None:
-    """At the rate of eight of them, in processor time of one core; the best of two, as others use this machine too."""
+def test_collecting_runs_costs_little_more_than_reading_their_json(tmp_path: Path) -> None:
+    """In processor time, best of three, beside `json.loads` of the same lines: a slow machine slows both."""
     names = [*metrics.ROLLOUT, *metrics.TRAIN]
     lines = [
         {"kind": "train", "step": step, **{name: 1 / (step + place) for place, name in enumerate(names)}}
@@ -460,9 +461,17 @@ def test_a_thousand_runs_of_a_thousand_steps_take_less_than_a_minute(tmp_path: P
     ]
     paths = [write_run(tmp_path / "runs" / f"run{number}", lines) for number in range(8)]
 
-    def seconds() -> float:
+    def seconds(work: Callable[[], object]) -> float:
         start = time.process_time()
-        assert write_study(paths, tmp_path / "out", mixed_code=False) == (8, 0, 8 * 1000 * len(names))
+        work()
         return time.process_time() - start
 
-    assert min(seconds() for _ in range(2)) * 1000 / len(paths) < 60
+    def collect() -> None:
+        assert write_study(paths, tmp_path / "out", mixed_code=False) == (8, 0, 8 * 1000 * len(names))
+
+    def parse() -> None:
+        for path in paths:
+            for line in (path / "metrics.jsonl").read_text().splitlines():
+                json.loads(line)
+
+    assert min(seconds(collect) for _ in range(3)) < 4 * min(seconds(parse) for _ in range(3))  # measured: 1.8 times
