@@ -1,7 +1,7 @@
 """`qerl-bench run quant=nvfp4 aqn=exp -m lora.rank=16,32,64`: run one experiment, or a sweep with -m.
 
-`python src/run.py` in a checkout is the same command. `--cfg job` prints all options, `--help` the choices of each
-group.
+`python src/run.py` in a checkout is the same command. `--help` prints the options of each axis, `--explain KEY` what
+one means.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from qerl_bench.cli import flags_first, is_to_do, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
+from qerl_bench.explain import explain, usage
 from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
@@ -34,6 +35,12 @@ def run(cfg: DictConfig) -> None:
 
 
 def main(words: list[str]) -> None:
+    if {"-h", "--help"} & {*words}:
+        print(usage())
+        return
+    if "--explain" in words:
+        print(explain([word for word in words if word != "--explain"]))
+        return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
