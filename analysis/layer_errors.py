@@ -16,12 +16,12 @@ import pandas as pd
 
 from qerl_bench.config import build, compose
 from qerl_bench.device import resolve_device
+from qerl_bench.exits import guarded
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import base_checkpoint
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.study.script import guarded
 
 FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from qerl_bench import __version__
 from qerl_bench.children import end_with_parent
-from qerl_bench.cli import exit_in_words, one_line_warnings
+from qerl_bench.exits import exit_in_words, one_line_warnings
 from qerl_bench.terminal import lasting_output
 
 

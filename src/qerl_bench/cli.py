@@ -1,35 +1,19 @@
-"""The command line: checks before any training, messages in words, and exit codes.
-
-Whatever can be found wrong is refused before a file is written.
-"""
+"""The command line: checks before any training. Whatever can be found wrong is refused before a file is written."""
 
 from __future__ import annotations
 
 import logging
-import os
-import re
-import signal
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.config import Composer, Experiment, build
-from qerl_bench.locks import RunLocked
-from qerl_bench.memory import shortage
 from qerl_bench.rundir import check_run_dir, is_finished, refuse_locked
-from qerl_bench.storage import failure
-from qerl_bench.termination import Terminated, terminations_raise
-from qerl_bench.unknown_words import unread
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +28,7 @@ class Point:
     finished: bool
 
 
-class SweepFailed(Exception):
+class SweepFailed(TrainingStopped):
     """Some runs of a sweep failed; the others are done."""
 
     def __init__(self, total: int, failed: Sequence[tuple[Point, str]]) -> None:
@@ -75,8 +59,11 @@ def flags_first(argv: list[str]) -> list[str]:
     return flags + words
 
 
-def is_to_do(argv: list[str]) -> bool:
-    """Check a single run before Hydra creates its folder. False if it is finished. The launcher checks sweeps."""
+def check_single(argv: list[str]) -> Point | None:
+    """Check a single run before Hydra creates its folder. None for a sweep, which the launcher checks, and without run.
+
+    Raises ConfigError, or RunLocked if another process is running it.
+    """
     parsed, unknown = get_args_parser().parse_known_args(flags_first(argv))
     require(
         not unknown,
@@ -84,18 +71,16 @@ def is_to_do(argv: list[str]) -> bool:
     )
     given = {key: value for key, value in vars(parsed).items() if value}
     if "multirun" in given:
-        return True
+        return None
     folders = [f"hydra.searchpath=['file://{Path(given['config_dir']).absolute()}']"] if "config_dir" in given else []
     words = [*folders, *given.get("overrides", [])]
-    if given.keys() - {"overrides", "run", "config_dir"}:  # Hydra prints something; there is no run
+    if given.keys() - {"overrides", "run", "config_dir"}:  # Hydra prints something
         Composer().tree(words)
-        return True
+        return None
     point = check_point(Composer(), words)
-    if point.finished:
-        print(finished_before(point.run_dir))
-    else:
+    if not point.finished:
         refuse_locked(point.run_dir)
-    return not point.finished
+    return point
 
 
 def finished_before(run_dir: Path) -> str:
@@ -150,53 +135,3 @@ def check_point(composer: Composer, overrides: Sequence[str]) -> Point:
     else:
         check(OmegaConf.create(tree))
     return Point(list(overrides), name, run_dir, finished)
-
-
-@contextmanager
-def exit_in_words(stopped: str) -> Iterator[None]:
-    """Exit with a message, not a traceback: code 2 for bad input, 1 for failed runs and disks.
-
-    Ctrl-C gives `stopped` and code 130, SIGTERM 143, SIGHUP 129; a run of another process 75.
-    """
-    try:
-        with terminations_raise():
-            yield
-    except RunLocked as error:
-        message, code = explain(error), os.EX_TEMPFAIL
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        message, code = explain(error), 2
-    except (SweepFailed, TrainingStopped) as error:
-        message, code = str(error), 1
-    except KeyboardInterrupt:
-        message, code = stopped, 128 + signal.SIGINT
-    except Terminated as error:
-        message, code = f"{error}: {stopped}", 128 + error.signum
-    except Exception as error:
-        reason = failure(error) or shortage(error)
-        if reason is None:
-            raise
-        message, code = f"error: {reason}. When that is solved, repeat the command: it continues", 1
-    else:
-        return
-    print(message, file=sys.stderr)
-    sys.exit(code)
-
-
-@contextmanager
-def one_line_warnings() -> Iterator[None]:
-    """Print warnings as one line each, without the place in the code."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_place, **_more: print(message, file=sys.stderr)
-        yield
-
-
-def explain(error: Exception) -> str:
-    """One message for the terminal: Hydra's errors without its advice to append keys and without its search path."""
-    if isinstance(error, OverrideParseException):
-        return f"error: {unread(error.override)}"
-    text = str(error).split("\nConfig search path:")[0].strip()
-    if lost := re.match(r"Interpolation key '([^']+)' not found", text):
-        return f"error: there is no {lost[1]}, which another key refers to; leave ~ overrides out"
-    if unknown := re.search(r"Could not override '([^']+)'", text):
-        return f"error: there is no option {unknown[1]}"
-    return "error: " + " ".join(text.split())

@@ -16,9 +16,9 @@ from qerl_bench import __version__
 from qerl_bench.__main__ import COMMANDS, main
 from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import exit_in_words, explain
 from qerl_bench.config import build, compose
 from qerl_bench.eval.reevaluate import stored_config
+from qerl_bench.exits import exit_in_words, explain
 from qerl_bench.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
 from qerl_bench.rundir import as_dict, check_run_dir, flat
 from qerl_bench.study.load import load_run

@@ -107,7 +107,8 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from hydra_plugins.process_launcher import launcher
-from qerl_bench.cli import Point, exit_in_words
+from qerl_bench.cli import Point
+from qerl_bench.exits import exit_in_words
 launcher.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
 folders = [Path(sys.argv[2]) / name for name in "ab"]
 points = [Point([str(folder), sys.argv[3]], folder.name, folder, False) for folder in folders]

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
 from qerl_bench.option_names import is_fixed, refuse_foreign_classes, search_folders
+from qerl_bench.refusals import nothing_left_if_refused
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
@@ -116,7 +117,7 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) ->
     from qerl_bench.session import evaluate, prepare_device, session
 
     device = prepare_device(protocol.device, trained.quant)
-    with RunDir(out, cfg, "out=DIR") as record:
+    with nothing_left_if_refused(out), RunDir(out, cfg, "out=DIR") as record:
         if record.finished:
             log.info("evaluated before (delete the folder to repeat it)")
             return
