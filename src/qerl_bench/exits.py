@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from hydra.errors import OverrideParseException
 
-from qerl_bench.checks import TrainingStopped
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.locks import RunLocked
 from qerl_bench.memory import shortage
 from qerl_bench.refusals import CODE as REFUSED
@@ -69,6 +69,8 @@ def one_line_warnings() -> Iterator[None]:
 
 def explain(error: Exception) -> str:
     """One message for the terminal: Hydra's errors without its advice to append keys and without its search path."""
+    if isinstance(error, ConfigError):
+        return f"error: {error}"
     if isinstance(error, OverrideParseException):
         return f"error: {unread(error.override)}"
     text = str(error).split("\nConfig search path:")[0].strip()

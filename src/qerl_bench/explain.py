@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import Composer
 from qerl_bench.installation import CONF_DIR
@@ -23,23 +24,9 @@ from qerl_bench.option_names import search_folders
 from qerl_bench.rundir import flat
 from qerl_bench.unknown_words import keys_of_axis, unknown_key
 
-WIDTH = 100
-AXES = (
-    "quant",
-    "quantizer",
-    "aqn",
-    "algo",
-    "lora",
-    "model",
-    "engine",
-    "task",
-    "eval",
-    "logger",
-    "recipe",
-    "experiment",
-)
-FEW = 4  # different defaults that a row of the tables shows
 SEVERAL = ("recipe", "experiment")  # their files set options of other axes
+AXES = ("quant", "quantizer", "aqn", "algo", "lora", "model", "engine", "task", "eval", "logger", *SEVERAL)
+FEW = 4  # different defaults that a row of the tables shows
 BEGIN, END = "<!-- begin: python -m qerl_bench.explain docs/options.md -->", "<!-- end -->"
 USAGE = "usage: qerl-bench run [KEY=VALUE ...] [-m] [--explain KEY ...] [--cfg job] [--config-dir DIR]"
 INTRODUCTION = """

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.explain import AXES, BEGIN, END, SEVERAL, WIDTH, explain, reference
+from qerl_bench.explain import AXES, BEGIN, END, SEVERAL, explain, reference
 from qerl_bench.option_files import option_fields, options_of, read_option
 from qerl_bench.rundir import as_dict, flat
 
