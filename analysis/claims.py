@@ -4,7 +4,7 @@ python analysis/claims.py runs/ --out figures/
 """
 
 from qerl_bench.claims.command import main
-from qerl_bench.study.script import guarded
+from qerl_bench.exits import guarded
 
 if __name__ == "__main__":
     guarded(main)

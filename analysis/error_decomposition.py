@@ -6,9 +6,9 @@ python analysis/error_decomposition.py docs/results/quantizers --out figures/   
 import pandas as pd
 
 from qerl_bench.checks import require
+from qerl_bench.exits import guarded
 from qerl_bench.figures.error_decomposition import draw, one_of_each
 from qerl_bench.figures.script import figure_parser, write_figure
-from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,9 +8,9 @@ import sys
 import pandas as pd
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.exits import guarded
 from qerl_bench.figures.algorithms import algorithm_curves, gain_table
 from qerl_bench.figures.script import read_study, write_figure
-from qerl_bench.study.script import guarded
 
 SMOOTH = 7  # steps
 

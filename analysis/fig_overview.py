@@ -6,10 +6,10 @@ python analysis/fig_overview.py runs/ --out figures/
 import numpy as np
 
 from qerl_bench.claims.measure import final_accuracy
+from qerl_bench.exits import guarded
 from qerl_bench.figures.aggregate import overview, scores
 from qerl_bench.figures.script import figure_parser, write_figure
 from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,11 +5,11 @@ python analysis/fig_ranks.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
+from qerl_bench.exits import guarded
 from qerl_bench.figures.against import controls_of, plot_against
 from qerl_bench.figures.labels import label_settings
 from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.figures.script import read_study, write_figure
-from qerl_bench.study.script import guarded
 from qerl_bench.study.study import Study
 
 KEY, USUAL = "lora.rank", 32

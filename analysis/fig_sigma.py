@@ -3,10 +3,10 @@
 python analysis/fig_sigma.py runs/ --out figures/
 """
 
+from qerl_bench.exits import guarded
 from qerl_bench.figures.noise import SIGMA_FACTORS, sigma_doses, sigma_effects, sigma_figure, with_constant_sigma
 from qerl_bench.figures.script import figure_parser, select, write_figure
 from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import guarded
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,11 +6,11 @@ python analysis/fig_speed.py runs/ --out figures/
 from matplotlib.figure import Figure
 
 from qerl_bench.claims.measure import Measure, median_after_warmup, peak
+from qerl_bench.exits import guarded
 from qerl_bench.figures.arms import all_arms
 from qerl_bench.figures.effects import level_plot
 from qerl_bench.figures.paired import workload
 from qerl_bench.figures.script import read_study, write_figure
-from qerl_bench.study.script import guarded
 from qerl_bench.study.study import Study
 
 MEASURES = [

@@ -8,20 +8,19 @@ gptq. error_decomposition.py draws the table.
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from qerl_bench.arguments import WIDTH, wrapped
 from qerl_bench.config import build, compose
-from qerl_bench.device import resolve_device
-from qerl_bench.model.load import load_packed
-from qerl_bench.model_setup import base_checkpoint
-from qerl_bench.quant.error_decomposition import write_layers
+from qerl_bench.exits import guarded
+from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.study.script import guarded
 
 FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
 
@@ -38,10 +37,16 @@ class WithText:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = partial(argparse.RawDescriptionHelpFormatter, width=WIDTH)
+    parser = argparse.ArgumentParser(description=wrapped(__doc__ or ""), formatter_class=form)
     parser.add_argument("options", nargs="*", help="options of a run, such as model=tiny")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     given = parser.parse_args(arguments)
+    with hidden_packages():
+        from qerl_bench.device import resolve_device
+        from qerl_bench.model.load import load_packed
+        from qerl_bench.model_setup import base_checkpoint
+        from qerl_bench.quant.error_decomposition import write_layers
     given.out.mkdir(parents=True, exist_ok=True)
     text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
     assert text is not None

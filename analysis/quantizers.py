@@ -6,9 +6,10 @@ python analysis/quantizers.py runs/ --out figures/
 import pandas as pd
 
 from qerl_bench.checks import require
+from qerl_bench.exits import guarded
 from qerl_bench.statistics import mean_ci_crossed
 from qerl_bench.study.load import Run, load_runs
-from qerl_bench.study.script import guarded, parser_for
+from qerl_bench.study.script import parser_for
 
 MODES = ("greedy", "sampled")
 

@@ -16,9 +16,10 @@ import sys
 import pandas as pd
 
 from qerl_bench.checks import require
+from qerl_bench.exits import guarded
 from qerl_bench.study.four_sets import rows, set_of
 from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import guarded, parser_for
+from qerl_bench.study.script import parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,8 +1,10 @@
-"""Print the grid of a study as a sweep for `wandb agent`, one process per run.
+"""usage: python sweeps/make.py STUDY ...
+
+Print the grid of a study as a sweep for `wandb agent`, one process per run.
 
     python sweeps/make.py tiny/main > sweeps/tiny_main.yaml
     wandb sweep sweeps/tiny_main.yaml             # prints the name of the sweep
-    wandb agent ENTITY/PROJECT/SWEEP              # once per machine or GPU; every agent takes the next open point
+    wandb agent ENTITY/PROJECT/SWEEP              # once per machine or GPU; each takes the next point
 
 Any study of conf/experiment that sweeps will do; several with the same grid become one sweep.
 """
@@ -16,8 +18,8 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from qerl_bench.checks import require
-from qerl_bench.cli import exit_in_words
 from qerl_bench.config import HYDRA_DEFAULTS, register_resolvers
+from qerl_bench.exits import exit_in_words
 from qerl_bench.installation import CONF_DIR
 
 
@@ -54,4 +56,4 @@ def sweep(studies: list[str]) -> str:
 if __name__ == "__main__":
     with exit_in_words("stopped"):
         require(len(sys.argv) > 1, "name a study: python sweeps/make.py tiny/main")
-        sys.stdout.write(sweep(sys.argv[1:]))
+        sys.stdout.write(__doc__ if {"-h", "--help"} & {*sys.argv} else sweep(sys.argv[1:]))

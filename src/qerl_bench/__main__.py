@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import NamedTuple
 
 from qerl_bench import __version__
+from qerl_bench.arguments import wrapped
 from qerl_bench.children import end_with_parent
-from qerl_bench.cli import exit_in_words, one_line_warnings
+from qerl_bench.exits import exit_in_words, one_line_warnings
 from qerl_bench.terminal import lasting_output
 
 
@@ -69,7 +70,7 @@ def main(words: list[str] | None = None) -> int:
         end_with_parent()
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
-            print(module.USAGE, module.__doc__, sep="\n\n")
+            print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")
         elif name == "run":
             module.main(rest)
         else:

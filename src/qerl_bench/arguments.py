@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import require
+
+WIDTH = 100  # columns of what commands say about themselves
 
 
 class KeyValueParser(argparse.ArgumentParser):
@@ -19,9 +24,9 @@ class KeyValueParser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None) -> None:
         super().__init__(
-            description=description,
+            description=wrapped(description or ""),
             epilog="Every --key VALUE can be written key=VALUE, as in out=DIR or mixed_code=true.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
         )
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -46,6 +51,13 @@ class KeyValueParser(argparse.ArgumentParser):
                 self.error(f"{key} must be true or false, got {value!r}")
             return [option] if value == "true" else []
         return [option, *(value.split(",") if action.nargs == "+" else [value])]
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs filled to WIDTH columns; indented lines, which are commands, stay as they are."""
+    paragraphs = re.split(r"\n\s*\n", text.strip())
+    filled = [one if one.startswith(" ") or "\n " in one else textwrap.fill(one, WIDTH) for one in paragraphs]
+    return "\n\n".join(filled)
 
 
 def split_words(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:

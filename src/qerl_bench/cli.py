@@ -1,37 +1,19 @@
-"""The command line: checks before any training, messages in words, and exit codes.
-
-Whatever can be found wrong is refused before a file is written.
-"""
+"""The command line: checks before any training. Whatever can be found wrong is refused before a file is written."""
 
 from __future__ import annotations
 
-import difflib
 import logging
-import os
-import re
-import signal
-import sys
-import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.config import CONF_DIR, Composer, Experiment, build
-from qerl_bench.locks import RunLocked
-from qerl_bench.memory import shortage
-from qerl_bench.renamed_keys import renamed, renamed_value
-from qerl_bench.rundir import check_run_dir, flat, is_finished, refuse_locked
-from qerl_bench.storage import failure
-from qerl_bench.termination import Terminated, terminations_raise
+from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.config import Composer, Experiment, build
+from qerl_bench.rundir import check_run_dir, is_finished, refuse_locked
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +28,7 @@ class Point:
     finished: bool
 
 
-class SweepFailed(Exception):
+class SweepFailed(TrainingStopped):
     """Some runs of a sweep failed; the others are done."""
 
     def __init__(self, total: int, failed: Sequence[tuple[Point, str]]) -> None:
@@ -77,18 +59,28 @@ def flags_first(argv: list[str]) -> list[str]:
     return flags + words
 
 
-def is_to_do(argv: list[str]) -> bool:
-    """Check a single run before Hydra creates its folder. False if it is finished. The launcher checks sweeps."""
-    given = {key: value for key, value in vars(get_args_parser().parse_args(flags_first(argv))).items() if value}
-    if given.keys() - {"overrides", "run", "config_dir"}:
-        return True
+def check_single(argv: list[str]) -> Point | None:
+    """Check a single run before Hydra creates its folder. None for a sweep, which the launcher checks, and without run.
+
+    Raises ConfigError, or RunLocked if another process is running it.
+    """
+    parsed, unknown = get_args_parser().parse_known_args(flags_first(argv))
+    require(
+        not unknown,
+        f"{' '.join(unknown)}: no such flag. An option is a word KEY=VALUE, such as steps=5; --help lists the flags",
+    )
+    given = {key: value for key, value in vars(parsed).items() if value}
+    if "multirun" in given:
+        return None
     folders = [f"hydra.searchpath=['file://{Path(given['config_dir']).absolute()}']"] if "config_dir" in given else []
-    point = check_point(Composer(), [*folders, *given.get("overrides", [])])
-    if point.finished:
-        print(finished_before(point.run_dir))
-    else:
+    words = [*folders, *given.get("overrides", [])]
+    if given.keys() - {"overrides", "run", "config_dir"}:  # Hydra prints something
+        Composer().tree(words)
+        return None
+    point = check_point(Composer(), words)
+    if not point.finished:
         refuse_locked(point.run_dir)
-    return not point.finished
+    return point
 
 
 def finished_before(run_dir: Path) -> str:
@@ -143,90 +135,3 @@ def check_point(composer: Composer, overrides: Sequence[str]) -> Point:
     else:
         check(OmegaConf.create(tree))
     return Point(list(overrides), name, run_dir, finished)
-
-
-@contextmanager
-def exit_in_words(stopped: str) -> Iterator[None]:
-    """Exit with a message, not a traceback: code 2 for bad input, 1 for failed runs and disks.
-
-    Ctrl-C gives `stopped` and code 130, SIGTERM 143, SIGHUP 129; a run of another process 75.
-    """
-    try:
-        with terminations_raise():
-            yield
-    except RunLocked as error:
-        message, code = explain(error), os.EX_TEMPFAIL
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        message, code = explain(error), 2
-    except (SweepFailed, TrainingStopped) as error:
-        message, code = str(error), 1
-    except KeyboardInterrupt:
-        message, code = stopped, 128 + signal.SIGINT
-    except Terminated as error:
-        message, code = f"{error}: {stopped}", 128 + error.signum
-    except Exception as error:
-        reason = failure(error) or shortage(error)
-        if reason is None:
-            raise
-        message, code = f"error: {reason}. When that is solved, repeat the command: it continues", 1
-    else:
-        return
-    print(message, file=sys.stderr)
-    sys.exit(code)
-
-
-@contextmanager
-def one_line_warnings() -> Iterator[None]:
-    """Print warnings as one line each, without the place in the code."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_place, **_more: print(message, file=sys.stderr)
-        yield
-
-
-def explain(error: Exception) -> str:
-    """One message for the terminal: Hydra's errors without its advice to append keys and without its search path."""
-    text = str(error).split("\nConfig search path:")[0].strip()
-    option = re.search(r"Could not find '(\w+)/([^']+)'", text)
-    if option and (sentence := renamed_value(option[1], option[2])):
-        return f"error: {sentence}"
-    if unread := re.match(r"LexerNoViableAltException: (.*)", text):
-        return f"error: cannot read {unread[1]}: a value with other signs needs quotes of its own, as in 'name=\"ü\"'"
-    if lost := re.match(r"Interpolation key '([^']+)' not found", text):
-        return f"error: there is no {lost[1]}, which another key refers to; leave ~ overrides out"
-    unknown = re.search(r"Could not override '([^']+)'", text)
-    if unknown is None:
-        return "error: " + " ".join(text.split())
-    key = unknown.group(1)
-    if sentence := renamed(key):
-        return f"error: {sentence}"
-    if key.startswith("model.template"):
-        return f"error: {key} is not set yet, so add it with a plus: +model.template.KEYWORD=VALUE"
-    group = key.split(".")[0]
-    elsewhere = keys_of_group(group)
-    if key in elsewhere:
-        return f"error: the chosen {group} has no option {key}; it belongs to {group}={'|'.join(elsewhere[key])}"
-    close = difflib.get_close_matches(key, [*known_keys(), *elsewhere], n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    return f"error: there is no option {key}.{hint} All options: python src/run.py --cfg job"
-
-
-def keys_of_group(group: str) -> dict[str, list[str]]:
-    """Every dotted key of the files in a folder of conf/, with the options that have it; empty without the folder.
-
-    Presets, which take their other values from an option of the same folder, are left out.
-    """
-    options: dict[str, list[str]] = defaultdict(list)
-    for path in sorted((CONF_DIR / group).rglob("*.yaml")):
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-        assert isinstance(tree, dict)
-        if any(isinstance(entry, str) for entry in tree.get("defaults", [])):
-            continue
-        for key in flat({str(name): value for name, value in tree.items() if name not in ("_target_", "defaults")}):
-            options[f"{group}.{key}"].append(str(path.relative_to(CONF_DIR / group).with_suffix("")))
-    return options
-
-
-def known_keys() -> list[str]:
-    """Every dotted key of the default config, and the names of its groups."""
-    tree = Composer().tree([])
-    return [key for key in (*tree, *flat(tree)) if "_target_" not in key]

@@ -24,6 +24,7 @@ from hydra.conf import RuntimeConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_bench.algo.base import Algorithm
@@ -52,9 +53,10 @@ from qerl_bench.option_names import check_class, check_option_names, make_option
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.renamed_keys import outdated
-from qerl_bench.rundir import NO_EFFECT
+from qerl_bench.rundir import NO_EFFECT, flat
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
+from qerl_bench.unknown_words import unknown_key, unknown_option, unread
 
 # Hydra 1.4, which comes with OmegaConf 2.4, warns of the names of 1.3.
 HYDRA_1_3 = hydra_version.startswith("1.3")
@@ -201,10 +203,16 @@ VALUES = {field.name for field in fields(Experiment) if field.type in ("bool", "
 
 
 def register_resolvers() -> None:
-    """Register `${fingerprint:}` and `${model_name:ID}` with OmegaConf; may be called repeatedly."""
+    """Register `${fingerprint:}`, `${model_name:ID}` and `${fitting:N,STEPS}`; may be called repeatedly."""
     register = getattr(OmegaConf, REGISTER)
     register("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
     register("model_name", short_name, replace=True)
+    register("fitting", fitting, replace=True)
+
+
+def fitting(warmup: int, steps: object) -> int:
+    """`warmup` steps, or as many as leave one of the `steps` of a shorter run; `Experiment` refuses other `steps`."""
+    return max(0, min(warmup, steps - 1)) if isinstance(steps, int) else warmup
 
 
 def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
@@ -250,11 +258,18 @@ class Composer:
         self._parsed = lru_cache(maxsize=1024)(lambda word: OverridesParser.create().parse_overrides([word])[0])
 
     def tree(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The config of `compose` as plain containers."""
-        return self.in_folders(overrides)[0]
+        """The config of `compose` as plain containers. Raises ConfigError for a word that names no option."""
+        return self.chosen(overrides)[0]
 
-    def in_folders(self, overrides: Sequence[str]) -> tuple[dict[str, Any], list[Path]]:
-        """As `tree`, with the folders in which options were looked for."""
+    def chosen(self, overrides: Sequence[str]) -> tuple[dict[str, Any], RuntimeConf]:
+        """As `tree`, with Hydra's record of which option was chosen for each axis, and from which folders."""
+        try:
+            cfg, runtime = self._unresolved(overrides)
+        except HydraException as error:
+            raise ConfigError(self._in_words(error, overrides)) from error
+        return plain_tree(cfg), runtime
+
+    def _unresolved(self, overrides: Sequence[str]) -> tuple[DictConfig, RuntimeConf]:
         parsed = [self._parsed(word) for word in overrides]
         values = [override for override in parsed if _is_value(override)]
         if not all(override in values or _is_choice(override) for override in parsed):
@@ -266,7 +281,35 @@ class Composer:
         ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
         if any(map(_may_rename, values)):
             check_option_names(cfg, runtime)
-        return plain_tree(cfg), search_folders(runtime)
+        return cfg, runtime
+
+    def _in_words(self, error: HydraException, overrides: Sequence[str]) -> str:
+        """What is said of Hydra's `error` over these words: the option that was probably meant."""
+        if isinstance(error, OverrideParseException):
+            return unread(error.override)
+        text = " ".join(str(error).split("\nConfig search path:")[0].split())
+        missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+        unknown = re.search(r"Could not override '([^']+)'", text)
+        if missing is None and unknown is None:
+            several = re.match(r"Ambiguous value for argument '([^'=]+)=([^']+)'", text)
+            if several is None:
+                return text
+            key, values = several.groups()
+            return f"{key}={values} has several values: -m runs them all; a list is {key}=[{values}]"
+        parsed = [self._parsed(word) for word in overrides]
+        choices = [word for word, one in zip(overrides, parsed, strict=True) if _is_choice(one) and _is_axis(one)]
+        try:
+            composed, runtime = self._composed(tuple(choices if missing is None else ()))
+        except (HydraException, ConfigError):
+            composed, runtime = self._composed(())
+        folders = search_folders(runtime)
+        if missing is not None:
+            return unknown_option(missing[1], missing[2], folders)
+        assert unknown is not None
+        tree = OmegaConf.to_container(pickle.loads(composed), resolve=False)
+        assert isinstance(tree, dict)
+        chosen = {str(axis): str(option) for axis, option in runtime.choices.items() if "/" not in str(axis)}
+        return unknown_key(unknown[1], [*flat({str(key): value for key, value in tree.items()})], chosen, folders)
 
 
 def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
@@ -297,6 +340,11 @@ def _is_value(override: Override) -> bool:
     """Whether this sets a single value: steps=3 or optim.lr=1e-5."""
     key = override.key_or_group
     return not override.is_sweep_override() and (key in VALUES or ("." in key and not override.is_hydra_override()))
+
+
+def _is_axis(override: Override) -> bool:
+    """Whether this is about a folder of options of the project, or about where to look for others."""
+    return (CONF_DIR / override.key_or_group).is_dir() or override.key_or_group == "hydra.searchpath"
 
 
 def _may_rename(override: Override) -> bool:

@@ -26,6 +26,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import NormSite, Structure, probe
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
+from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.rundir import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.seeding import derive
 from qerl_bench.task.base import Task
@@ -55,6 +56,7 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
         if not is_finished(run_dir):
             log.info("warm start of model=%s: done once, then kept in %s", model.name, run_dir)
             code = wait(Child([*run_command(), *overrides]))
+            require(code != REFUSED, f"the warm start of model={model.name} was refused, for the reason above")
             if code != 0:
                 raise TrainingStopped(f"the warm start of model={model.name} ended with code {code}: {run_dir}/run.log")
     checkpoint = last_checkpoint(run_dir)

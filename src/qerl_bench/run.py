@@ -1,7 +1,7 @@
 """`qerl-bench run quant=nvfp4 aqn=exp -m lora.rank=16,32,64`: run one experiment, or a sweep with -m.
 
-`python src/run.py` in a checkout is the same command. `--cfg job` prints all options, `--help` the choices of each
-group.
+`python src/run.py` in a checkout is the same command. `--help` prints the options of each axis, `--explain KEY` what
+one means.
 """
 
 from __future__ import annotations
@@ -9,17 +9,37 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qerl_bench.cli import flags_first, is_to_do, warn_of_single_point
+from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
+from qerl_bench.explain import explain, usage
 from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names
+from qerl_bench.refusals import nothing_left_if_refused
+
+
+class Carried(BaseException):
+    """An error on its way through Hydra, which would print the whole command line in front of its message."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def past_hydra() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Carried(error) from error
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
@@ -29,15 +49,31 @@ def run(cfg: DictConfig) -> None:
         from qerl_bench.experiment import run_experiment
 
     warn_of_single_point(HydraConfig.get())
-    with failure_in_log():
+    with past_hydra(), failure_in_log():
         run_experiment(build(resolved(cfg)), resolved(cfg))
 
 
 def main(words: list[str]) -> None:
+    if {"-h", "--help"} & {*words}:
+        print(usage())
+        return
+    if "--explain" in words:
+        print(explain([word for word in words if word != "--explain"]))
+        return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
-    if is_to_do(words):
-        sys.argv[1:] = flags_first(words)  # where Hydra reads them
-        run()
+    point = check_single(words)
+    if point is not None and point.finished:
+        print(finished_before(point.run_dir))
+        return
+    sys.argv[1:] = flags_first(words)  # where Hydra reads them
+    with nullcontext() if point is None else nothing_left_if_refused(point.run_dir):
+        try:
+            run()
+        except Carried as carried:
+            error = carried.error
+        else:
+            return
+        raise error

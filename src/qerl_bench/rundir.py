@@ -286,10 +286,7 @@ class RunDir:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Release the lock. A folder whose run was refused before it recorded anything counts as a run no more."""
-        recorded = any((self.path / name).exists() for name in ("metrics.jsonl", "eval.json"))
-        if isinstance(error, ConfigError) and not recorded:
-            (self.path / "config.yaml").unlink(missing_ok=True)
+        """Release the lock."""
         self._lock.close()
         if isinstance(error, Exception) and (stopped := stopped_by_disk(self.path, error)):
             raise stopped from error

@@ -2,6 +2,7 @@
 
     qerl-bench status            # of ./runs, or $QERL_ROOT/runs
     qerl-bench status FOLDER ...
+    qerl-bench status --json     # for programs: an object for each run
 
 A run is running while a process on this machine holds its lock. An unfinished one continues by the command in its
 env.json.
@@ -13,6 +14,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import ConfigError, require
@@ -27,20 +29,35 @@ def main(words: list[str]) -> None:
     parser = KeyValueParser(__doc__)
     default = Path(os.environ.get("QERL_ROOT", "."), "runs")
     parser.add_argument("folders", nargs="*", type=Path, default=[default], help="folders that hold runs, or runs")
-    folders = parser.parse_args(words).folders
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of lines")
+    given = parser.parse_args(words)
+    folders: list[Path] = given.folders
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     require(not missing, f"no folder {', '.join(missing)}; give the folder that holds the runs")
     runs = sorted({file.parent for folder in folders for file in folder.rglob("config.yaml") if is_run(file.parent)})
-    states = {run: state(run) for run in runs}
-    for run in runs:
-        note = f"  in {holder(run / '.lock')}" if states[run] == "running" else ""
-        try:
-            total = str(total_steps(run))
-        except ConfigError as error:
-            total, note = "?", f"{note}  {error}"
-        print(f"{states[run]:10}  {last_step(run):>6} of {total:<6}  {run}{note}")
-    counts = Counter(states.values())
+    rows = [row(run) for run in runs]
+    if given.json:
+        print(json.dumps(rows, indent=1))
+        return
+    for one in rows:
+        note = "".join(
+            [f"  in {one['holder']}" if one["holder"] else "", f"  {one['damage']}" if one["damage"] else ""]
+        )
+        total = "?" if one["steps"] is None else one["steps"]
+        print(f"{one['state']:10}  {one['step']:>6} of {total!s:<6}  {one['run']}{note}")
+    counts = Counter(one["state"] for one in rows)
     print(f"{len(runs)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts)))
+
+
+def row(run: Path) -> dict[str, Any]:
+    """The state of one run: its folder, the last step and all of them (None if the config is damaged), who runs it."""
+    try:
+        steps, damage = total_steps(run), None
+    except ConfigError as error:
+        steps, damage = None, str(error)
+    now = state(run)
+    who = holder(run / ".lock") if now == "running" else None
+    return {"run": str(run), "state": now, "step": last_step(run), "steps": steps, "holder": who, "damage": damage}
 
 
 def is_run(folder: Path) -> bool:

@@ -93,7 +93,7 @@ def test_presets_set_only_what_differs() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["model.id=/a/folder"], "it belongs to model=hub"),
+        (["model.id=/a/folder"], "which belongs to model=hub"),
         (["model=hub"], "model.id must be a hub id or a folder: model.id=ORG/NAME"),
         (["model=hub", "model.id=7"], "model.id must be a hub id or a folder"),
         (["model=hub", "model.id=x", "model.template=chatml"], "model.template must be null or a mapping"),

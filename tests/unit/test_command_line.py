@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ from omegaconf import OmegaConf
 
 from qerl_bench import __version__
 from qerl_bench.__main__ import COMMANDS, main
-from qerl_bench.arguments import KeyValueParser
+from qerl_bench.arguments import WIDTH, KeyValueParser
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import exit_in_words, explain
 from qerl_bench.config import build, compose
 from qerl_bench.eval.reevaluate import stored_config
+from qerl_bench.exits import exit_in_words, explain
 from qerl_bench.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
 from qerl_bench.rundir import as_dict, check_run_dir, flat
 from qerl_bench.study.load import load_run
@@ -34,13 +36,25 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean collect?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "analysis").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *SCRIPTS])
+def test_every_command_and_script_has_help(
+    name: str, capsys: pytest.CaptureFixture[str], analysis_script: Callable[[str], Any]
+) -> None:
+    """It says what it is for and how it is called, within the columns of a terminal, and nothing else."""
     try:
-        main([name, "--help"])
+        if name in COMMANDS:
+            main([name, "--help"])
+        if name in SCRIPTS:
+            analysis_script(name).main(["--help"])
     except SystemExit as end:  # argparse
         assert end.code == 0
-    assert "usage: " in capsys.readouterr().out
+    said = capsys.readouterr()
+    first, *rest = said.out.splitlines()
+    assert first.startswith("usage: ") and len(rest) > 5 and said.err == "" and "\x1b" not in said.out
+    assert max(map(len, said.out.splitlines())) <= WIDTH
 
 
 def test_bad_input_of_any_command_ends_with_a_message_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +172,12 @@ def test_status_lists_states_and_steps(tmp_path: Path, capsys: pytest.CaptureFix
         ["done", "10", "of", "10"], ["unfinished", "10", "of", "10"], ["running", "10", "of", "10"],
     ]  # fmt: skip
     assert " ".join(printed[3]) == "3 runs, 1 done, 1 running, 1 unfinished"
+    main(["status", "--json", str(tmp_path)])
+    listed = json.loads(capsys.readouterr().out)
+    assert [(one["run"], one["state"], one["step"], one["steps"], one["damage"]) for one in listed] == [
+        (str(tmp_path / name), state, 10, 10, None)
+        for name, state in zip(names, ("done", "unfinished", "unfinished"), strict=True)
+    ]
 
 
 def test_status_lists_damaged_runs_with_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import exit_in_words
 from qerl_bench.config import build, compose
 from qerl_bench.eval import command
+from qerl_bench.exits import exit_in_words
 from qerl_bench.rundir import check_run_dir
 from qerl_bench.seals import SEALS
 from qerl_bench.study.load import load_run

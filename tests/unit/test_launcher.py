@@ -75,6 +75,15 @@ def test_the_reason_of_a_failure_is_told_in_a_line(tmp_path: Path) -> None:
     assert told.startswith("1 of 5 runs failed") and f"{tmp_path / 'logged'}: too hot" in told
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_refused_point_leaves_its_reason_and_a_folder_only_if_it_had_one(tmp_path: Path, slots: int) -> None:
+    refused = "(folder / 'run.log').write_text('1 failed: no GPU\\n'); (folder / 'config.yaml').touch(); sys.exit(2)"
+    points = [Point([str(tmp_path / name), refused], name, tmp_path / name, finished=False) for name in ("old", "new")]
+    points[0].run_dir.mkdir()
+    assert sweep(*points, slots=slots) == {"old": "no GPU", "new": "no GPU"}
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
 def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three locked runs the other process finishes one, gives one up, and writes nothing more of the third."""
     points = [point(tmp_path / name, DONE + "; (folder / 'mine').touch()") for name in ("done", "given_up", "silent")]
@@ -107,7 +116,8 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from hydra_plugins.process_launcher import launcher
-from qerl_bench.cli import Point, exit_in_words
+from qerl_bench.cli import Point
+from qerl_bench.exits import exit_in_words
 launcher.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
 folders = [Path(sys.argv[2]) / name for name in "ab"]
 points = [Point([str(folder), sys.argv[3]], folder.name, folder, False) for folder in folders]

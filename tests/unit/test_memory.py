@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.cli import exit_in_words
 from qerl_bench.device import PhaseTimer
+from qerl_bench.exits import exit_in_words
 from qerl_bench.memory import memory_for, shortage
 
 

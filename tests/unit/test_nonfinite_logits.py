@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.cli import exit_in_words
 from qerl_bench.config import build
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
+from qerl_bench.exits import exit_in_words
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy

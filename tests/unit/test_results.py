@@ -15,9 +15,9 @@ import pytest
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
+from qerl_bench.exits import guarded
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import find_runs, load_run, load_runs, tidy
-from qerl_bench.study.script import guarded
 from qerl_bench.study.study import describe_repeats, group_by_setting
 from qerl_bench.study.table import no_gradient_warning, render, summary
 
@@ -365,7 +365,7 @@ def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str
 
     with pytest.raises(SystemExit, match="2"):
         guarded(main)
-    assert capsys.readouterr().err == "half a line was dropped\nno run in this folder\n"
+    assert capsys.readouterr().err == "half a line was dropped\nerror: no run in this folder\n"
 
 
 def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path, analysis_script: Any) -> None:

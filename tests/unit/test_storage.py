@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.cli import exit_in_words
 from qerl_bench.config import build
+from qerl_bench.exits import exit_in_words
 from qerl_bench.experiment import run_experiment
 from qerl_bench.rundir import RunDir
 from qerl_bench.storage import failure

@@ -28,6 +28,8 @@ from qerl_bench.config import refuse_env_copy
 from qerl_bench.failure import reason_of
 from qerl_bench.installation import run_command
 from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
+from qerl_bench.refusals import CODE as REFUSED
+from qerl_bench.refusals import discard
 from qerl_bench.rundir import is_finished
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Started(NamedTuple):
     point: Point
     child: Child
     log_size: int  # of run.log before
+    new: bool  # without a folder before
 
 
 class Sweep:
@@ -111,13 +114,13 @@ class Sweep:
                 log.info("%s is running in %s; waiting for it at the end", point.name, who)
                 self.elsewhere.append(point)
             else:
-                log_size = size_of(point.run_dir / "run.log")
-                self.running[slot] = Started(point, start(point, slot, self.slots, self.gpus), log_size)
+                log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
+                self.running[slot] = Started(point, start(point, slot, self.slots, self.gpus), log_size, new)
                 return
 
     def collect(self) -> None:
         """Take note of the runs that have ended."""
-        for slot, (point, child, log_size) in list(self.running.items()):
+        for slot, (point, child, log_size, new) in list(self.running.items()):
             code = child.poll()
             if code is None:
                 continue
@@ -130,6 +133,8 @@ class Sweep:
                 reason = reason_of(point.run_dir, code, log_size)
                 self.failed.append((point, reason))
                 log.info("exit %d %s: %s", code, point.name, reason)
+                if code == REFUSED and new:
+                    discard(point.run_dir)
 
     def await_other(self, point: Point) -> None:
         """Wait until the process that runs `point` has ended; if it ended early, the point is to do again.
@@ -154,7 +159,7 @@ class Sweep:
             return
         log.info("stopping %d runs; Ctrl-C stops them at once", len(self.running))
         stop([started.child for started in self.running.values()], signal_of(error))
-        for point, child, _ in self.running.values():
+        for point, child, *_ in self.running.values():
             log.info("exit %s %s", child.poll(), point.name)
 
 
@@ -178,16 +183,19 @@ def search_path(config: DictConfig) -> list[str]:
 
 
 def start(point: Point, slot: int, slots: int, gpus: list[str]) -> Child:
-    """Start one run. Alone it talks to this terminal; runs side by side write to launch.log in their folders."""
+    """Start one run. Alone it talks to this terminal; runs side by side write to launch.log in their folders.
+
+    The folder is made here, so that a run that is refused leaves the reason in it for this process to read.
+    """
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     if slots > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
     command = [*run_command(), *point.overrides]
+    point.run_dir.mkdir(parents=True, exist_ok=True)
     if slots == 1:
         return Child(command, environment)
-    point.run_dir.mkdir(parents=True, exist_ok=True)
     with open(point.run_dir / "launch.log", "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 

@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 from qerl_bench.claims.evaluate import Claim, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.exits import guarded
 from qerl_bench.seeding import derive
 from qerl_bench.study.load import Run
-from qerl_bench.study.script import guarded
 
 EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
 DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each

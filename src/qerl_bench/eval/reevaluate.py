@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
-from qerl_bench.option_names import is_fixed, refuse_foreign_classes
+from qerl_bench.option_names import is_fixed, refuse_foreign_classes, search_folders
+from qerl_bench.refusals import nothing_left_if_refused
 from qerl_bench.rundir import (
     RunDir,
     as_dict,
@@ -65,7 +66,8 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
         plain_word = not (override.is_add() or override.is_delete() or override.is_sweep_override())
         require(plain_word, f"{word}: give one plain value for each key; to sweep, run the command for each value")
     options = [override for override in parsed if (CONF_DIR / override.key_or_group).is_dir()]
-    composed, folders = Composer().in_folders([*search_path, *(str(override.input_line) for override in options)])
+    composed, runtime = Composer().chosen([*search_path, *(str(override.input_line) for override in options)])
+    folders = search_folders(runtime)
     refuse_foreign_classes(as_dict(stored), "", folders)
     for override in options:
         cfg[override.key_or_group] = composed[override.key_or_group]
@@ -115,7 +117,7 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) ->
     from qerl_bench.session import evaluate, prepare_device, session
 
     device = prepare_device(protocol.device, trained.quant)
-    with RunDir(out, cfg, "out=DIR") as record:
+    with nothing_left_if_refused(out), RunDir(out, cfg, "out=DIR") as record:
         if record.finished:
             log.info("evaluated before (delete the folder to repeat it)")
             return

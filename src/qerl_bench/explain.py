@@ -1,0 +1,238 @@
+"""What options mean, from the comments of their YAML files: --explain, --help, and the tables of docs/options.md.
+
+`python -m qerl_bench.explain docs/options.md` writes those tables again. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_bench.arguments import WIDTH
+from qerl_bench.checks import ConfigError
+from qerl_bench.config import Composer
+from qerl_bench.installation import CONF_DIR
+from qerl_bench.option_files import Field, find_option, option_fields, options_of, read_option, same_value
+from qerl_bench.option_names import search_folders
+from qerl_bench.rundir import flat
+from qerl_bench.unknown_words import keys_of_axis, unknown_key
+
+SEVERAL = ("recipe", "experiment")  # their files set options of other axes
+AXES = ("quant", "quantizer", "aqn", "algo", "lora", "model", "engine", "task", "eval", "logger", *SEVERAL)
+FEW = 4  # different defaults that a row of the tables shows
+BEGIN, END = "<!-- begin: python -m qerl_bench.explain docs/options.md -->", "<!-- end -->"
+USAGE = "usage: qerl-bench run [KEY=VALUE ...] [-m] [--explain KEY ...] [--cfg job] [--config-dir DIR]"
+INTRODUCTION = """
+Train one experiment, or with -m every point of a sweep. A word AXIS=OPTION chooses a YAML file of
+conf/, a word KEY=VALUE changes a value. `python src/run.py` in a checkout is the same command.
+
+  qerl-bench run experiment=smoke                                   everything once, in a minute
+  qerl-bench run quant=nvfp4 aqn=exp model=qwen3-1.7b task=gsm8k    one run
+  qerl-bench run quant=nvfp4 aqn=exp -m lora.rank=16,32 seed=0,1    a sweep: a process for each run
+"""
+FLAGS = """
+Flags:
+  -m, --multirun      run every combination of the values that are separated by commas
+  --explain KEY ...   what a value, all values of a group (noise) or an axis (aqn) mean; other words
+                      choose options: --explain aqn.stages aqn=exp
+  --cfg job           print the config instead of running it; --resolve fills in references
+  --config-dir DIR    look for options in DIR/quant/*.yaml and so on as well
+  --hydra-help        flags of Hydra, which composes the config
+
+Read on: docs/options.md (options), docs/runs.md (what a run writes, sweeps, exit codes),
+docs/README.md (all pages)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The fields below a prefix of the config, and the words that choose them: ("aqn", "aqn=exp")."""
+
+    prefix: str
+    words: str
+    fields: dict[str, Field]
+
+
+def usage() -> str:
+    """What --help prints: axes with their choices, the commonest commands, flags, where to read on."""
+    chosen = dict(read_option(CONF_DIR / "run.yaml").bases)
+    lists = {
+        axis: [chosen[axis], *(one for one in options_of([CONF_DIR], axis) if one != chosen[axis])] for axis in AXES
+    }
+    axes = [_hanging(f"  {axis:11} ", " ".join(options)) for axis, options in lists.items()]
+    values, *groups = _groups()
+    plain = [
+        _hanging(f"  {'values':11} ", " ".join(values.fields)),
+        _hanging(f"  {'groups':11} ", " ".join(group.prefix for group in groups)),
+    ]
+    heading = "Axes and their options, the default first:"
+    return "\n".join([USAGE, INTRODUCTION, heading, *axes, "", "Values of conf/run.yaml:", *plain, FLAGS])
+
+
+def explain(words: Sequence[str]) -> str:
+    """Explain the keys among `words`, with the options that the others (KEY=VALUE) choose.
+
+    A key is that of a value, a prefix that ends with a dot, or an axis or a group. Raises ConfigError for others.
+    """
+    overrides = [word for word in words if "=" in word]
+    keys = [word for word in words if "=" not in word] or [word.partition("=")[0].lstrip("+~") for word in overrides]
+    tree, runtime = Composer().chosen(overrides)
+    folders = search_folders(runtime)
+    chosen = {str(place): option for place, option in runtime.choices.items() if option is not None}
+    choices = {place: str(option).removesuffix(".yaml") for place, option in chosen.items()}
+    places = [*_groups(), *_axes(choices, folders)]
+    return "\n\n".join(_explain(key, places, choices, folders, flat(tree)) for key in keys) if keys else usage()
+
+
+def _explain(
+    key: str, places: Sequence[Place], choices: Mapping[str, str], folders: Sequence[Path], values: Mapping[str, Any]
+) -> str:
+    name = key.rstrip(".")
+    found = {full: (place, field) for place in places for full, field in place.fields.items()}
+    below = {full: entry for full, entry in found.items() if full == name or full.startswith(f"{name}.")}
+    blocks = [_value(full, *entry, values.get(full)) for full, entry in below.items() if _is_shown(entry[1])]
+    if key in AXES:
+        return "\n\n".join([_choices(key, choices.get(key), folders), *blocks])
+    if blocks:
+        return "\n\n".join(blocks)
+    elsewhere = keys_of_axis(name.partition(".")[0], folders) if name.partition(".")[0] in choices else {}
+    if name not in elsewhere:
+        chosen = {axis: option for axis, option in choices.items() if axis in AXES}
+        raise ConfigError(unknown_key(name, [*found], chosen, folders))
+    return "\n\n".join(_of_others(name, elsewhere[name], choices, folders))
+
+
+def _groups() -> list[Place]:
+    """The values of conf/run.yaml: those without a group first, under the prefix "", and then group by group."""
+    content = read_option(CONF_DIR / "run.yaml")
+    prefixes = dict.fromkeys(field.key.rpartition(".")[0] for field in content.fields)
+    return [
+        Place(prefix, "conf/run.yaml", {one.key: one for one in content.fields if one.key.rpartition(".")[0] == prefix})
+        for prefix in sorted(prefixes, key=bool)
+    ]
+
+
+def _axes(choices: Mapping[str, str], folders: Sequence[Path]) -> list[Place]:
+    """The values of the chosen options; those inside of another one, as aqn@aqn.schedule, replace what it has there."""
+    places: dict[str, Place] = {}
+    for place in sorted(choices, key=len):
+        axis, _, package = place.partition("@")
+        prefix = package or axis
+        if axis not in AXES or axis in SEVERAL or not find_option(folders, axis, choices[place]).is_file():
+            continue
+        outer = places.get(prefix.rpartition(".")[0])
+        for key in [key for key in (outer.fields if outer else ()) if key.startswith(f"{prefix}.")]:
+            assert outer is not None
+            del outer.fields[key]
+        fields = option_fields(folders, axis, choices[place])
+        places[prefix] = Place(
+            prefix, f"{place}={choices[place]}", {f"{prefix}.{key}": field for key, field in fields.items()}
+        )
+    return [*places.values()]
+
+
+def _is_shown(field: Field) -> bool:
+    """Whether users set this; the names of options are fixed, and have no comment."""
+    return bool(field.meaning) or field.key.rpartition(".")[2] != "name"
+
+
+def _value(key: str, place: Place, field: Field, value: Any) -> str:
+    default = "" if same_value(field.default, value) else f", default {field.default}"
+    shown = field.default if not default else _text(value)
+    return _block(f"{key} = {shown}   ({place.words}{default})", field.meaning)
+
+
+def _of_others(key: str, options: Sequence[str], choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[str]:
+    """What a key means in options that are not chosen, those with one meaning together."""
+    axis, _, inside = key.partition(".")
+    yield _wrapped(f"{axis}={choices[axis]} has no option {key}; it belongs to {axis}={'|'.join(options)}", "")
+    meanings: dict[tuple[str, str], list[str]] = {}
+    for option in options:
+        field = option_fields(folders, axis, option)[inside]
+        meanings.setdefault((field.default, field.meaning), []).append(option)
+    for (default, meaning), same in meanings.items():
+        yield _block(f"{key} = {default}   ({axis}={'|'.join(same)})", meaning)
+
+
+def _choices(axis: str, chosen: str | None, folders: Sequence[Path]) -> str:
+    """The options of an axis, each with the first sentence of its file; those without one follow by name."""
+    options = options_of(folders, axis)
+    summaries = {option: read_option(file).summary for option, file in options.items()}
+    width = max(len(option) for option, summary in summaries.items() if summary) + 2
+    lines = [_hanging(f"  {option:{width}}", _sentence(text)) for option, text in summaries.items() if text]
+    presets = [option for option, summary in summaries.items() if not summary]
+    lines += [_wrapped(f"presets: {' '.join(presets)}", "  ")] if presets else []
+    return "\n".join([f"{axis} = {chosen or 'null'}; its options:", *lines])
+
+
+def _sentence(text: str) -> str:
+    return re.split(r"\.(?: (?=[A-Z(])|$)", text)[0]
+
+
+def _text(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def _block(heading: str, meaning: str) -> str:
+    return f"{_wrapped(heading, '')}\n{_wrapped(meaning, '    ')}".rstrip()
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "    ", **_WHOLE)
+
+
+def _hanging(label: str, text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label), **_WHOLE)
+
+
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+
+# --- docs/options.md -------------------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """Every option as Markdown tables: one for conf/run.yaml, and one for each axis with values of its own."""
+    root = {key: [("", field)] for place in _groups() for key, field in place.fields.items()}
+    tables = ["### `conf/run.yaml`", *_table(root)]
+    for axis in (one for one in AXES if one not in SEVERAL):
+        keys: dict[str, list[tuple[str, Field]]] = {}
+        for key, options in keys_of_axis(axis, [CONF_DIR]).items():
+            inside = key.partition(".")[2]
+            keys[key] = [(option, option_fields([CONF_DIR], axis, option)[inside]) for option in options]
+        tables += ["", f"### `{axis}`", *_table(keys)] if keys else []
+    return "\n".join(tables)
+
+
+def _table(keys: Mapping[str, Sequence[tuple[str, Field]]]) -> Iterator[str]:
+    """One row for each key and meaning, with its defaults and the options that have them."""
+    yield from ("", "| key | default | meaning |", "|---|---|---|")
+    for key, entries in keys.items():
+        meanings: dict[str, dict[str, list[str]]] = {}
+        for option, field in entries:
+            meanings.setdefault(field.meaning, {}).setdefault(field.default, []).append(option)
+        for meaning, defaults in meanings.items():
+            shown = "; ".join(_default(*one) for one in defaults.items()) if len(defaults) <= FEW else "by option"
+            yield "| " + " | ".join(part.replace("|", "\\|") for part in (f"`{key}`", shown, meaning)) + " |"
+
+
+def _default(default: str, options: Sequence[str]) -> str:
+    named = " ".join(f"`{one}`" for one in options) if len(options) <= 2 * FEW else f"{len(options)} options"
+    return f"`{default}` ({named})" if any(options) else f"`{default}`"
+
+
+def main(file: Path) -> None:
+    """Write `reference` into the Markdown `file`, between the marks."""
+    before, _, rest = file.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    file.write_text(f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

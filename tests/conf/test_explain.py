@@ -1,0 +1,152 @@
+"""What options mean is read from their YAML files, and words that name no option are answered with one that does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl_bench.arguments import WIDTH
+from qerl_bench.checks import ConfigError
+from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.explain import AXES, BEGIN, END, SEVERAL, explain, reference
+from qerl_bench.option_files import option_fields, options_of, read_option
+from qerl_bench.rundir import as_dict, flat
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_comments_belong_to_their_fields(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        "# @package _global_\n# First.\n#   python a command\n# Second.\n"
+        'name: x\nplain: 1  # one\n               # two\nmarked: "#"   # a sign\nbare: [a,\n  b]\n'
+        "# above\nbelow: null\ngroup:  # of these\n  inner: 2.0\n  other: {a: 1}   # a map\n#  no comment\n"
+    )
+    content = read_option(tmp_path / "x.yaml")
+    assert content.summary == "First. Second." and content.groups == {"group": "of these"}
+    assert {field.key: (yaml.safe_load(field.default), field.meaning) for field in content.fields} == {
+        "name": ("x", ""),
+        "plain": (1, "one"),
+        "marked": ("#", "a sign"),
+        "bare": (["a", "b"], ""),
+        "below": (None, "above"),
+        "group.inner": (2.0, ""),
+        "group.other": ({"a": 1}, "a map"),
+    }
+    assert option_fields([tmp_path], "", "x")["group.inner"].meaning == "of these"
+
+
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in SEVERAL])
+def test_every_value_of_every_option_is_explained(axis: str) -> None:
+    options = options_of([CONF_DIR], axis)
+    fields = [(option, *item) for option in options for item in option_fields([CONF_DIR], axis, option).items()]
+    unexplained = [(option, key) for option, key, field in fields if not field.meaning]
+    assert len(fields) >= len(options) and [one for one in unexplained if one[1].rpartition(".")[2] != "name"] == []
+
+
+def test_all_keys_of_a_config_are_known() -> None:
+    """The reader finds the same values as Hydra: own ones, those of a preset's base, and those of a nested option."""
+    for words in (["model=qwen3-4b", "task=gsm8k"], ["aqn=layerwise", "quant=nvfp4", "quantizer=awq", "algo=dapo"]):
+        values = {key for key in flat(as_dict(compose(words))) if "_target_" not in key}
+        root = read_option(CONF_DIR / "run.yaml")
+        chosen = dict(root.bases) | dict(word.split("=") for word in words)
+        known = {field.key for field in root.fields}
+        for axis in set(AXES) - set(SEVERAL):
+            known |= {f"{axis}.{key}" for key in option_fields([CONF_DIR], axis, chosen[axis])}
+        assert {re.sub(r"^(model.template)\..*", r"\1", key) for key in values} == known
+
+
+def test_explain_is_about_the_chosen_options_and_needs_no_torch() -> None:
+    script = (
+        "import sys; from qerl_bench.__main__ import main\n"
+        "assert main(['run', '--explain', *sys.argv[1:]]) == 0 and 'torch' not in sys.modules"
+    )
+    words = ["aqn.sigma_start", "aqn=exp", "aqn.sigma_start=0.02", "optim."]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
+    assert "aqn.sigma_start = 0.02   (aqn=exp, default 1.0e-2)\n    standard deviation" in done.stdout
+    assert "optim.lr = 0.0003   (conf/run.yaml, default ${model.lr})\n    AdamW" in done.stdout
+    assert done.stdout.count("\noptim.") == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["aqn", "aqn=exp"], ("aqn = exp;", "  constant ", "aqn.stages = 10   (aqn=exp)")),
+        (["aqn.", "aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=constant"], ("aqn.schedule.level = 1.0e-2",)),
+        (["aqn.stages"], ("aqn=none has no option", "(aqn=cosine|linear|log)", "(aqn=exp|exp_paper|exp_repo)")),
+        (["steps", "experiment=smoke"], ("steps = 6   (conf/run.yaml, default 150)",)),
+        (["task.eval.marker", "task=gsm8k"], ('task.eval.marker = "####"', "separates")),
+        (["task=shape", "eval=none"], ("task = shape;", "eval = none;", "task.lengths = fixed")),
+        (["experiment"], ("experiment = null;", "  tiny/main ")),
+        ([], ("usage: ", "  quant       bf16 mxfp4", "--explain KEY")),
+    ],
+)
+def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
+    text = explain(words)
+    assert all(one in text for one in says)
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_the_page_of_options_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "options.md").read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == reference(), "run: python -m qerl_bench.explain docs/options.md"
+
+
+# --- words that name no option ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "aqn=constant aqn.sigma=1",
+            r"aqn=constant has no option aqn.sigma; it has aqn.level\. aqn.sigma_min .*=entropy",
+        ),
+        ("aqn=exp aqn.sigma_strat=1", r"aqn=exp has no option .* Did you mean aqn.sigma_start\?"),
+        ("aqn.level=1", r"aqn=none has no option aqn.level, which belongs to aqn=constant$"),
+        ("aqn=exp aqn.level=1", r"belongs to aqn=constant; it has aqn.sigma_start, aqn.sigma_end, aqn.stages"),
+        ("eval=paper task=gsm8k eval.sample=3", r"eval=paper .*Did you mean eval.samples\?"),
+        ("task=gsm8k task.train.revisio=x", r"Did you mean task.train.revision\?"),
+        ("lr=1", r"Did you mean model.lr or optim.lr\?"),
+        ("stages=3", r"aqn.stages belongs to aqn=cosine\|exp\|"),
+        ("optm.lr=1", r"Did you mean optim.lr\?"),
+        ("stes=3", r"Did you mean steps\?"),
+        ("optim={lrr:1}", r"Did you mean optim.lr\?"),
+        ("quant=nvfp", r"Did you mean quant=nvfp4\? Choose quant=bf16\|mxfp4\|nf4\|nvfp4$"),
+        ("model=qwen3-4c", r"there is no model=qwen3-4c. Did you mean model=qwen3-4b .* All of them: --explain model$"),
+        ("experiment=tiny/rank", r"Did you mean experiment=tiny/ranks"),
+        ("recipe=shipped", "renamed to recipe=as_released"),
+        ("seed=0,1", r"seed=0,1 has several values: -m .* seed=\[0,1\]"),
+        ("steps=[1", r"cannot read steps=\[1: "),
+        ("name=läufe/ü", r"cannot read name=läufe/ü: .*quotes"),
+    ],
+)
+def test_a_word_that_names_no_option_is_answered_with_one_that_does(words: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        compose(words.split())
+
+
+def test_the_suggested_option_of_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "aqn").mkdir()
+    (tmp_path / "aqn" / "mine.yaml").write_text(
+        "_target_: qerl_bench.aqn.none.NoNoise\nname: mine\nwidth: 1  # of it\n"
+    )
+    search = f"hydra.searchpath=[{tmp_path}]"
+    with pytest.raises(ConfigError, match=r"aqn=none has no option aqn.width, which belongs to aqn=mine$"):
+        compose([search, "aqn.width=2"])
+    assert "aqn.width = 1   (aqn=mine)\n    of it" in explain(["aqn.width", "aqn=mine", search])
+
+
+# --- short runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup"),
+    [([], 5), (["steps=6"], 5), (["steps=3"], 2), (["steps=1"], 0), (["steps=3", "optim.warmup_steps=1"], 1)],
+)
+def test_the_default_warm_up_fits_short_runs(words: list[str], warmup: int) -> None:
+    assert build(compose(words)).optim.warmup_steps == warmup

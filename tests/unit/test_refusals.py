@@ -1,0 +1,59 @@
+"""What a refusal, and what a failure, leaves of the folder of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.locks import RunLocked, lock
+from qerl_bench.refusals import RECORDS, nothing_left_if_refused
+
+
+def attempt(folder: Path, error: Exception, *files: str) -> None:
+    """A run that writes `files` in `folder` and ends by `error`."""
+    with pytest.raises(type(error)), nothing_left_if_refused(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("config.yaml", "run.log", *files):
+            (folder / name).write_text("new")
+        raise error
+
+
+@pytest.mark.parametrize("error", [ConfigError("no GPU"), HydraException("no option")])
+def test_a_refused_new_run_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    attempt(tmp_path / "runs" / "group" / "new", error)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+    attempt(tmp_path / "elsewhere" / "runs" / "new", error)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("error", [TrainingStopped("no signal"), ZeroDivisionError(), RunLocked("by another process")])
+def test_a_failed_run_keeps_its_folder(tmp_path: Path, error: Exception) -> None:
+    attempt(tmp_path / "new", error)
+    assert (tmp_path / "new" / "run.log").read_text() == "new"
+
+
+def test_an_earlier_run_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "env.json").write_text("old")
+    attempt(tmp_path / "old", ConfigError("no GPU"))
+    assert {path.name for path in (tmp_path / "old").iterdir()} == {"env.json", "config.yaml", "run.log"}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_run_that_has_begun_keeps_its_folder(tmp_path: Path, name: str) -> None:
+    attempt(tmp_path / "new", ConfigError("too long"), name)
+    assert (tmp_path / "new" / name).exists()
+
+
+def test_a_folder_that_another_process_has_taken_meanwhile_is_left_to_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), nothing_left_if_refused(tmp_path / "new"):
+        (tmp_path / "new").mkdir()
+        held = lock(tmp_path / "new" / ".lock")
+        assert held is not None
+        raise ConfigError("no GPU")
+    held.close()
+    assert (tmp_path / "new").is_dir()
