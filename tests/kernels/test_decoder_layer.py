@@ -114,8 +114,8 @@ def _paged(group: int, device: str) -> dict[str, Any]:
     table = [[*shared, 7, 8], [*shared, 9, 10], [11, 12, 13, 0, 0, 0, 0, 0], [14, 0, 0, 0, 0, 0, 0, 0],
              [11, 15, 0, 0, 0, 0, 0, 0], [0] * 8, [*shared, 16, 0]]  # fmt: skip
     clusters = torch.full((7, members), -1, dtype=torch.int32)
-    for index, rows in enumerate([[6, 0, 1][:members], [4, 2][:members], *([[0], [1], [2]] if members == 1 else [])]):
-        clusters[index, : len(rows)] = torch.tensor(rows)
+    for index, who in enumerate([[6, 0, 1][:members], [4, 2][:members], *([[0], [1], [2]] if members == 1 else [])]):
+        clusters[index, : len(who)] = torch.tensor(who)
     positions = torch.tensor([511, 448, 150, 63, 64, 0, 400], device=device)
     prefixes = torch.tensor([384, 384, 64, 0, 64, 0, 384], device=device)
     return {
@@ -140,7 +140,7 @@ def test_attend(device: str, heads: int, group: int, size: int, window: int | No
         exact = [x.double() for x in (q, keys, values)]
         wanted = decoder_layer_reference.attend(*exact, **where, scaling=0.3, window=window)
         spread = decoder_layer_reference.attend(*exact[:2], exact[2].abs(), **where, scaling=0.3, window=window)
-        largest = float((q.double().abs().sum(-1).max() * keys.double().abs().max()))
+        largest = float(q.double().abs().sum(-1).max() * keys.double().abs().max())
         bound = 2**-24 * 4 * (2 + 0.3 * largest) + (2**-7 if dtype == torch.bfloat16 else 0)
         seen = torch.zeros(17, PAGE, dtype=torch.bool)
         for row, pages in enumerate(where["table"].tolist()):
@@ -170,7 +170,7 @@ def test_attention_of_a_row_does_not_depend_on_the_batch(device: str) -> None:
         shuffled = {name: where[name][order] for name in ("positions", "prefixes")}
         shuffled |= {"table": moved[where["table"][order].long()].int(), "clusters": clusters}
         assert torch.equal(decoder_layer.attend(q[order], *elsewhere, **shuffled, scaling=0.3), together[order])
-        for row in range(7):
+        for row in (1, 2, 5):
             alone = {name: where[name][row : row + 1] for name in ("table", "positions", "prefixes")}
             alone["clusters"] = torch.full_like(clusters[:1], -1)
             alone["clusters"][0, 0] = 0

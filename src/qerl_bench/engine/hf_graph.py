@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from peft.tuners.lora import LoraLayer
 from transformers import DynamicCache
 
 from qerl_bench.checks import ConfigError
@@ -138,7 +139,7 @@ def decode(
 
 
 class Sampler:
-    """Decodes for one policy. Buffers and graphs stay until `release`, or until `sleep` finds them too large to keep."""
+    """Decodes for one policy. Buffers and graphs stay until `release`, or until `sleep` finds them too large."""
 
     def __init__(self, policy: Policy, limits: Limits) -> None:
         self.policy, self.limits = policy, limits
@@ -630,8 +631,10 @@ class Decoding:
         norms = [norm for layer in _layers(self.policy) for norm in _norms(layer).values()]
         copied = {id(norm.weight) for norm in (*norms, self.decoder.norm)}
         tensors = [*self.policy.model.parameters(), *self.policy.model.buffers()]
-        adapters = [getattr(layer.cast_adapter, "scaling", None) for layer in _adapted(self.policy)]
-        return (*(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters)
+        layers = [module for module in self.policy.model.modules() if isinstance(module, LoraLayer)]
+        adapters = [(layer.disable_adapters, layer.merged, *layer.scaling.values()) for layer in layers]
+        cast = [layer.cast_adapter is not None for layer in _adapted(self.policy)]
+        return (*(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters, *cast)
 
 
 def _adapted(policy: Policy) -> list[Any]:

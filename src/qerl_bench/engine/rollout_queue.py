@@ -209,7 +209,7 @@ def buckets(rows: int) -> list[int]:
     sizes = {rows}
     size = 1
     while size < rows:
-        sizes |= {size} | ({3 * size // 2} if FULL_TILE <= size and 3 * size // 2 < rows else set())
+        sizes |= {size} | ({3 * size // 2} if size >= FULL_TILE and 3 * size // 2 < rows else set())
         size *= 2
     return sorted(sizes, reverse=True)
 
