@@ -29,6 +29,7 @@ _QUERIES = 64  # that a program multiplies with a prefix: a full tile of the ten
 _PROGRAMS = 512  # enough to fill a large GPU: four per processor
 _MIN_SPLITS = 4  # so that one long row among short ones does not decide the time of a full batch
 _CHUNK = 8  # pieces that are combined at once
+PREFIX_WARPS = 8  # with 4, a tile of 64 queries needs more registers than there are
 
 
 def add_norm(
@@ -170,13 +171,13 @@ def attend(
         prefix: Any = jit_decoder_layer.attend_prefix
         prefix[(len(clusters), heads, splits)](
             q, keys, values, table, positions, prefixes, clusters, partial, maxima, total, factor, seen, columns,
-            pieces, MEMBERS=members, ROWS=max(_MIN_DOT, _power_of_2(members * group)), num_warps=4, num_stages=2,
-            **shape,
+            pieces, MEMBERS=members, ROWS=max(_MIN_DOT, _power_of_2(members * group)), num_warps=PREFIX_WARPS,
+            num_stages=2, **shape,
         )  # fmt: skip
     own: Any = jit_decoder_layer.attend_own
     own[(rows, heads, splits)](
         q, keys, values, table, positions, prefixes, partial, maxima, total, factor, seen, columns, pieces,
-        ROWS=max(_MIN_DOT, _power_of_2(group)), num_warps=4, num_stages=3, **shape,
+        ROWS=max(_MIN_DOT, _power_of_2(group)), num_warps=own_warps(keys.dtype), num_stages=3, **shape,
     )  # fmt: skip
     combine: Any = jit_decoder_layer.combine_pieces
     combine[(rows * heads * group,)](
@@ -189,6 +190,11 @@ def attend(
 def key_block(dim: int, dtype: torch.dtype) -> int:
     """How many keys of `dim` numbers (a power of two) a program of `attend` reads at once."""
     return max(_MIN_DOT, min(PAGE, _KEY_BYTES // (dim * dtype.itemsize)))
+
+
+def own_warps(dtype: torch.dtype) -> int:
+    """Warps of a program that attends to a row's own keys: FP32 has no tensor cores, and needs more registers."""
+    return 4 if dtype.itemsize == 2 else 8
 
 
 def _require_cache(
