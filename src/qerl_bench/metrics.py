@@ -77,6 +77,7 @@ ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
     "rollout/preempted": Metric("count", "completions that started again because no page of the cache was left"),
     "time/recording_s": Metric("s", "recording CUDA graphs, a part of time/rollout_s"),
     "memory/cache_gib": Metric("GiB", "keys and values: pages that were reserved"),
+    "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
 }
 NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),

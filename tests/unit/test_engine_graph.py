@@ -109,6 +109,7 @@ def test_pages_that_run_out_cost_time_but_change_nothing(policy: Policy) -> None
     _same(found, wanted, 5e-5)
     report = sampler.sleep()
     assert report["rollout/preempted"] > 0 and report["memory/cache_gib"] == pytest.approx(14 * _page_gib(policy))
+    assert 10 * _page_gib(policy) < report["memory/cache_used_gib"] <= report["memory/cache_gib"]
     assert report["rollout/rows_computed"] > sum(lengths)
     assert sampler.sleep() == {}
 

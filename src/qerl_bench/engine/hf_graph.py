@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
 from transformers import DynamicCache
@@ -220,8 +221,9 @@ class Sampler:
             "time/recording_s": decoding.recording_s,
         }
         report = {name: self.report.get(name, 0.0) + value for name, value in added.items()}
-        largest = max(self.report.get("memory/cache_gib", 0.0), decoding.cache_bytes / 2**30)
-        self.report = report | {"memory/cache_gib": largest}
+        used = decoding.cache_bytes * decoding.queue.most_used / decoding.size.pages
+        sizes = {"memory/cache_gib": decoding.cache_bytes, "memory/cache_used_gib": used}
+        self.report = report | {name: max(self.report.get(name, 0.0), size / 2**30) for name, size in sizes.items()}
 
 
 def _requests(
@@ -446,38 +448,27 @@ class Decoding:
         """Write the batch to the device."""
         rows, batch, self.changed = self.size.rows, self.queue.batch, False
         idle = {"done": 1, "place": rows}
-        state = torch.tensor([idle.get(name, 0) for name in FIELDS])[:, None].repeat(1, rows)
-        table = torch.zeros(self.table.shape, dtype=torch.int32)
-        clusters = torch.full(self.clusters.shape, -1, dtype=torch.int32)
+        state = np.tile(np.array([[idle.get(name, 0)] for name in FIELDS]), rows)
+        table = np.zeros(self.table.shape, dtype=np.int32)
+        clusters = np.full(self.clusters.shape, -1, dtype=np.int32)
         sharing: dict[int, list[int]] = {}
         for row, request in enumerate(batch):
             pages = [*request.prompt.pages[: request.prompt.whole_pages], *request.pages]
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            table[row, : len(pages)] = pages
+            state[:, row] = self._column(request)
             if request.prompt.whole_pages:
                 sharing.setdefault(request.prompt.index, []).append(row)
-        columns = [self._column(request) for request in batch]
-        if columns:
-            state[:, : len(batch)] = torch.tensor(columns).t()
         members = clusters.shape[1]
         parts = [group[at : at + members] for group in sharing.values() for at in range(0, len(group), members)]
         for cluster, part in enumerate(parts):
-            clusters[cluster, : len(part)] = torch.tensor(part, dtype=torch.int32)
+            clusters[cluster, : len(part)] = part
         for buffer, new in ((self.state, state), (self.table, table), (self.clusters, clusters)):
-            buffer.copy_(new)
+            buffer.copy_(torch.from_numpy(new))
 
     def _column(self, request: Request) -> list[int]:
-        of_name = {
-            "token": request.token,
-            "length": request.length,
-            "drawn": request.drawn,
-            "done": request.done,
-            "limit": request.limit,
-            "stops": request.stops,
-            "place": request.place,
-            "prefix": request.prompt.whole_pages * PAGE,
-            "key": self.keys[request.index],
-        }
-        return [int(of_name[name]) for name in FIELDS]
+        """What the device has to know of a request, in the order of FIELDS."""
+        known = (request.token, request.length, request.drawn, request.done, request.limit, request.stops)
+        return [*map(int, known), request.place, request.prompt.whole_pages * PAGE, self.keys[request.index]]
 
     # --- on the device ------------------------------------------------------------------------------------------------
 

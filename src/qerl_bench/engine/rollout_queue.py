@@ -91,13 +91,14 @@ class RolloutQueue:
             f"engine.cache_gib has room for {max(0, pages - 1)} pages of {PAGE} tokens, and the longest request needs "
             f"{largest}; make engine.cache_gib larger, or the completion limit smaller",
         )
-        self.rows = rows
+        self.rows, self.pages = rows, pages
         self.waiting = deque(requests)
         self.batch: list[Request] = []
         self.prompts: list[SharedPrompt] = []  # that have pages
         self.free_pages = list(range(pages - 1, 0, -1))
         self.free_places = list(range(rows - 1, -1, -1))
         self.preempted = 0
+        self.most_used = 0  # pages at a time
 
     def admit(self) -> list[Request]:
         """Move requests from the queue to the batch while there is room, with a page left for each row that grows.
@@ -186,7 +187,9 @@ class RolloutQueue:
         self.prompts.remove(prompt)
 
     def _take(self, count: int) -> list[int]:
-        return [self.free_pages.pop() for _ in range(count)]
+        taken = [self.free_pages.pop() for _ in range(count)]
+        self.most_used = max(self.most_used, self.pages - 1 - len(self.free_pages))
+        return taken
 
 
 def pages_of(tokens: int) -> int:
@@ -200,8 +203,10 @@ def least_pages(request: Request) -> int:
 
 
 def most_pages(requests: Sequence[Request], rows: int) -> int:
-    """Pages with which no request ever waits for one: of the `rows` largest, with prompts of their own, and page 0."""
-    return 1 + sum(sorted(map(least_pages, requests))[-rows:])
+    """Pages with which no request ever waits for one: of the `rows` largest, of as many prompts, and page 0."""
+    prompts = {request.prompt.index: pages_of(len(request.prompt.ids)) for request in requests}
+    own = [least_pages(request) - prompts[request.prompt.index] for request in requests]
+    return 1 + sum(sum(sorted(pages)[-rows:]) for pages in (own, prompts.values()))
 
 
 def buckets(rows: int) -> list[int]:
