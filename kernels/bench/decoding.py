@@ -1,16 +1,20 @@
 """Tokens a second that engine=hf samples with random weights in the shape of a model.
 
     python kernels/bench/decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32] [--slow 64]
+        [--ragged 512 1024] [--group 8]
 
 Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
 the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take. A router
 with random weights spreads its tokens evenly over the experts; a trained one prefers some, and then a step reads fewer
 weights. Unlike the other benches this one needs the whole project. Without a GPU it shows only that it runs.
 
-Every prompt is different, and all completions have the same length. Decode tokens/s are those of steps alone: the time
-of a round of START tokens is subtracted, which reads the prompts, launches the first step kernel by kernel and records
-the next one. `record_s` is what these two steps take longer than a replay; a round has it once, and once more each time
-that half of its rows are done. Numbers are medians of several repeats, after one round that compiles.
+Batches of equal length: --group completions of each prompt, at most as many as the batch. Decode tokens/s are those of
+steps alone: a rollout of one token is subtracted, which reads the prompts. Ragged rollouts: so many completions of
+geometric length with mean 600 and limit 4,096, eight of each prompt, in at most 256 rows. `tok_s` is over the whole
+rollout, prompts included; `rows_used` is the share of computed rows whose token was kept, `cache_gib` what was reserved
+for keys and values with all lengths known, `cache_used_gib` the most that was in use. Graphs are recorded in a first
+rollout that also compiles; that takes `first_record_s` and is in no other number. Numbers are medians of several
+repeats.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -30,19 +34,21 @@ from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import probe
 from qerl_bench.model_setup import build_noise
-from qerl_bench.task.shape import IDS
+from qerl_bench.task.shape import IDS, Shape
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))
-METHODS: dict[str, Callable[..., list[hf_reference.Completion]]] = {
-    "recorded": hf_graph.decode,
-    "transformers": hf_reference.decode,
-}
-SLOW_TOKENS = 12  # tokens of a round through transformers
-START = 3  # tokens of the start of a round: one sampled after the prompts, one launched step, one recorded step
+SLOW_TOKENS = 12  # tokens of a rollout through transformers
+ROWS = 256  # of a ragged rollout
+COLUMNS = (  # empty where a row has no such number
+    "way", "batch", "group", "prompt", "new", "tokens", "longest", "repeats", "read_s", "first_record_s", "total_s",
+    "step_ms", "step_ms_least", "step_ms_most", "decode_tok_s", "tok_s", "rows_used", "cache_gib", "cache_used_gib",
+    "peak_gib",
+)  # fmt: skip
 
 
 def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
@@ -65,41 +71,86 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     return Policy(model, tokenizer, reports, structure, noise, adapter, kernel=experiment.kernel, **options)
 
 
-def seconds(method: str, policy: Policy, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
-    """Seconds that one round of `new` tokens takes with room for `limit`, and its peak memory in GiB."""
-    device = policy.device.type
-    ids = torch.randint(IDS, (batch, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
-    sampling = Sampling(samples=1, temperature=1.0, max_tokens=limit, seed=0)
-    reset_peak(device)
-    started = now(device)
-    with torch.inference_mode():
-        METHODS[method](policy, ids, sampling, list(range(batch)), [new] * batch)
-    return now(device) - started, peak_gib(device)
+class Way:
+    """One way to decode: recorded steps, which stay recorded, or transformers."""
+
+    def __init__(self, name: str, policy: Policy, rows: int) -> None:
+        self.name, self.policy = name, policy
+        self.sampler = hf_graph.Sampler(policy, Limits(rows=rows, kept_gib=1e6)) if name == "recorded" else None
+
+    def seconds(self, prompts: list[list[int]], lengths: list[int], limit: int) -> tuple[float, dict[str, float]]:
+        """Seconds of one rollout with room for `limit` tokens, its peak memory in GiB, and the sampler's report."""
+        device, samples = self.policy.device.type, len(lengths) // len(prompts)
+        sampling = Sampling(samples=samples, temperature=1.0, max_tokens=limit, seed=0)
+        reset_peak(device)
+        started = now(device)
+        keys: list[int] = list(range(len(lengths)))
+        with torch.inference_mode():
+            if self.sampler is None:
+                hf_reference.decode(self.policy, prompts, sampling, keys, lengths)
+            else:
+                self.sampler.decode(prompts, sampling, keys, lengths)
+        taken = now(device) - started
+        return taken, {"peak_gib": peak_gib(device), **(self.sampler.sleep() if self.sampler else {})}
 
 
 def measure(
-    policy: Policy, method: str, batches: Sequence[int], prompt: int, new: int, repeats: int
+    policy: Policy, name: str, batches: Sequence[int], prompt: int, new: int, repeats: int, group: int = 1
 ) -> Iterator[dict[str, Any]]:
+    """Batches of completions of `new` tokens."""
     for batch in batches:
-        seconds(method, policy, batch, prompt, START, new)  # compiles
-        rounds = [[seconds(method, policy, batch, prompt, n, new) for n in (1, START, new)] for _ in range(repeats)]
-        steps = [(total - start) / (new - START) for _, (start, _), (total, _) in rounds]
+        samples = min(group, batch)
+        way = Way(name, policy, batch)
+        count = batch // samples
+        ids = torch.randint(IDS, (count, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
+        _, first = way.seconds(ids, [new] * (count * samples), new)  # compiles and records, with room for `new`
+        rounds = [[way.seconds(ids, [n] * (count * samples), new) for n in (1, new)] for _ in range(repeats)]
+        steps = [(total - read) / (new - 1) for (read, _), (total, _) in rounds]
         step = median(steps)
-        extra = [start - read - (START - 1) * step for (read, _), (start, _), _ in rounds]
         yield {
-            "way": method,
-            "batch": batch,
+            "way": name,
+            "batch": count * samples,
+            "group": samples,
             "prompt": prompt,
             "new": new,
             "repeats": repeats,
-            "read_s": median(read for (read, _), _, _ in rounds),
-            "record_s": median(extra) if method == "recorded" else None,
-            "total_s": median(total for _, _, (total, _) in rounds),
+            "read_s": median(read for (read, _), _ in rounds),
+            "first_record_s": first.get("time/recording_s"),
+            "total_s": median(total for _, (total, _) in rounds),
             "step_ms": 1e3 * step,
             "step_ms_least": 1e3 * min(steps),
             "step_ms_most": 1e3 * max(steps),
-            "decode_tok_s": batch / step,
-            "peak_gib": max(peak for _, _, (_, peak) in rounds),
+            "decode_tok_s": count * samples / step,
+            "cache_gib": first.get("memory/cache_gib"),
+            "peak_gib": max(report["peak_gib"] for _, (_, report) in rounds),
+        }
+
+
+def measure_ragged(policy: Policy, counts: Sequence[int], task: Shape, repeats: int) -> Iterator[dict[str, Any]]:
+    """Rollouts of completions whose lengths `task` draws."""
+    for count in counts:
+        way = Way("recorded", policy, ROWS)
+        prompts = task.train_prompts(1, count // task.group_size, seed=0)
+        ids = [list(prompt.token_ids or ()) for prompt in prompts]
+        lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
+        _, first = way.seconds(ids, lengths, task.max_completion_tokens)
+        rounds = [way.seconds(ids, lengths, task.max_completion_tokens) for _ in range(repeats)]
+        total, report = median(seconds for seconds, _ in rounds), rounds[-1][1]
+        yield {
+            "way": "ragged",
+            "batch": len(lengths),
+            "group": task.group_size,
+            "prompt": task.prompt_tokens,
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "repeats": repeats,
+            "first_record_s": first["time/recording_s"],
+            "total_s": total,
+            "tok_s": sum(lengths) / total,
+            "rows_used": (sum(lengths) - len(lengths)) / report["rollout/rows_computed"],
+            "cache_gib": report["memory/cache_gib"],
+            "cache_used_gib": report["memory/cache_used_gib"],
+            "peak_gib": max(report["peak_gib"] for _, report in rounds),
         }
 
 
@@ -116,14 +167,30 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if device == "cuda" and (reason := hf_graph.eager_reason(policy)) is not None:
             print(f"{shape} {name}: through transformers alone, because {reason}")
             plan = [("transformers", options.batches, SLOW_TOKENS)]
-        for method, batches, new in plan:
-            for row in measure(policy, method, batches, options.prompt, min(new, options.new), options.repeats):
-                print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
-                about = {"shape": shape, "format": name, "rank": rank, "resident_gib": resident}
-                yield about | {"gpu": gpu, **versions, **row}
+        rows = [
+            measure(policy, way, batches, options.prompt, min(new, options.new), options.repeats, options.group)
+            for way, batches, new in plan
+        ]
+        if plan[0][0] == "recorded":
+            rows.append(measure_ragged(policy, options.ragged, ragged_task(options), options.repeats))
+        for row in itertools.chain(*rows):
+            print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
+            about = {"shape": shape, "format": name, "rank": rank, "resident_gib": resident}
+            yield about | {"gpu": gpu, **versions} | dict.fromkeys(COLUMNS) | row
         del policy
         if device == "cuda":
             torch.cuda.empty_cache()
+
+
+def ragged_task(options: argparse.Namespace) -> Shape:
+    return Shape(
+        name="shape",
+        prompt_tokens=options.prompt,
+        lengths="geometric",
+        completion_tokens=options.mean,
+        max_completion_tokens=options.limit,
+        group_size=8,
+    )
 
 
 def main() -> None:
@@ -133,12 +200,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--slow", type=int, nargs="*", default=[64], help="batches also sampled through transformers")
+    parser.add_argument("--ragged", type=int, nargs="*", default=[512, 1024], help="completions of ragged rollouts")
+    parser.add_argument("--mean", type=int, default=600, help="tokens of a ragged completion")
+    parser.add_argument("--limit", type=int, default=4096, help="most tokens of a ragged completion")
+    parser.add_argument("--group", type=int, default=1, help="completions of one prompt in batches of equal length")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    if options.new <= START or options.repeats < 1:
-        parser.error(f"--new must be above {START} and --repeats at least 1: a round starts with {START} tokens")
+    if options.new < 2 or options.repeats < 1 or any(count % 8 for count in options.ragged):
+        parser.error("--new must be above 1, --repeats at least 1, and --ragged multiples of 8, the size of a group")
     print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "torch", "transformers"))
 
 

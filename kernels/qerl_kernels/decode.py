@@ -18,6 +18,7 @@ import torch
 from qerl_kernels import mxfp4, nf4, nvfp4
 from qerl_kernels.decode_configs import BUCKETS, Config, choose
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
+from qerl_kernels.scratch import owned
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in bfloat16, and the scaling
 
@@ -56,6 +57,10 @@ def decode_gemm(
     `scale` is the tensor scale: one number, or FP32 (N,) for concatenated matrices. `bias` is (N,), bfloat16 or FP32.
     `config` overrides the measured table. Rows of x may be strided; the other tensors must be contiguous. Raises
     ValueError for an unsupported device, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
+
+    The kernel may start before the one launched before it has ended. It reads words and scales of `weight` at once, and
+    waits before it reads or writes anything else. So the kernel directly before must not write the weight; with one
+    more kernel in between it may.
     """
     _check(x, weight, scale, bias, lora)
     y = x.new_empty((len(x), weight.shape[0]))
@@ -231,25 +236,30 @@ def nf4_table(device: torch.device) -> torch.Tensor:
         return torch.tensor(nf4.VALUES).to(device).view(torch.int32)
 
 
-_workspaces: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-_GRAPHS = -1  # key instead of a stream: the graphs of a device share a workspace, so replay one at a time
+_workspaces: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+_GRAPHS = -1  # key instead of a stream: graphs without an owner share a workspace, so replay one at a time
 
 
 def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 for `size` partial sums, and counters that are zero between launches, for the current stream.
+    """FP32 for `size` partial sums, and counters that are zero between launches: the owner's, or the current stream's.
 
     Old workspaces are kept, because a captured graph may hold their addresses.
     """
-    for_graphs = _at_least((device, _GRAPHS), size)
+    mine = owned("decode")
+    if mine is not None:
+        return _at_least(mine, device, size)
+    for_graphs = _at_least(_workspaces.setdefault((device, _GRAPHS), []), device, size)
     if torch.cuda.is_current_stream_capturing():
         return for_graphs
-    return _at_least((device, torch.cuda.current_stream(device).cuda_stream), size)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _at_least(_workspaces.setdefault((device, stream), []), device, size)
 
 
-def _at_least(key: tuple[torch.device, int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = _workspaces.setdefault(key, [])
-    if not kept or kept[-1][0].numel() < size:
+def _at_least(kept: list[torch.Tensor], device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counters and the last workspace in `kept`, after a larger one has been added if it is too small."""
+    if not kept or kept[-1].numel() < size:
         with torch.inference_mode(False):
-            counters = kept[-1][1] if kept else torch.zeros(_COUNTERS, dtype=torch.int32, device=key[0])
-            kept.append((torch.empty(max(size, 1 << 20), dtype=torch.float32, device=key[0]), counters))
-    return kept[-1]
+            if not kept:
+                kept.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=device))
+            kept.append(torch.empty(max(size, 1 << 20), dtype=torch.float32, device=device))
+    return kept[-1], kept[0]

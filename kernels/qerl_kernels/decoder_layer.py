@@ -1,9 +1,14 @@
 """The operations between the matmuls of a decoding step, one kernel each: norms, rotation, cache, attention, GLU.
 
 A decoding step has one token per sequence, so these operations are tiny. As the dozens of kernels that transformers
-launches they take as much time as the matmuls. Positions are read on the GPU, so one captured CUDA graph serves all of
-them, and attention reads only the slots that a row may see. `decoder_layer_reference` has the same functions in plain
-PyTorch. Left out: gradients, more than one query per row.
+launches they take as much time as the matmuls. Keys and values lie in pages of PAGE tokens; row i of the batch finds
+its own in row i of a block table. Positions and tables are read on the GPU, so one captured CUDA graph serves all of
+them. `decoder_layer_reference` has the same functions in plain PyTorch. Left out: gradients, more than one query per
+row.
+
+Rows with the same prompt share the whole pages of it, their *prefix*. Attention reads a prefix once for all rows of a
+*cluster*, up to `cluster_size` rows that share it. It sums over pieces of PIECE keys, of the prefix and then of the
+rest, so the order of summation depends on the row alone: its bits do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -16,11 +21,15 @@ import torch
 from qerl_kernels.checks import require_device, require_shape
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-KEYS = 64  # that a program of `attend` reads at once, fewer if they exceed _KEY_BYTES
-_KEY_BYTES = 1 << 14  # several such tiles are prefetched into shared memory, of which small GPUs have 99 KiB
+PAGE = 64  # tokens whose keys and values lie together
+PIECE = 256  # keys whose part of a softmax is computed by one program, in order
+_KEY_BYTES = 1 << 14  # of keys that a program reads at once; small GPUs have 99 KiB of shared memory for several
 _MIN_DOT = 16
-_PROGRAMS = 256  # enough to fill a large GPU: two per processor
-_MAX_SPLITS = 32
+_QUERIES = 64  # that a program multiplies with a prefix: a full tile of the tensor cores
+_PROGRAMS = 512  # enough to fill a large GPU: four per processor
+_MIN_SPLITS = 4  # so that one long row among short ones does not decide the time of a full batch
+_CHUNK = 8  # pieces that are combined at once
+PREFIX_WARPS = 8  # with 4, a tile of 64 queries needs more registers than there are
 
 
 def add_norm(
@@ -75,39 +84,46 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
     return out
 
 
+def cluster_size(group: int) -> int:
+    """How many rows of a prompt one program can serve, if `group` query heads share a key head."""
+    return max(1, _QUERIES // group)
+
+
 def rotate_store(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    starts: torch.Tensor,
-    slot: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """The rotated queries (n, H, D); writes rotated keys, and values, to `slot` of the cache's first n rows.
+    """The rotated queries (n, H, D); writes the rotated key and the value of each row to its page.
 
-    q is (n, H * D), k and v are (n, KV * D), rows may be strided; the cache, `keys` and `values`, is (N, KV, S, D).
-    `cos` and `sin` (S, D) are indexed by position, `starts` (n,) is the slot of each row's position 0, and `slot` (1,)
-    is written by all rows. Rotates the two halves of a head against each other, as Llama does.
+    q is (n, H * D), k and v are (n, KV * D), rows may be strided; `keys` and `values` are (pages, KV, PAGE, D). `cos`
+    and `sin` (S, D) are indexed by position. Row i has the position positions[i], (n,) int64, whose page is
+    table[i, positions[i] // PAGE], (n, S / PAGE) int32. Rotates the two halves of a head against each other, as Llama
+    does.
     """
-    rows, (_, heads, width, size) = len(q), keys.shape
+    rows, (_, heads, _, size) = len(q), keys.shape
     queries = q.shape[1] // size
-    _require_cache(rows, starts, slot, keys, values)
+    _require_cache(rows, positions, table, keys, values)
     require_shape("q", q, (rows, queries * size), keys.dtype, strided=True)
     for name, tensor in (("k", k), ("v", v)):
         require_shape(name, tensor, (rows, heads * size), keys.dtype, strided=True)
     for name, tensor in (("cos", cos), ("sin", sin)):
-        require_shape(name, tensor, (width, size), *FLOATS)
-    require_device(q=q, k=k, v=v, cos=cos, sin=sin, starts=starts, slot=slot, keys=keys, values=values)
+        require_shape(name, tensor, (table.shape[1] * PAGE, size), *FLOATS)
+    require_device(q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, table=table, keys=keys, values=values)
     from qerl_kernels import jit_decoder_layer
 
     rotated = q.new_empty(rows, queries, size)
     kernel: Any = jit_decoder_layer.rotate_store
     kernel[(rows, queries + 2 * heads)](
-        q, k, v, cos, sin, starts, slot, keys, values, rotated, width, q.stride(0), k.stride(0), v.stride(0),
-        HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), num_warps=1,
+        q, k, v, cos, sin, positions, table, keys, values, rotated, table.shape[1], q.stride(0), k.stride(0),
+        v.stride(0), HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), PAGE=PAGE,
+        num_warps=1,
     )  # fmt: skip
     return rotated
 
@@ -116,62 +132,80 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    starts: torch.Tensor,
-    slot: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    prefixes: torch.Tensor,
+    clusters: torch.Tensor | None,
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention (n, H * D) of one query per row, q (n, H, D), over the slots `starts` to `slot` of its cache.
+    """Attention (n, H * D) of one query per row, q (n, H, D), over the keys up to its position in its pages.
 
-    Of these it sees the last `window`, if that is given.
-    Adjacent query heads share a key head. Softmax and sums are in FP32 and deterministic. If there are too few rows
-    and heads to fill the GPU, the slots of a row are split among programs.
+    Of these it sees the last `window`, if that is given. Adjacent query heads share a key head. `prefixes` (n,) int64
+    are multiples of PAGE, at most the positions. `clusters` (C, cluster_size) int32 names the rows whose prefixes are
+    read together, each row with a prefix in one of them, -1 behind the last; None if no row has a prefix. Softmax and
+    sums are in FP32 and deterministic.
     """
-    rows, (_, heads, width, size) = len(q), keys.shape
+    rows, (_, heads, _, size) = len(q), keys.shape
     group = q.shape[1] // heads
-    _require_cache(rows, starts, slot, keys, values)
+    columns, members = table.shape[1], cluster_size(group)
+    _require_cache(rows, positions, table, keys, values)
     require_shape("q", q, (rows, heads * group, size), keys.dtype)
-    require_device(q=q, starts=starts, slot=slot, keys=keys, values=values)
+    require_shape("prefixes", prefixes, (rows,), torch.int64)
+    if clusters is not None:
+        require_shape("clusters", clusters, (-1, members), torch.int32)
+    require_device(q=q, positions=positions, prefixes=prefixes, table=table, keys=keys, values=values)
     from qerl_kernels import jit_decoder_layer
 
-    splits = min(_MAX_SPLITS, _power_of_2(width) // KEYS, _power_of_2(_PROGRAMS // (rows * heads)))
-    splits = max(1, splits)
+    pieces = -(-columns * PAGE // PIECE) + 1  # the last of the prefix may be cut
+    splits = min(pieces, max(_MIN_SPLITS, _PROGRAMS // (rows * heads)))
     out = q.new_empty(rows, heads * group * size)
     dim = max(_MIN_DOT, _power_of_2(size))
-    block = key_block(dim, keys.dtype)
-    partial = maxima = sums = None
-    if splits > 1:
-        partial = q.new_empty(rows * heads * group, splits, size, dtype=torch.float32)
-        maxima, sums = (q.new_empty(rows * heads * group, splits, dtype=torch.float32) for _ in range(2))
-    kernel: Any = jit_decoder_layer.attend
-    kernel[(rows, heads, splits)](
-        q, keys, values, starts, slot, out, partial, maxima, sums, scaling * math.log2(math.e), width, window or width,
-        KV=heads, GROUP=group, ROWS=max(_MIN_DOT, _power_of_2(group)), D=size, DIM=dim, BLOCK=block,
-        SPLITS=splits, num_warps=4, num_stages=3,
+    partial = q.new_empty(rows * heads * group, pieces, size, dtype=torch.float32)
+    maxima, total = (q.new_empty(rows * heads * group, pieces, dtype=torch.float32) for _ in range(2))
+    seen = window or columns * PAGE
+    factor = scaling * math.log2(math.e)
+    shape = {"KV": heads, "GROUP": group, "D": size, "DIM": dim, "PAGE": PAGE, "PIECE": PIECE}
+    shape["BLOCK"] = key_block(dim, keys.dtype)
+    if clusters is not None:
+        prefix: Any = jit_decoder_layer.attend_prefix
+        prefix[(len(clusters), heads, splits)](
+            q, keys, values, table, positions, prefixes, clusters, partial, maxima, total, factor, seen, columns,
+            pieces, MEMBERS=members, ROWS=max(_MIN_DOT, _power_of_2(members * group)), num_warps=PREFIX_WARPS,
+            num_stages=2, **shape,
+        )  # fmt: skip
+    own: Any = jit_decoder_layer.attend_own
+    own[(rows, heads, splits)](
+        q, keys, values, table, positions, prefixes, partial, maxima, total, factor, seen, columns, pieces,
+        ROWS=max(_MIN_DOT, _power_of_2(group)), num_warps=own_warps(keys.dtype), num_stages=3, **shape,
     )  # fmt: skip
-    if splits > 1:
-        combine: Any = jit_decoder_layer.combine_splits
-        combine[(rows * heads * group,)](partial, maxima, sums, out, D=size, DIM=dim, SPLITS=splits, num_warps=1)
+    combine: Any = jit_decoder_layer.combine_pieces
+    combine[(rows * heads * group,)](
+        partial, maxima, total, positions, prefixes, out, seen, pieces,
+        HEADS=heads * group, D=size, DIM=dim, PIECE=PIECE, CHUNK=_CHUNK, num_warps=1,
+    )  # fmt: skip
     return out
 
 
 def key_block(dim: int, dtype: torch.dtype) -> int:
     """How many keys of `dim` numbers (a power of two) a program of `attend` reads at once."""
-    return max(_MIN_DOT, min(KEYS, _KEY_BYTES // (dim * dtype.itemsize)))
+    return max(_MIN_DOT, min(PAGE, _KEY_BYTES // (dim * dtype.itemsize)))
+
+
+def own_warps(dtype: torch.dtype) -> int:
+    """Warps of a program that attends to a row's own keys: FP32 has no tensor cores, and needs more registers."""
+    return 4 if dtype.itemsize == 2 else 8
 
 
 def _require_cache(
-    rows: int, starts: torch.Tensor, slot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    rows: int, positions: torch.Tensor, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    require_shape("keys", keys, (-1, -1, -1, -1), *FLOATS)
+    require_shape("keys", keys, (-1, -1, PAGE, -1), *FLOATS)
     require_shape("values", values, tuple(keys.shape), keys.dtype)
-    require_shape("starts", starts, (rows,), torch.int64)
-    require_shape("slot", slot, (1,), torch.int64)
-    if rows > len(keys) or keys.shape[3] % 2:
-        raise ValueError(
-            f"the cache must have at least {rows} rows and an even head size, got "
-            f"{tuple(keys.shape)}; allocate a larger one"
-        )
+    require_shape("positions", positions, (rows,), torch.int64)
+    require_shape("table", table, (rows, -1), torch.int32)
+    if keys.shape[3] % 2:
+        raise ValueError(f"the head size must be even, got {tuple(keys.shape)}; pad it")
 
 
 def _power_of_2(size: int) -> int:

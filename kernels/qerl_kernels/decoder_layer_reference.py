@@ -32,21 +32,22 @@ def rotate_store(
     v: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    starts: torch.Tensor,
-    slot: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
     """As `decoder_layer.rotate_store`."""
-    n, heads, size = len(q), keys.shape[1], keys.shape[3]
-    c, s = (table[slot - starts][:, None] for table in (cos, sin))  # (n, 1, D)
+    n, (_, heads, page_size, size) = len(q), keys.shape
+    c, s = (angles[positions][:, None] for angles in (cos, sin))  # (n, 1, D)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         low, high = x.chunk(2, dim=-1)
         return x * c + torch.cat((-high, low), dim=-1) * s
 
-    keys[:n].index_copy_(2, slot, rotated(k.reshape(n, heads, size))[:, :, None])
-    values[:n].index_copy_(2, slot, v.reshape(n, heads, 1, size))
+    pages = table.gather(1, (positions // page_size)[:, None])[:, 0].long()
+    keys[pages, :, positions % page_size] = rotated(k.reshape(n, heads, size))
+    values[pages, :, positions % page_size] = v.reshape(n, heads, size)
     return rotated(q.reshape(n, -1, size))
 
 
@@ -54,18 +55,27 @@ def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    starts: torch.Tensor,
-    slot: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    prefixes: torch.Tensor,
+    clusters: torch.Tensor | None,
     scaling: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `decoder_layer.attend`."""
+    """As `decoder_layer.attend`; who shares a prefix makes no difference here."""
     n, heads = len(q), keys.shape[1]
-    slots = torch.arange(keys.shape[2], device=q.device)
-    first = starts[:, None] if window is None else starts[:, None].clamp(min=slot - window + 1)
-    visible = (slots >= first) & (slots <= slot)  # (n, S)
+    key, value = (in_order(x, table) for x in (keys, values))
+    at = torch.arange(key.shape[2], device=q.device)
+    visible = at <= positions[:, None]  # (n, S)
+    if window is not None:
+        visible &= at > positions[:, None] - window
     grouped = q.view(n, heads, -1, q.shape[-1])  # (n, KV, H / KV, D)
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        grouped, keys[:n], values[:n], attn_mask=visible[:, None, None], scale=scaling
+        grouped, key, value, attn_mask=visible[:, None, None], scale=scaling
     )
     return mixed.reshape(n, -1)
+
+
+def in_order(paged: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The keys or values of each row, (n, KV, S, D), from `paged` (pages, KV, PAGE, D) by `table` (n, S / PAGE)."""
+    return paged[table.long()].transpose(1, 2).flatten(2, 3)

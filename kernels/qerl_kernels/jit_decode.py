@@ -206,9 +206,10 @@ def _fragment(words, z0, z1, table, FORMAT: gl.constexpr, TILES: gl.constexpr, L
 
 @gluon.jit
 def _load_column(w_ptr, s_ptr, on, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; undefined unless `on`."""
-    w = gl.load(w_ptr, mask=gl.full([TILES, 8, 4, 4], on, gl.int1, layout=LAYOUT), eviction_policy="evict_first")
-    z = gl.load(s_ptr, mask=gl.full([TILES, 8, 2], on, gl.int1, layout=s_ptr.type.layout))
+    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; 0 unless `on`."""
+    keep = gl.full([TILES, 8, 4, 4], on, gl.int1, layout=LAYOUT)
+    w = gl.load(w_ptr, mask=keep, other=0, eviction_policy="evict_first")
+    z = gl.load(s_ptr, mask=gl.full([TILES, 8, 2], on, gl.int1, layout=s_ptr.type.layout), other=0)
     z = z.to(gl.int32, bitcast=True) if FORMAT == "nf4" else z.to(gl.int32)
     z0, z1 = gl.split(z)
     ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))

@@ -64,87 +64,162 @@ def rotate_head(source, target, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def rotate_store(
-    q, k, v, cos, sin, starts, slot, keys, values, rotated, width, q_stride, k_stride, v_stride,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+    q, k, v, cos, sin, positions, table, keys, values, rotated, columns, q_stride, k_stride, v_stride,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: the rotated query goes to `rotated`, key and value to `slot` of the cache."""
+    """One head of one row: the rotated query goes to `rotated`, key and value to the page of the row's position."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    place = tl.load(slot)
-    angle = (place - tl.load(starts + row)) * D
+    position = tl.load(positions + row)
+    page = tl.load(table + row * columns + position // PAGE).to(tl.int64)
+    slot = position % PAGE
+    angle = position * D
     if head < HEADS:
         target = rotated + (row * HEADS + head) * D
         rotate_head(q + row * q_stride + head * D, target, cos + angle, sin + angle, D, HALF)
     elif head < HEADS + KV:
         own = head - HEADS
-        target = keys + ((row * KV + own) * width + place) * D
+        target = keys + ((page * KV + own) * PAGE + slot) * D
         rotate_head(k + row * k_stride + own * D, target, cos + angle, sin + angle, D, HALF)
     else:
         own = head - HEADS - KV
         column = tl.arange(0, DIM)
         x = tl.load(v + row * v_stride + own * D + column, mask=column < D, other=0.0)
-        tl.store(values + ((row * KV + own) * width + place) * D + column, x, mask=column < D)
+        tl.store(values + ((page * KV + own) * PAGE + slot) * D + column, x, mask=column < D)
 
 
 @triton.jit
-def attend(
-    q, keys, values, starts, slot, out, partial, maxima, total, factor, width, window,
-    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+def attend_range(
+    query, keys, values, pages, head, first, low, high, factor,
+    KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Query heads that share one key head of one row, over one of SPLITS ranges of the slots that the row may see."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(2)
-    head = row * KV + tl.program_id(1)  # of the keys
-    end = tl.load(slot).to(tl.int32) + 1
-    start = tl.maximum(tl.load(starts + row).to(tl.int32), end - window)
-    share = tl.cdiv(tl.cdiv(end - start, SPLITS), BLOCK) * BLOCK
-    low = start + split * share
-    high = tl.minimum(low + share, end)
+    """`query` (ROWS, DIM) over the keys from `low` to `high`, each from its own `first` (ROWS,).
 
-    member = tl.arange(0, ROWS)
+    Returns sums of weighted values (ROWS, DIM), the largest scores (ROWS,), -inf where no key is seen, and the sums of
+    the weights (ROWS,). Scores are in powers of two.
+    """
     d = tl.arange(0, DIM)
-    these = (head * GROUP + member) * D
-    real = (member < GROUP)[:, None] & (d < D)[None, :]
-    query = tl.load(q + these[:, None] + d[None, :], mask=real, other=0.0)
-    key_base = keys + head * width * D
-    value_base = values + head * width * D
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     sums = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM), tl.float32)
-    for at in range(low, high, BLOCK):
+    for at in range(low // BLOCK * BLOCK, high, BLOCK):
+        page = tl.load(pages + at // PAGE).to(tl.int64)
+        slot = at % PAGE + tl.arange(0, BLOCK)
         column = at + tl.arange(0, BLOCK)
-        inside = column < high
-        key = tl.load(key_base + column[None, :] * D + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        inside = (column >= low) & (column < high)
+        base = (page * KV + head) * PAGE * D
+        key_mask = inside[None, :] & (d < D)[:, None]
+        key = tl.load(keys + base + slot[None, :] * D + d[:, None], mask=key_mask, other=0.0)
         scores = tl.dot(query, key, input_precision="ieee") * factor
-        scores = tl.where(inside[None, :], scores, -float("inf"))
+        scores = tl.where(inside[None, :] & (column[None, :] >= first[:, None]), scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(highest - higher)
+        anchor = tl.where(higher == -float("inf"), 0.0, higher)  # or -inf minus -inf would be NaN
+        weights = tl.exp2(scores - anchor[:, None])
+        fade = tl.exp2(highest - anchor)
         sums = sums * fade + tl.sum(weights, 1)
         mask = inside[:, None] & (d < D)[None, :]
-        value = tl.load(value_base + column[:, None] * D + d[None, :], mask=mask, other=0.0)
+        value = tl.load(values + base + slot[:, None] * D + d[None, :], mask=mask, other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = higher
-    if SPLITS == 1:
-        tl.store(out + these[:, None] + d[None, :], (mixed / sums[:, None]).to(query.dtype), mask=real)
-    else:
-        part = (head * GROUP + member) * SPLITS + split
+    return mixed, highest, sums
+
+
+@triton.jit
+def attend_own(
+    q, keys, values, table, lengths, prefixes, partial, maxima, total, factor, window, columns, pieces,
+    KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Query heads that share one key head of one row, over pieces of the keys behind its prefix."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    end = tl.load(lengths + row).to(tl.int32) + 1
+    prefix = tl.load(prefixes + row).to(tl.int32)
+    first = tl.maximum(prefix, end - window)
+    member = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    these = (row * KV + head) * GROUP + member
+    real = (member < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + these[:, None] * D + d[None, :], mask=real, other=0.0)
+    starts = tl.zeros((ROWS,), tl.int32) + first
+    before = tl.cdiv(prefix, PIECE)
+    for piece in range((first - prefix) // PIECE + tl.program_id(2), tl.cdiv(end - prefix, PIECE), tl.num_programs(2)):
+        low = tl.maximum(prefix + piece * PIECE, first)
+        high = tl.minimum(prefix + (piece + 1) * PIECE, end)
+        mixed, highest, sums = attend_range(
+            query, keys, values, table + row * columns, head, starts, low, high, factor, KV, D, ROWS, DIM, BLOCK, PAGE
+        )
+        part = these * pieces + before + piece
         tl.store(partial + part[:, None] * D + d[None, :], mixed, mask=real)
         tl.store(maxima + part, highest, mask=member < GROUP)
         tl.store(total + part, sums, mask=member < GROUP)
 
 
 @triton.jit
-def combine_splits(partial, maxima, total, out, D: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Combine the ranges of `attend` for one query head, each weighted by its part of the softmax."""
+def attend_prefix(
+    q, keys, values, table, lengths, prefixes, clusters, partial, maxima, total, factor, window, columns, pieces,
+    KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Query heads that share one key head, of all rows of one cluster, over pieces of their common prefix."""
+    cluster = clusters + tl.program_id(0) * MEMBERS
+    head = tl.program_id(1)
+    leader = tl.load(cluster).to(tl.int64)
+    if leader >= 0:
+        prefix = tl.load(prefixes + leader).to(tl.int32)
+        place = tl.arange(0, ROWS)
+        member = place // GROUP
+        d = tl.arange(0, DIM)
+        row = tl.load(cluster + member, mask=member < MEMBERS, other=-1).to(tl.int64)
+        length = tl.load(lengths + row, mask=row >= 0, other=0).to(tl.int32)
+        first = tl.where(row >= 0, tl.maximum(length + 1 - window, 0), prefix)
+        these = (row * KV + head) * GROUP + place % GROUP
+        real = (row >= 0)[:, None] & (d < D)[None, :]
+        query = tl.load(q + these[:, None] * D + d[None, :], mask=real, other=0.0)
+        lowest = tl.min(first, 0)
+        for piece in range(lowest // PIECE + tl.program_id(2), tl.cdiv(prefix, PIECE), tl.num_programs(2)):
+            low = tl.maximum(piece * PIECE, lowest)
+            high = tl.minimum((piece + 1) * PIECE, prefix)
+            mixed, highest, sums = attend_range(
+                query, keys, values, table + leader * columns, head, first, low, high, factor,
+                KV, D, ROWS, DIM, BLOCK, PAGE,
+            )  # fmt: skip
+            part = these * pieces + piece
+            tl.store(partial + part[:, None] * D + d[None, :], mixed, mask=real)
+            tl.store(maxima + part, highest, mask=row >= 0)
+            tl.store(total + part, sums, mask=row >= 0)
+
+
+@triton.jit
+def combine_pieces(
+    partial, maxima, total, lengths, prefixes, out, window, pieces,
+    HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Combine the pieces that one query head of one row sees, in order, each weighted by its part of the softmax."""
     head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
+    row = head // HEADS
+    end = tl.load(lengths + row).to(tl.int32) + 1
+    prefix = tl.load(prefixes + row).to(tl.int32)
+    first = tl.maximum(end - window, 0)
+    before = tl.cdiv(prefix, PIECE)
+    start = tl.where(first < prefix, first // PIECE, before + (first - prefix) // PIECE)
+    stop = before + tl.cdiv(end - prefix, PIECE)
     d = tl.arange(0, DIM)
-    tops = tl.load(maxima + head * SPLITS + split)  # -inf for a range without keys
-    shares = tl.exp2(tops - tl.max(tops, 0))
-    sums = tl.sum(tl.load(total + head * SPLITS + split) * shares, 0)
-    at = (head * SPLITS + split)[:, None] * D + d[None, :]
-    parts = tl.load(partial + at, mask=(d < D)[None, :], other=0.0)
-    mixed = tl.sum(parts * shares[:, None], 0) / sums
-    tl.store(out + head * D + d, mixed.to(out.dtype.element_ty), mask=d < D)
+    highest = tl.full((), -float("inf"), tl.float32)
+    sums = tl.zeros((), tl.float32)
+    mixed = tl.zeros((DIM,), tl.float32)
+    for at in range(start, stop, CHUNK):
+        piece = at + tl.arange(0, CHUNK)
+        inside = piece < stop
+        part = head * pieces + piece
+        tops = tl.load(maxima + part, mask=inside, other=-float("inf"))
+        higher = tl.maximum(highest, tl.max(tops, 0))
+        anchor = tl.where(higher == -float("inf"), 0.0, higher)
+        shares = tl.exp2(tops - anchor)
+        fade = tl.exp2(highest - anchor)
+        sums = sums * fade + tl.sum(tl.load(total + part, mask=inside, other=0.0) * shares, 0)
+        mask = inside[:, None] & (d < D)[None, :]
+        parts = tl.load(partial + part[:, None] * D + d[None, :], mask=mask, other=0.0)
+        mixed = mixed * fade + tl.sum(parts * shares[:, None], 0)
+        highest = higher
+    tl.store(out + head * D + d, (mixed / sums).to(out.dtype.element_ty), mask=d < D)

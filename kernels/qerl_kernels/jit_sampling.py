@@ -108,10 +108,10 @@ def draw(
     SHIFT: tl.constexpr,  # low bits that no logit has: 16 for bfloat16
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two, at least V / BLOCK
-    ON_DEVICE: tl.constexpr,  # the position is read from memory
+    ON_DEVICE: tl.constexpr,  # the position of each row is read from memory
 ):
     row = tl.program_id(0)
-    place = tl.load(position) if ON_DEVICE else position
+    place = tl.load(position + row) if ON_DEVICE else position
     base = logits + row.to(tl.int64) * stride
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):

@@ -74,7 +74,8 @@ def draw_seeded(
 ) -> Drawn:
     """`draw` in one kernel, with number `position` of `uniforms` for each of the requests' `keys` (B,) int64.
 
-    If the position is a tensor (1,) int64, the kernel reads it when it runs, so one CUDA graph serves all positions.
+    If `position` is a tensor (B,) int64, one for each row, the kernel reads it when it runs, so one CUDA graph serves
+    all positions.
     Rows of `logits` (B, V) may be strided. Deterministic. Tokens differ from the reference only if a random number is
     within rounding (1e-6) of the border between two tokens.
     """
@@ -93,7 +94,7 @@ def draw_seeded(
         )
     on_device = isinstance(position, torch.Tensor)
     if on_device:
-        require_shape("position", position, (1,), torch.int64)
+        require_shape("position", position, (len(logits),), torch.int64)
     require_device(logits=logits, keys=keys, position=position if on_device else keys)
     from qerl_kernels import jit_sampling
 

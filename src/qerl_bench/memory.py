@@ -13,7 +13,7 @@ from qerl_bench.checks import TrainingStopped
 
 REMEDIES = {  # of each phase
     "setup": "a quant of fewer bits or a smaller model",
-    "rollout": "a smaller engine.max_num_seqs, rollout.group_size or task.max_completion_tokens",
+    "rollout": "a smaller engine.max_num_seqs, engine.cache_gib, rollout.group_size or task.max_completion_tokens",
     "train": "a smaller train.micro_batch_size, or train.gradient_checkpointing=true",
     "evaluation": "a smaller eval.questions or eval.samples",
 }

@@ -72,6 +72,13 @@ VLLM_MEMORY = {  # with engine=vllm on a GPU
     "memory/device_rollout_gib": Metric("GiB", "in use on the GPU by all processes at the end of sampling"),
     "memory/device_train_gib": Metric("GiB", "in use on the GPU by all processes before training, the engine asleep"),
 }
+ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
+    "rollout/rows_computed": Metric("count", "rows of all decoding steps, done and idle ones included"),
+    "rollout/preempted": Metric("count", "completions that started again because no page of the cache was left"),
+    "time/recording_s": Metric("s", "recording CUDA graphs, a part of time/rollout_s"),
+    "memory/cache_gib": Metric("GiB", "keys and values: pages that were reserved"),
+    "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
+}
 NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
     "aqn/entropy_smoothed": Metric("nats/token", "the measured entropy as the controller sees it"),
@@ -173,6 +180,7 @@ TABLES = (
     ROLLOUT,
     WEIGHT_SYNC,
     VLLM_MEMORY,
+    ENGINE_HF,
     NOISE_CONTROLLER,
     TRAIN,
     MISMATCH_SPLIT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import sys
@@ -23,39 +24,47 @@ def _as_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that reads in 100 ms, launches a step in 30, records in 80 and replays in 2; one round is slow."""
+    """A machine that records in 800 ms, reads in 100 and replays in 2; one repeat is slow."""
     bench, calls = importlib.import_module("decoding"), []
 
-    def seconds(way: str, policy: Any, batch: int, prompt: int, new: int, limit: int) -> tuple[float, float]:
-        calls.append((new, limit))
-        slow = 0.5 if len(calls) in (8, 9, 10) else 0.0  # the first call compiles
-        replays = new - 2
-        return 0.1 + (0.03 if new > 1 else 0) + (0.08 + 0.002 * replays if new > 2 else 0) + slow * new, 1.0 + new
+    class Way:
+        def __init__(self, *_: Any) -> None:
+            pass
 
-    monkeypatch.setattr(bench, "seconds", seconds)
-    (row,) = bench.measure(None, "recorded", [8], prompt=256, new=256, repeats=5)
-    assert calls == [(3, 256), *[(1, 256), (3, 256), (256, 256)] * 5]
+        def seconds(self, prompts: list[Any], lengths: list[int], limit: int) -> tuple[float, dict[str, float]]:
+            calls.append((len(prompts), len(lengths), lengths[0], limit))
+            slow, record = (0.5 if len(calls) in (8, 9) else 0.0), 0.8 if len(calls) == 1 else 0.0
+            taken = 0.1 + record + 0.002 * (lengths[0] - 1) + slow * lengths[0]
+            return taken, {"peak_gib": 1.0 + lengths[0], "time/recording_s": record, "memory/cache_gib": 0.5}
+
+    monkeypatch.setattr(bench, "Way", Way)
+    (row,) = bench.measure(None, "recorded", [8], prompt=256, new=256, repeats=5, group=4)
+    assert calls == [(2, 8, 256, 256), *[(2, 8, 1, 256), (2, 8, 256, 256)] * 5]
     assert row["step_ms"] == pytest.approx(2.0) and row["step_ms_least"] == pytest.approx(2.0)
     assert row["step_ms_most"] == pytest.approx(502.0)
     assert row["decode_tok_s"] == pytest.approx(8 / 0.002)
-    assert row["read_s"] == pytest.approx(0.1)
-    assert row["record_s"] == pytest.approx(0.03 + 0.08 - 0.002)  # one step that was launched, and the recording
+    assert (row["read_s"], row["first_record_s"], row["cache_gib"]) == (pytest.approx(0.1), 0.8, 0.5)
     assert row["peak_gib"] == 257.0 and row["repeats"] == 5
-    (row,) = bench.measure(None, "transformers", [8], prompt=256, new=256, repeats=2)
-    assert row["record_s"] is None
 
 
 def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape tiny --formats nvfp4 --ranks 4 --batches 2 --slow --prompt 5 --new 6 --repeats 1"
-    monkeypatch.setattr(sys, "argv", ["decoding.py", *words.split(), "--out", str(tmp_path / "x.csv")])
+    ragged = "--ragged 8 --mean 5 --limit 9"
+    monkeypatch.setattr(sys, "argv", ["decoding.py", *words.split(), *ragged.split(), "--out", str(tmp_path / "x.csv")])
     importlib.import_module("decoding").main()
-    header, row = (tmp_path / "x.csv").read_text().splitlines()
-    found = dict(zip(header.split(","), row.split(","), strict=True))
-    assert (found["shape"], found["batch"], found["new"]) == ("tiny", "2", "6") and float(found["total_s"]) > 0
-    monkeypatch.setattr(sys, "argv", ["decoding.py", "--new", "3"])
-    with pytest.raises(SystemExit):
-        importlib.import_module("decoding").main()
-    assert "--new must be above 3" in capsys.readouterr().err
+    with (tmp_path / "x.csv").open() as file:
+        even, ragged_row = csv.DictReader(file)
+    assert (even["shape"], even["batch"], even["new"]) == ("tiny", "2", "6") and float(even["total_s"]) > 0
+    assert (ragged_row["way"], ragged_row["batch"], ragged_row["group"]) == ("ragged", "8", "8")
+    tokens = int(ragged_row["tokens"])
+    assert 8 <= tokens <= 72 and float(ragged_row["tok_s"]) == pytest.approx(tokens / float(ragged_row["total_s"]))
+    assert 0 < float(ragged_row["rows_used"]) <= 1
+    assert 0 < float(ragged_row["cache_used_gib"]) <= float(ragged_row["cache_gib"])
+    for wrong in (["--new", "1"], ["--ragged", "9"]):
+        monkeypatch.setattr(sys, "argv", ["decoding.py", *wrong])
+        with pytest.raises(SystemExit):
+            importlib.import_module("decoding").main()
+        assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 ARCHITECTURES = (90, 100)  # Hopper, Blackwell
+PAGED = (80, 89, 90, 100, 120)  # on which attention runs: A100, RTX 4090, H100, B200, RTX 5090
 
 _ADDRESSED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 _BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
@@ -191,51 +192,62 @@ def test_sampling(arch: int, choice: str) -> None:
 
 
 def _compiled_layer_op(
-    kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16", **changed: str
+    kernel: Any, constants: dict[str, Any], arch: int, warps: int, stages: int = 2, dtype: str = "bf16"
 ) -> Compiled:
-    types = dict.fromkeys(kernel.arg_names, f"*{dtype}") | dict.fromkeys(("weight", "partial", "maxima"), "*fp32")
-    types |= {"starts": "*i64", "slot": "*i64", "width": "i32", "window": "i32", "epsilon": "fp32", "factor": "fp32"}
+    types = dict.fromkeys(kernel.arg_names, f"*{dtype}")
+    types |= dict.fromkeys(("weight", "partial", "maxima", "logprobs", "entropies"), "*fp32")
+    types |= dict.fromkeys(("all_logprobs", "all_entropies"), "*fp32") | dict.fromkeys(("table", "clusters"), "*i32")
+    types |= dict.fromkeys(("positions", "lengths", "prefixes", "state", "tokens", "stop_ids", "ids"), "*i64")
+    types |= dict.fromkeys(("width", "window", "columns", "pieces", "stride", "count"), "i32")
     types |= dict.fromkeys(("gate_stride", "up_stride", "q_stride", "k_stride", "v_stride"), "i32")
-    wanted = {name: (types | changed)[name] for name in kernel.arg_names if name not in constants}
-    aligned = tuple(name for name in wanted if wanted[name].startswith("*") and name != "slot")
+    types |= {"epsilon": "fp32", "factor": "fp32"}
+    if "partial" in types:
+        types["total"] = "*fp32"
+    wanted = {name: types[name] for name in kernel.arg_names if name not in constants}
+    aligned = tuple(name for name in wanted if wanted[name].startswith("*"))
     return compiled(kernel, wanted, constants, arch, warps, stages, aligned)
 
 
-def _attention(arch: int, dtype: str, size: int, splits: int) -> Compiled:
+def _attention(arch: int, dtype: str, size: int, prefix: bool) -> Compiled:
     from qerl_kernels import jit_decoder_layer
-    from qerl_kernels.decoder_layer import key_block
+    from qerl_kernels.decoder_layer import PAGE, PIECE, PREFIX_WARPS, key_block, own_warps
 
-    block = key_block(size, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    shape = {"KV": 4, "GROUP": 7, "ROWS": 16, "D": size, "DIM": size, "BLOCK": block, "SPLITS": splits}
-    return _compiled_layer_op(jit_decoder_layer.attend, shape, arch, 4, 3, dtype, total="*fp32")
+    torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    block, warps = key_block(size, torch_dtype), own_warps(torch_dtype)
+    shape = {"KV": 4, "GROUP": 7, "D": size, "DIM": size, "BLOCK": block, "PAGE": PAGE, "PIECE": PIECE}
+    if prefix:
+        shape |= {"MEMBERS": 9, "ROWS": 64}
+        return _compiled_layer_op(jit_decoder_layer.attend_prefix, shape, arch, PREFIX_WARPS, 2, dtype)
+    return _compiled_layer_op(jit_decoder_layer.attend_own, shape | {"ROWS": 16}, arch, warps, 3, dtype)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", PAGED)
 def test_decoder_layer(arch: int) -> None:
     """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
-    from qerl_kernels import jit_decoder_layer
+    from qerl_kernels import jit_decoder_layer, jit_rows
+    from qerl_kernels.decoder_layer import PAGE, PIECE
 
-    shape = {"KV": 4, "D": 128, "DIM": 128}
+    shape = {"D": 128, "DIM": 128}
     for gemma in (False, True):
         norm = {"ADD": True, "UNIT_OFFSET": gemma, "BLOCK": 4096}
         _sound(_compiled_layer_op(jit_decoder_layer.add_norm, norm, arch, 8))
         _sound(_compiled_layer_op(jit_decoder_layer.gated, {"GELU": gemma, "BLOCK": 1024}, arch, 4))
-    _sound(_compiled_layer_op(jit_decoder_layer.rotate_store, shape | {"HEADS": 28, "HALF": 64}, arch, 1))
-    for splits in (1, 8):
-        attend = _attention(arch, "bf16", 128, splits)
+    store = shape | {"KV": 4, "HEADS": 28, "HALF": 64, "PAGE": PAGE}
+    _sound(_compiled_layer_op(jit_decoder_layer.rotate_store, store, arch, 1))
+    for prefix in (False, True):
+        attend = _attention(arch, "bf16", 128, prefix)
         _sound(attend)
-        assert attend.count("HMMA") > 0 and attend.count("LDGSTS") > 0
-    _sound(
-        _compiled_layer_op(
-            jit_decoder_layer.combine_splits, {"D": 128, "DIM": 128, "SPLITS": 8}, arch, 1, total="*fp32"
-        )
-    )
+        assert attend.count("MMA") > 0 and attend.count("LDGSTS") > 0
+        assert attend.shared <= (99 if arch in (89, 120) else 163) * 1024
+    combine = shape | {"HEADS": 28, "PIECE": PIECE, "CHUNK": 8}
+    _sound(_compiled_layer_op(jit_decoder_layer.combine_pieces, combine, arch, 1))
+    _sound(_compiled_layer_op(jit_rows.advance, {"STOPS_BLOCK": 2}, arch, 1))
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bf16", 256), ("fp32", 128)])
-def test_attention_fits_small_gpus(dtype: str, size: int) -> None:
+@pytest.mark.parametrize(("dtype", "size", "prefix"), [("bf16", 256, False), ("bf16", 256, True), ("fp32", 128, False)])
+def test_attention_fits_small_gpus(dtype: str, size: int, prefix: bool) -> None:
     """Heads twice as wide in bytes as those of the 7B model, where a program may have 99 KiB."""
-    attend = _attention(89, dtype, size, 1)
+    attend = _attention(89, dtype, size, prefix)
     assert not attend.spills and 0 < attend.shared <= 99 * 1024
 
 

@@ -31,7 +31,7 @@ def test_the_kernel_draws_what_the_reference_draws(device: str, width: int, filt
             uniform = torch.from_numpy(uniforms(names, 8))[:, position].to(device)
             wanted = draw(logits, 0.7, uniform, top_p, top_k)
             found = draw_seeded(logits, 0.7, keys, position, top_p, top_k)
-            later = draw_seeded(logits, 0.7, keys, torch.tensor([position], device=device), top_p, top_k)
+            later = draw_seeded(logits, 0.7, keys, torch.full_like(keys, position), top_p, top_k)
             assert all(torch.equal(one, other) for one, other in zip(found, later, strict=True))
             assert found[0].tolist() == wanted[0].tolist()
             for one, other in zip(found[1:], wanted[1:], strict=True):

@@ -13,10 +13,13 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.metrics import ENGINE_HF
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.records import Prompt
 from qerl_bench.train.batch import make_batch
 
 QUESTIONS = ("7+5=?", "1", "one token for each letter of a longer question: 12+34-5=?", "19-3+4=?", "")
@@ -61,29 +64,29 @@ def policy(make_policy: MakePolicy) -> Policy:
     return _ragged(make_policy("model.heads=4", "model.kv_heads=2", sharp=True, adapted=True))
 
 
-@pytest.mark.parametrize("check_every", [1, 5, 16])
+@pytest.fixture(scope="module")
+def wanted(policy: Policy) -> list[hf_reference.Completion]:
+    """What transformers samples: completions of one token up to the limit of 40."""
+    found = _decoded(hf_reference.decode, policy, _sampling())
+    lengths = [len(ids) for ids, _, _ in found]
+    assert min(lengths) < 3 and max(lengths) > 20 and len(set(lengths)) > 6
+    return found
+
+
+@pytest.mark.parametrize(("rows", "check_every"), [(20, 1), (20, 16), (7, 5), (1, 40)])
 def test_completions_are_those_of_transformers(
-    policy: Policy, check_every: int, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, wanted: list[hf_reference.Completion], rows: int, check_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged prompts and ends, groups, and a batch that shrinks more than once where it is looked at often enough."""
+    """Ragged prompts and ends, in batches that are refilled and shrink; groups that are cut by the batch."""
     monkeypatch.setattr(hf_graph, "CHECK_STOP_EVERY", check_every)
     sizes: list[int] = []
-    shrink = hf_graph.Decoding._shrink
-    monkeypatch.setattr(
-        hf_graph.Decoding, "_shrink", lambda self, alive: (shrink(self, alive), sizes.append(self.size))[0]
-    )
-    wanted = _decoded(hf_reference.decode, policy, _sampling())
-    lengths = [len(ids) for ids, _, _ in wanted]
-    assert min(lengths) < 3 and max(lengths) > 20 and len(set(lengths)) > 6
-    _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 2e-5)
-    expected, size = [], len(KEYS)
-    for done in range(1 + check_every, 41, check_every):
-        left = sum(length > done for length in lengths)
-        if 0 < left <= size // 2:
-            while left <= size // 2:
-                size //= 2
-            expected.append(size)
-    assert sizes == expected and expected[:2] == {1: [10, 5], 5: [5, 2], 16: [5]}[check_every]
+    step = hf_graph.Decoding._step
+    monkeypatch.setattr(hf_graph.Decoding, "_step", lambda self, size: (sizes.append(size), step(self, size))[1])
+    _same(_decoded(hf_graph.decode, policy, _sampling(), limits=Limits(rows=rows)), wanted, 2e-5)
+    allowed = {20: {20, 16, 8, 4, 2, 1}, 7: {7, 4, 2, 1}, 1: {1}}[rows]
+    assert set(sizes) <= allowed and sizes[0] == rows and sizes == sorted(sizes, reverse=True)
+    left = sum(max(0, len(ids) - 1) for ids, _, _ in wanted)  # tokens drawn in a batch
+    assert sum(sizes) >= left and (check_every > 1 or sum(sizes) < 2 * left)  # never more than half of the rows idle
 
 
 @pytest.mark.parametrize("changed", [{"temperature": 0.0}, {"top_p": 0.5}, {"max_tokens": 1}, {"max_tokens": 2}])
@@ -92,22 +95,107 @@ def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
     _same(_decoded(hf_graph.decode, policy, sampling), _decoded(hf_reference.decode, policy, sampling), 2e-5)
 
 
+def _page_gib(policy: Policy) -> float:
+    return 64 * hf_graph.kv_bytes(policy) / 2**30
+
+
+def test_pages_that_run_out_cost_time_but_change_nothing(policy: Policy) -> None:
+    """Prompts of 1 to 58 tokens and 300 new ones in 14 pages: rows leave, start again, and draw the same."""
+    sampling, lengths = _sampling(max_tokens=300), [300 - 13 * i for i in range(20)]
+    wanted = _decoded(hf_reference.decode, policy, sampling, lengths=lengths)
+    sampler = hf_graph.Sampler(policy, Limits(rows=8, cache_gib=14.5 * _page_gib(policy), prefill_tokens=20))
+    with torch.inference_mode():
+        found = sampler.decode(_prompts(policy), sampling, KEYS, lengths)
+    _same(found, wanted, 5e-5)
+    report = sampler.sleep()
+    assert report["rollout/preempted"] > 0 and report["memory/cache_gib"] == pytest.approx(14 * _page_gib(policy))
+    assert 10 * _page_gib(policy) < report["memory/cache_used_gib"] <= report["memory/cache_gib"]
+    assert report["rollout/rows_computed"] > sum(lengths)
+    assert sampler.sleep() == {}
+
+
+def test_a_request_larger_than_all_pages_is_refused(policy: Policy) -> None:
+    """58 tokens of prompt and 40 new ones: a page of the prompt, and two to the end."""
+    for pages in (2.5, 3.5):
+        with pytest.raises(ConfigError, match=rf"engine\.cache_gib.* {int(pages) - 1} pages .* needs 3"):
+            _decoded(hf_graph.decode, policy, _sampling(), limits=Limits(rows=2, cache_gib=pages * _page_gib(policy)))
+    _decoded(hf_graph.decode, policy, _sampling(), limits=Limits(rows=2, cache_gib=4.5 * _page_gib(policy)))
+
+
 def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy, make_noise: Any) -> None:
-    plain = _decoded(hf_graph.decode, policy, _sampling())
-    for context in (make_noise(policy.norms, 0.1).for_rollout(1, 0), policy.without_adapter()):
-        with context:
-            found = _decoded(hf_graph.decode, policy, _sampling())
-            _same(found, _decoded(hf_reference.decode, policy, _sampling()), 2e-5)
-        assert [one[0] for one in found] != [other[0] for other in plain]
-    _same(_decoded(hf_graph.decode, policy, _sampling()), plain, 0.0)
+    """Also in buffers that are kept: they take up every change of adapter and noise, and come back to the same bits."""
+    sampler = hf_graph.Sampler(policy, Limits(rows=20, kept_gib=1.0))
+
+    def sampled() -> list[hf_reference.Completion]:
+        with torch.inference_mode():
+            found = sampler.decode(_prompts(policy), _sampling(), KEYS)
+        sampler.sleep()
+        _same(found, _decoded(hf_reference.decode, policy, _sampling()), 2e-5)
+        return found
+
+    plain, first = sampled(), sampler.kept
+    assert first is not None
+    with make_noise(policy.norms, 0.1).for_rollout(1, 0):
+        assert [one[0] for one in sampled()] != [other[0] for other in plain]
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.mul_(-2.0)
+    try:
+        assert [one[0] for one in sampled()] != [other[0] for other in plain]
+    finally:
+        with torch.no_grad():
+            for parameter in policy.trainable:
+                parameter.div_(-2.0)
+    assert sampler.kept is first
+    with policy.without_adapter():
+        assert [one[0] for one in sampled()] != [other[0] for other in plain]
+        assert sampler.kept is not first  # no recording has a layer without its adapter
+    _same(sampled(), plain, 2e-6)
 
 
-def test_a_round_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_serves_smaller_rollouts_and_no_larger_ones(policy: Policy) -> None:
+    sampler = hf_graph.Sampler(policy, Limits(rows=20, kept_gib=1.0))
+    prompts = _prompts(policy)
+    kept = []
+    for count, tokens in ((20, 40), (8, 10), (20, 41), (20, 40)):
+        with torch.inference_mode():
+            sampler.decode(prompts[: count // SAMPLES], _sampling(max_tokens=tokens), KEYS[:count])
+        kept.append(sampler.kept)
+    assert kept[0] is kept[1] is not kept[2] and kept[2] is kept[3]
+    sampler.limits = Limits(rows=20, kept_gib=0.0)
+    assert set(sampler.sleep()) == set(ENGINE_HF) and sampler.kept is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_rollout_that_ends_early_leaves_nothing_behind(
+    policy: Policy, wanted: list[hf_reference.Completion], error: type[BaseException]
+) -> None:
+    """Memory that runs out, or a kill, in the 20th step: the buffers are freed, and the next call is as the first."""
+    sampler, steps = hf_graph.Sampler(policy, Limits(rows=6, kept_gib=1.0)), []
+    advance = hf_graph.Decoding._advance
+
+    def failing(self: hf_graph.Decoding, size: int) -> None:
+        steps.append(size)
+        if len(steps) == 20:
+            raise error
+        advance(self, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_graph.Decoding, "_advance", failing)
+        with pytest.raises(error), torch.inference_mode():
+            sampler.decode(_prompts(policy), _sampling(), KEYS)
+    assert sampler.kept is None
+    assert not any(layer.cast_adapter for layer in policy.model.modules() if isinstance(layer, LoRALinear))
+    with torch.inference_mode():
+        _same(sampler.decode(_prompts(policy), _sampling(), KEYS), wanted, 2e-5)
+
+
+def test_a_rollout_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache is large, and training needs the memory at once."""
     caches: list[weakref.ref[torch.Tensor]] = []
     run = hf_graph.Decoding.run
 
-    def watched(self: hf_graph.Decoding) -> list[hf_reference.Completion]:
+    def watched(self: hf_graph.Decoding) -> Any:
         caches.extend(weakref.ref(tensor) for pair in self.caches for tensor in pair)
         return run(self)
 
@@ -122,14 +210,31 @@ def test_a_round_leaves_nothing_to_the_garbage_collector(policy: Policy, monkeyp
 
 
 def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """58 tokens of prompt and 40 new ones take two times 64 slots."""
-
-    def full(*_: object) -> None:
+    def full(*size: Any, **_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(hf_graph, "_expand_cache", full)
-    with pytest.raises(ConfigError, match=r"20 sequences of up to 128 tokens.*engine\.max_num_seqs smaller"):
+    monkeypatch.setattr(hf_graph.torch, "zeros", full)
+    with pytest.raises(ConfigError, match=r"pages of 64 tokens, 0\.0 GiB; make engine\.cache_gib smaller"):
         _decoded(hf_graph.decode, policy, _sampling())
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_with_invariant_a_completion_does_not_depend_on_its_company(policy: Policy, graph: bool) -> None:
+    """Alone, with half of its group, behind others in a batch that is refilled: the same tokens; on the reference the
+    same bits. The step is not compared to the bit here, since a matmul on a CPU has no fixed order."""
+    engine = hf.HFEngine(policy, 6, invariant=True)
+    if graph:
+        engine.sampler = hf_graph.Sampler(policy, engine.limits)
+    prompts = [
+        Prompt(id=str(i), messages=({"role": "user", "content": question},), answer="")
+        for i, question in enumerate(QUESTIONS)
+    ]
+    together = {(r.prompt.id, r.sample): r for r in engine.generate(prompts, _sampling())}
+    for chosen, samples in ((prompts[2:3], 1), (prompts[3:], 2), (prompts[::-1], SAMPLES)):
+        for found in engine.generate(chosen, _sampling(samples=samples)):
+            other = together[found.prompt.id, found.sample]
+            assert found.token_ids == other.token_ids
+            assert found.logprobs == pytest.approx(other.logprobs, abs=2e-5 if graph else 0.0)
 
 
 # --- adapters at hand ------------------------------------------------------------------------------------------------
@@ -288,16 +393,18 @@ def test_reasons_to_go_through_transformers(make_policy: MakePolicy, monkeypatch
     config = policy.model.config
     assert "fused kernels" in str(hf_graph.eager_reason(policy))
     engine = hf.HFEngine(policy, 4)
-    assert engine.decode is hf_reference.decode and engine.record()["decoding"].startswith(
-        "eager: without fused kernels"
-    )
+    assert engine.sampler is None and engine.record()["decoding"].startswith("eager: without fused kernels")
     policy.fused = True
     assert hf_graph.eager_reason(policy) == "a packed layer runs the reference"
     for layer in policy.layers:
         policy.model.get_submodule(layer).get_base_layer().use_kernels()
     assert hf_graph.eager_reason(policy) is None
     engine = hf.HFEngine(policy, 4)
-    assert engine.decode is hf_graph.decode and engine.record()["decoding"] == "cuda graphs"
+    assert engine.sampler is not None
+    said = engine.record()
+    assert said["decoding"] == "cuda graphs" and said["recorded_rows"] == [1, 2, 4]
+    head = config.hidden_size // config.num_attention_heads
+    assert said["kv_bytes_per_token"] == 2 * config.num_hidden_layers * config.num_key_value_heads * head * 4
     for name, value, reason in (
         ("model_type", "gemma2", "gemma2"),
         ("hidden_act", "gelu", "with gelu"),
@@ -323,9 +430,8 @@ def on_gpu(make_policy: MakePolicy, request: pytest.FixtureRequest) -> Policy:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a short round shrinks, and records more than once."""
+    """So that a short rollout shrinks."""
     monkeypatch.setattr(hf_graph, "CHECK_STOP_EVERY", 4)
-    monkeypatch.setattr(hf_graph, "MIN_TOKENS_TO_RECAPTURE", 4)
 
 
 @pytest.mark.gpu

@@ -376,7 +376,14 @@ def test_uniform_numbers_belong_to_their_request() -> None:
 
 
 def test_the_spec(policy: Any) -> None:
-    assert isinstance(HF(name="hf", max_num_seqs=3).build(policy), HFEngine)
-    for wrong in (0, -1, 2.5, True, None):
-        with pytest.raises(ConfigError, match="max_num_seqs"):
-            HF(name="hf", max_num_seqs=wrong)
+    options = {"cache_gib": None, "kept_gib": 1.5, "prefill_tokens": 100, "invariant": True}
+    built = HF(name="hf", max_num_seqs=3, **options).build(policy)
+    assert isinstance(built, HFEngine)
+    assert vars(built.limits) == {"rows": 3, **options}
+    said = built.record()
+    assert (said["max_num_seqs"], said["invariant"]) == (3, True)
+    wrong = {"max_num_seqs": (0, -1, 2.5, True, None), "cache_gib": (0, "4"), "kept_gib": (-1, None), "invariant": (1,)}
+    for name, values in (wrong | {"prefill_tokens": (0, None)}).items():
+        for value in values:
+            with pytest.raises(ConfigError, match=name):
+                HF(**{"name": "hf", "max_num_seqs": 3, **options, name: value})

@@ -13,7 +13,7 @@ import torch
 
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import build
-from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine import hf_graph
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.exits import exit_in_words
@@ -33,14 +33,15 @@ def poisoned(policy: Policy) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("decode", [hf_reference.decode, hf_graph.decode])
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sampling_stops_and_names_the_weight(
-    make_policy: Callable[..., Policy], decode: Callable[..., Any], temperature: float
+    make_policy: Callable[..., Policy], graph: bool, temperature: float
 ) -> None:
     policy = make_policy()
     engine = HFEngine(policy, max_num_seqs=256)
-    engine.decode = decode
+    if graph:
+        engine.sampler = hf_graph.Sampler(policy, engine.limits)
     sampling = replace(SAMPLING, temperature=temperature)
     assert len(engine.generate(PROMPTS, sampling)) == 6
     poisoned(policy)

@@ -135,11 +135,12 @@ def policy() -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("how", [hf_reference.decode, hf_graph.decode])
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("max_num_seqs", [3, 256])
-def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, how: Any, max_num_seqs: int) -> None:
+def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, graph: bool, max_num_seqs: int) -> None:
     engine = HFEngine(policy, max_num_seqs)
-    engine.decode = how
+    if graph:
+        engine.sampler = hf_graph.Sampler(policy, engine.limits)
     prompts = _task(completion_tokens=9).train_prompts(1, 5, seed=0)
     rollouts = engine.generate(prompts, _sampling())
     wanted = [length for prompt in prompts for length in prompt.new_tokens or ()]
@@ -181,7 +182,7 @@ def test_decoding_ends_with_the_longest_exact_length(policy: Policy, monkeypatch
     """Not with the next look at who is done, which a measurement of few tokens would count."""
     advanced: list[int] = []
     advance = hf_graph.Decoding._advance
-    monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self: (advanced.append(1), advance(self))[1])
+    monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self, size: (advanced.append(1), advance(self, size))[1])
     with torch.inference_mode():
         hf_graph.decode(policy, [[1, 2]], _sampling(), [0, 1], [3, 2])
     assert len(advanced) == 2  # the first token is drawn from the prompt

@@ -1,9 +1,9 @@
 """engine=hf: sampling in the training process, from the same weights that are trained.
 
 There is nothing to synchronize: base, adapter and noise are the trainer's. On a GPU with fused kernels each decoding
-step is replayed as a CUDA graph (hf_graph.py); otherwise transformers decodes (hf_reference.py). Each token is drawn by
-inverse CDF from a uniform number that belongs to its request and position, so batching changes completions only through
-rounding.
+step is replayed as a CUDA graph over rows that a queue refills (hf_graph.py); otherwise transformers decodes in chunks
+(hf_reference.py). Each token is drawn by inverse CDF from a uniform number that belongs to its request and position, so
+batching changes completions only through rounding, and with `invariant` not at all.
 
 A *request* is one sample of one prompt. A *chunk* is at most `max_num_seqs` requests that are sampled together.
 """
@@ -14,8 +14,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count
+from qerl_bench.checks import check_fields, count, flag, number, optional, positive
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollout, require_room
+from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.progress import bar
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
@@ -35,9 +36,21 @@ class HF:
 
     name: str
     max_num_seqs: int
+    cache_gib: float | None
+    kept_gib: float
+    prefill_tokens: int
+    invariant: bool
 
     def __post_init__(self) -> None:
-        check_fields(self, "engine", max_num_seqs=count())
+        check_fields(
+            self,
+            "engine",
+            max_num_seqs=count(),
+            cache_gib=optional(positive),
+            kept_gib=number(least=0),
+            prefill_tokens=count(),
+            invariant=flag,
+        )
 
     def check_with(self, shape: Mapping[str, Any], dtype: str, lora_rank: int, longest_completion: int) -> None:
         """Works with every experiment."""
@@ -46,20 +59,37 @@ class HF:
         """Needs no further package."""
 
     def build(self, policy: Policy) -> RolloutEngine:
-        return HFEngine(policy, self.max_num_seqs)
+        return HFEngine(
+            policy, self.max_num_seqs, self.cache_gib, self.kept_gib, self.prefill_tokens, invariant=self.invariant
+        )
 
 
 class HFEngine:
-    """Batched sampling from `policy`, in chunks of at most `max_num_seqs` requests."""
+    """Sampling from `policy`, at most `max_num_seqs` requests at a time; the other options are those of `HF`."""
 
-    def __init__(self, policy: Policy, max_num_seqs: int) -> None:
-        from qerl_bench.engine import hf_graph, hf_reference
+    def __init__(
+        self,
+        policy: Policy,
+        max_num_seqs: int,
+        cache_gib: float | None = None,
+        kept_gib: float = 0.0,
+        prefill_tokens: int = 8192,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        from qerl_bench.engine import hf_graph
 
         self.policy = policy
-        self.max_num_seqs = max_num_seqs
+        self.limits = Limits(
+            rows=max_num_seqs,
+            cache_gib=cache_gib,
+            kept_gib=kept_gib,
+            prefill_tokens=prefill_tokens,
+            invariant=invariant,
+        )
         reason = hf_graph.eager_reason(policy)
+        self.sampler = hf_graph.Sampler(policy, self.limits) if reason is None else None
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
-        self.decode = hf_graph.decode if reason is None else hf_reference.decode
         log.info("sampling: %s", self.decoding)
 
     def sync(self, prompts: list[Prompt]) -> dict[str, float]:
@@ -67,32 +97,42 @@ class HFEngine:
         return {}
 
     def sleep(self) -> dict[str, float]:
-        """Nothing to release: the KV cache is freed after each chunk."""
-        return {}
+        """Release the keys and values, and the graphs, unless they fit into `kept_gib`. Returns ENGINE_HF metrics."""
+        return {} if self.sampler is None else self.sampler.sleep()
 
     def record(self) -> dict[str, Any]:
-        return {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
+        said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
+        said |= {"max_num_seqs": self.limits.rows, "invariant": self.limits.invariant, "order": "as given"}
+        if self.sampler is None:
+            return said
+        return said | self.sampler.record()
 
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
+        if self.sampler is not None:
+            return self._sample(prompts, range(sampling.samples), sampling)
         rollouts: list[Rollout] = []
-        prompts_per_chunk = max(1, self.max_num_seqs // sampling.samples)
+        rows = 1 if self.limits.invariant else self.limits.rows  # alone, a request has no company to depend on
+        prompts_per_chunk = max(1, rows // sampling.samples)
         starts = range(0, len(prompts), prompts_per_chunk)
         for start in bar(starts, "sampling") if len(starts) > 1 else starts:
-            for first in range(0, sampling.samples, self.max_num_seqs):  # a large group takes several chunks
-                samples = range(first, min(first + self.max_num_seqs, sampling.samples))
-                rollouts += self._sample_chunk(prompts[start : start + prompts_per_chunk], samples, sampling)
+            for first in range(0, sampling.samples, rows):  # a large group takes several chunks
+                samples = range(first, min(first + rows, sampling.samples))
+                rollouts += self._sample(prompts[start : start + prompts_per_chunk], samples, sampling)
         return rollouts
 
     def close(self) -> None:
-        """Nothing to release."""
+        if self.sampler is not None:
+            self.sampler.release()
 
-    def _sample_chunk(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
+    def _sample(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
+        """These samples of each prompt, all in one call of the decoder."""
         import torch
 
+        from qerl_bench.engine import hf_reference
         from qerl_bench.train.nonfinite import require_finite_logits
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
@@ -100,7 +140,10 @@ class HFEngine:
         keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
         lengths = [length for prompt in prompts for length in exact_lengths(prompt, samples, sampling)]
         with torch.inference_mode():
-            completions = self.decode(self.policy, prompt_ids, sampling, keys, lengths)
+            if self.sampler is None:
+                completions = hf_reference.decode(self.policy, prompt_ids, sampling, keys, lengths)
+            else:
+                completions = self.sampler.decode(prompt_ids, sampling, keys, lengths)
         rollouts = [
             make_rollout(self.policy, prompt, sample, prompt_ids[i // len(samples)], *completions[i], sampling)
             for i, (prompt, sample) in enumerate(requests)

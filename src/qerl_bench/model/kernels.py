@@ -92,26 +92,49 @@ def adapters_cast_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Non
             layer.cast_adapter = None
 
 
-def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
-    """A function that applies all `layers` to one input: with one matmul if their formats allow it, else one by one.
+class FusedLinears:
+    """Several layers over one input as one matmul over one copy of their weights.
 
-    Call this, and the function, inside `adapters_cast_to`. The adapters act as one: their matrices A are stacked, their
-    B's form the blocks of a diagonal.
+    Their adapters act as one: the matrices A are stacked, the B's form the blocks of a diagonal.
+    """
+
+    def __init__(self, base: torch.nn.Module, layers: Sequence[Any], sizes: Sequence[int]) -> None:
+        self.base, self.layers, self.sizes = base, layers, list(sizes)
+        self.adapter = self._adapter()
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return linear_with_lora(self.base, x, self.adapter).split(self.sizes, dim=-1)  # type: ignore[arg-type]
+
+    def refresh(self) -> None:
+        """Copy the layers' present adapters to the tensors that the matmul reads; the same layers must have one."""
+        fresh = self._adapter()
+        if fresh is not None and self.adapter is not None:
+            self.adapter.a.copy_(fresh.a)
+            self.adapter.b.copy_(fresh.b)
+
+    def _adapter(self) -> Adapter | None:
+        parts = [layer.cast_adapter if isinstance(layer, LoRALinear) else None for layer in self.layers]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        empty = present[0].b.new_empty
+        blocks = [empty(size, 0) if part is None else part.b for part, size in zip(parts, self.sizes, strict=True)]
+        return Adapter(torch.cat([part.a for part in present]), torch.block_diag(*blocks), present[0].scaling)
+
+
+def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A function that applies all `layers` to one input: `FusedLinears` if their formats allow it, else one by one.
+
+    Call this, and the function, inside `adapters_cast_to`.
     """
     adapted = [layer for layer in layers if isinstance(layer, LoRALinear)]
     bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
-    adapters = [layer.cast_adapter if isinstance(layer, LoRALinear) else None for layer in layers]
-    present = [adapter for adapter in adapters if adapter is not None]
+    present = [layer.cast_adapter for layer in adapted if layer.cast_adapter is not None]
     plain = all(layer.disable_adapters or layer.cast_adapter is not None for layer in adapted)
     fused = concat_rows_in_place(bases) if plain and len({adapter.scaling for adapter in present}) <= 1 else None
     if fused is None:
         return lambda x: tuple(layer(x) for layer in layers)
-    sizes, adapter = [base.out_features for base in bases], None
-    if present:
-        empty = present[0].b.new_empty
-        blocks = [empty(size, 0) if part is None else part.b for part, size in zip(adapters, sizes, strict=True)]
-        adapter = Adapter(torch.cat([part.a for part in present]), torch.block_diag(*blocks), present[0].scaling)
-    return lambda x: linear_with_lora(fused, x, adapter).split(sizes, dim=-1)
+    return FusedLinears(fused, layers, [base.out_features for base in bases])
 
 
 def why_not_fused(kernel: str, device: torch.device) -> str | None:
