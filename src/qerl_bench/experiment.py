@@ -21,6 +21,7 @@ from qerl_bench import metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.children import is_child
 from qerl_bench.config import Experiment
 from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
@@ -28,7 +29,7 @@ from qerl_bench.eval.base import metrics_of
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
-from qerl_bench.progress import StepProgress
+from qerl_bench.progress import StepProgress, phase
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir, as_dict, go_back, last_checkpoint
@@ -59,16 +60,17 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             run_steps(experiment, policy, engine, run, as_dict(cfg))
             collapsed = collapse(run.metrics(), math.log(len(policy.tokenizer)))
         from qerl_bench.figures.run import run_figures  # after the run: pandas, scipy and matplotlib take a second
-        from qerl_bench.study.table import no_gradient_warning, render, summary
+        from qerl_bench.study.table import no_gradient_warning, places, render, summary
 
-        run_figures(run.path)
+        with phase("drawing figures"):
+            run_figures(run.path)
         run.finish(collapsed)
         if collapsed:
             log.warning("%s: training has destroyed the policy: %s. Use a smaller optim.lr", run.path, collapsed)
         table = summary([run.path])
         if warning := no_gradient_warning(table):
             log.warning(warning)
-        print(render(table))
+        print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
 
 
 def run_steps(

@@ -20,12 +20,13 @@ from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names
+from qerl_bench.progress import phase
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
 def run(cfg: DictConfig) -> None:
     check_option_names(cfg, HydraConfig.get().runtime)
-    with hidden_packages():
+    with hidden_packages(), phase("importing PyTorch"):
         from qerl_bench.experiment import run_experiment
 
     warn_of_single_point(HydraConfig.get())

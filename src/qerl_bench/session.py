@@ -20,6 +20,7 @@ from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import base_checkpoint, build_policy
+from qerl_bench.progress import phase
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
@@ -47,15 +48,19 @@ def session(
     Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
     """
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-    digest = digest_of(experiment.model, base)
+    with phase("digest of the base weights"):
+        digest = digest_of(experiment.model, base)
     run.write_environment(device, digest, experiment.model.remote_code())
     torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
     with memory_for("setup"):
-        policy = build_policy(experiment, base, device)
+        with phase(f"loading {experiment.model.name}"):
+            policy = build_policy(experiment, base, device)
         policy.name_base(name_of_base(experiment.model), digest)
-        checked = preflight(policy, experiment.quant, f"model={experiment.model.name}")
+        with phase("comparing the trainer with plain transformers"):
+            checked = preflight(policy, experiment.quant, f"model={experiment.model.name}")
         run.write("preflight.json", json.dumps(checked, indent=1))
-        built = engine.build(policy)
+        with phase("preparing the engine"):
+            built = engine.build(policy)
     with closing(built) as rollout_engine:
         yield policy, rollout_engine
 
@@ -65,7 +70,7 @@ def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
 
     Step 0 is the quantized base before any training.
     """
-    with during(f"evaluation after step {step}"), memory_for("evaluation"):
+    with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
         evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
     if evaluation is None:
         return []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import check_fields, count
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollout, require_room
-from qerl_bench.progress import bar
+from qerl_bench.progress import phase
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 
@@ -80,11 +80,13 @@ class HFEngine:
         self.require_room(prompts, sampling)
         rollouts: list[Rollout] = []
         prompts_per_chunk = max(1, self.max_num_seqs // sampling.samples)
-        starts = range(0, len(prompts), prompts_per_chunk)
-        for start in bar(starts, "sampling") if len(starts) > 1 else starts:
-            for first in range(0, sampling.samples, self.max_num_seqs):  # a large group takes several chunks
-                samples = range(first, min(first + self.max_num_seqs, sampling.samples))
-                rollouts += self._sample_chunk(prompts[start : start + prompts_per_chunk], samples, sampling)
+        with phase("sampling", len(prompts) * sampling.samples, "completions") as progress:
+            for start in range(0, len(prompts), prompts_per_chunk):
+                for first in range(0, sampling.samples, self.max_num_seqs):  # a large group takes several chunks
+                    samples = range(first, min(first + self.max_num_seqs, sampling.samples))
+                    chunk = self._sample_chunk(prompts[start : start + prompts_per_chunk], samples, sampling)
+                    rollouts += chunk
+                    progress.advance(len(chunk))
         return rollouts
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -57,6 +58,12 @@ def render(table: pd.DataFrame) -> str:
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     unfinished = [] if all(table["finished"]) else ["* not finished"]
     return "\n".join([*lines, "", *NOTES, *unfinished])
+
+
+def places(run_dir: Path) -> list[str]:
+    """Where a finished run and its figures are, a line each."""
+    figures = sorted(file.name for file in (run_dir / "figures").glob("*.png"))
+    return ["", f"run: {run_dir}", f"figures: {run_dir / 'figures'}: {', '.join(figures)}"]
 
 
 def no_gradient_warning(table: pd.DataFrame) -> str | None:
