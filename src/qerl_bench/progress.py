@@ -109,7 +109,8 @@ class Watch:
         with self.lock:
             if not self.phases:
                 self.said = time.monotonic()
-            self.phases.append(phase)
+            if all(outer.label != phase.label for outer in self.phases):
+                self.phases.append(phase)
             if not self.ticking:
                 with suppress(RuntimeError):  # no room for a thread: no bars
                     _thread.start_new_thread(self.tick, ())  # Thread.start would wait for one that gets no memory
@@ -117,10 +118,11 @@ class Watch:
 
     def end(self, phase: Phase) -> None:
         with self.lock:
-            self.phases.remove(phase)
+            if phase in self.phases:
+                self.phases.remove(phase)
             phase.hide()
         self.took[phase.label] = phase.elapsed_s
-        if phase.told:
+        if phase.told and not self.phases:
             self.say(f"{phase}: took {duration(phase.elapsed_s)}")
 
     def tick(self) -> None:

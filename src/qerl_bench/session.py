@@ -15,6 +15,7 @@ from qerl_bench.device import resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.eval.base import Score
 from qerl_bench.eval.record import record_evaluation
+from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.memory import memory_for
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy
@@ -77,3 +78,11 @@ def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
     scores = record_evaluation(run, experiment.task.name, step, evaluation)
     log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
     return scores
+
+
+def validate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int) -> dict[str, float]:
+    """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
+    with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
+        point = reduced(experiment.eval)
+        evaluation = point.evaluate(policy, engine, experiment.task, run, experiment.seed)
+    return metrics_of_point(evaluation.samples)

@@ -1,4 +1,4 @@
-"""What every launcher of sweeps says: how far the runs are while they go on, and one table of all of them at the end."""
+"""What every launcher of sweeps says: how far the runs are, and at the end one table of all of them."""
 
 from __future__ import annotations
 
