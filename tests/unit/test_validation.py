@@ -22,15 +22,11 @@ from qerl_bench.seeding import derive
 from qerl_bench.study.load import load_run
 from qerl_bench.study.table import summary
 
-# Supervised with a large learning rate, so that the accuracy of an untrained model moves at all; dropout draws from
-# PyTorch's own random numbers, which an evaluation in between could shift.
+# A task on which an untrained model earns something. Dropout draws from PyTorch's own random numbers, which an
+# evaluation in between could shift.
 WORDS = (
-    "algo=sft",
-    "optim.lr=0.02",
-    "lora.dropout=0.1",
-    "eval.questions=8",
-    "eval.samples=6",
-    "eval.every_questions=3",
+    *("task=even_characters", "optim.lr=0.05", "lora.dropout=0.1"),
+    *("eval.questions=8", "eval.samples=6", "eval.every_questions=3"),
 )
 
 
@@ -61,6 +57,7 @@ def test_points_change_nothing_else(runs: dict[str, Path]) -> None:
     with_points, without = runs["every1"], runs["every0"]
     assert [record["step"] for record in of_kind(with_points, "validation")] == [0, 1, 2, 3, 4]
     assert of_kind(without, "validation") == []
+    assert len({record["validation/accuracy_sampled"] for record in of_kind(with_points, "validation")}) > 1
     for kind in ("train", "eval"):
         assert of_kind(with_points, kind) == of_kind(without, kind)
     for name in ("eval.json", "checkpoints/step_000004/adapter/adapter_model.safetensors"):
@@ -114,9 +111,9 @@ def test_the_best_checkpoint_is_named_and_kept(
     assert of_kind(folder, "train") == of_kind(runs["every1"], "train")
     check_run_dir(folder, load_run(folder).config)
     assert f"best step_{best['best']:06d}" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="checkpoint=best: .*eval.every"):
+    with pytest.raises(ConfigError, match=r"checkpoint=best: .*eval\.every"):
         main([str(runs["every0"]), "checkpoint=best"])
-    with pytest.raises(ConfigError, match="checkpoint=3 must be .*: 2, 4"):
+    with pytest.raises(ConfigError, match=r"checkpoint=3 must be .*: 2, 4"):
         main([str(runs["every0"]), "checkpoint=3"])
 
 
