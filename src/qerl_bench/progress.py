@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import RLock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -55,7 +55,7 @@ class Phase:
     def __init__(self, label: str, total: int | None = None, unit: str = "", first: int = 0) -> None:
         self.label, self.total, self.unit, self.first = label, total, unit, first
         self.made = first
-        self.started = time.monotonic()
+        self.started = self.advanced = time.monotonic()  # advanced: when the last part was made
         self.told = False
         self.note = ""  # behind the bar
         self.bar: tqdm | None = None
@@ -66,13 +66,15 @@ class Phase:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until its end at the speed so far; None if that is unknown."""
+        """Seconds until its end at the speed of the parts that are made; None if that is unknown."""
         if self.total is None or self.made == self.first:
             return None
-        return self.elapsed_s / (self.made - self.first) * (self.total - self.made)
+        left = (self.advanced - self.started) / (self.made - self.first) * (self.total - self.made)
+        return max(0.0, left - (time.monotonic() - self.advanced))
 
     def advance(self, parts: int = 1) -> None:
         self.made += parts
+        self.advanced = time.monotonic()
 
     def __str__(self) -> str:
         return (
@@ -82,7 +84,7 @@ class Phase:
     def show(self) -> None:
         """Draw the bar, on a terminal."""
         if self.bar is None:
-            form = {} if self.total is not None else {"bar_format": "{desc}: {elapsed}"}
+            form: dict[str, Any] = {} if self.total is not None else {"bar_format": "{desc}: {elapsed}"}
             self.bar = tqdm(total=self.total, initial=self.first, desc=self.label, unit=self.unit, leave=False, **form)
             self.bar.start_t -= self.elapsed_s
         self.bar.set_description_str(self.label, refresh=False)
@@ -139,8 +141,9 @@ class Watch:
                 elif self.is_silent():
                     self.tell()
 
-    def is_silent(self) -> bool:
-        return time.monotonic() - self.said >= silence_s(self.phases[0].elapsed_s)
+    def is_silent(self, share: float = 1.0) -> bool:
+        """Whether this `share` of the silence that is allowed is over."""
+        return time.monotonic() - self.said >= share * silence_s(self.phases[0].elapsed_s)
 
     def tell(self) -> None:
         """Print what is going on, and how long it will take as far as that is known."""
@@ -214,5 +217,5 @@ class StepProgress:
         self.steps.advance()
         line = f"step {step:>{len(str(last))}}/{last}  {shown}  left {duration(self.steps.left_s or 0.0)}"
         log.info(line)
-        if step in (first + 1, last) or step % self.every == 0 or watch.is_silent():
+        if step in (first + 1, last) or step % self.every == 0 or watch.is_silent(0.5):
             watch.say(line)

@@ -71,7 +71,7 @@ def test_points_change_nothing_else(runs: dict[str, Path]) -> None:
 def test_the_points_at_both_ends_are_of_the_first_questions(runs: dict[str, Path]) -> None:
     rows = pd.read_parquet(runs["every1"] / "samples.parquet")
     for point in (record for record in of_kind(runs["every1"], "validation") if record["step"] in (0, 4)):
-        whole = rows[rows["step"] == point["step"]]
+        whole: Any = rows[rows["step"] == point["step"]]
         few = whole[whole["question"].isin(whole["question"].unique()[:3]) & (whole["sample"] < 4)]
         for mode in ("greedy", "sampled"):
             assert point[f"validation/accuracy_{mode}"] == pytest.approx(few[few["mode"] == mode]["correct"].mean())
