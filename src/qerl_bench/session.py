@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from qerl_bench.checks import require
 from qerl_bench.config import Experiment
@@ -48,6 +50,8 @@ def session(
 
     Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
     """
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # on a pipe lines tell what goes on
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
