@@ -262,7 +262,7 @@ def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, fl
     shown = ", ".join(
         f"{name.removeprefix('validation/')} {point[name]:.3f} +- {point[f'{name}_stderr']:.3f}" for name in accuracies
     )
-    log.info("step %d, %d questions: %s", step, point["validation/questions"], shown)
+    log.info("validation after step %d, %d questions: %s", step, point["validation/questions"], shown)
 
 
 def save_checkpoint(
