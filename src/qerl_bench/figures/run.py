@@ -219,12 +219,12 @@ def _held_out(ax: Axes, run: Run) -> None:
         accuracy = run.series("eval", f"eval/accuracy_{decoding}").dropna()
         if accuracy.empty:
             continue
-        _validation(ax, run, decoding, marker)
         error = run.series("eval", f"eval/accuracy_{decoding}_stderr").reindex(accuracy.index)
         ax.errorbar(
             accuracy.index + side, accuracy, yerr=error, fmt=marker, color="#555555", zorder=3, elinewidth=0.9,
             markerfacecolor="#555555" if decoding == "greedy" else "white", label=f"held-out, {decoding} (±1 s.e.)",
         )  # fmt: skip
+        _validation(ax, run, decoding, marker)
 
 
 def _validation(ax: Axes, run: Run, decoding: str, marker: str) -> None:
@@ -237,7 +237,7 @@ def _validation(ax: Axes, run: Run, decoding: str, marker: str) -> None:
     ax.errorbar(
         points.index, points, yerr=error, fmt=f"{marker}-", color="#A0A0A0", linewidth=0.8, elinewidth=0.5, zorder=2,
         markerfacecolor="#A0A0A0" if decoding == "greedy" else "white", markersize=2.5,
-        label=f"{questions} of these, {decoding} (±1 s.e.)",
+        label=f"first {questions} held-out, {decoding}",
     )  # fmt: skip
 
 
