@@ -252,7 +252,8 @@ def evaluate_and_log(
         mirror.log("eval", step, metrics_of(scores))
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
             rows = read_samples(run.path, step).to_dict("records")
-            log_point(run, mirror, step, metrics_of_point(rows_of_point(rows, reduced(experiment.eval))))
+            point = reduced(experiment.eval, experiment.task)
+            log_point(run, mirror, step, metrics_of_point(rows_of_point(rows, point)))
 
 
 def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, float]) -> None:

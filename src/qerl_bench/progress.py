@@ -85,7 +85,9 @@ class Phase:
         """Draw the bar, on a terminal."""
         if self.bar is None:
             form: dict[str, Any] = {} if self.total is not None else {"bar_format": "{desc}: {elapsed}"}
-            self.bar = tqdm(total=self.total, initial=self.first, desc=self.label, unit=self.unit, leave=False, **form)
+            self.bar = tqdm(
+                total=self.total, initial=self.first, desc=self.label, unit=f" {self.unit}", leave=False, **form
+            )
             self.bar.start_t -= self.elapsed_s
         self.bar.set_description_str(self.label, refresh=False)
         columns, self.bar.nrows = shutil.get_terminal_size()  # 80, 24 where it is unknown

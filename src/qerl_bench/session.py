@@ -87,6 +87,6 @@ def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
 def validate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int) -> dict[str, float]:
     """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
-        point = reduced(experiment.eval)
+        point = reduced(experiment.eval, experiment.task)
         evaluation = point.evaluate(policy, engine, experiment.task, run, experiment.seed)
     return metrics_of_point(evaluation.samples)

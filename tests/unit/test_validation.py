@@ -15,7 +15,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, fingerprint
 from qerl_bench.eval.command import main
 from qerl_bench.eval.reevaluate import stored_config
-from qerl_bench.eval.validation import best_step, spacing
+from qerl_bench.eval.validation import best_step, reduced, spacing
 from qerl_bench.experiment import run_experiment
 from qerl_bench.rundir import RunDir, check_run_dir, checkpoints
 from qerl_bench.seeding import derive
@@ -149,6 +149,13 @@ def test_the_points_fall_on_checkpoints_where_that_can_be() -> None:
     ]
     assert spacing(None, 6, 3) >= 6 and spacing(None, 4, 2) >= 4  # none in short runs
     assert spacing(0, 150, 25) == 0 and spacing(7, 150, 25) == 7
+
+
+def test_a_point_asks_no_more_questions_than_there_are(make_experiment: Callable[..., Any]) -> None:
+    task = make_experiment("task=even_characters").task
+    for questions, wanted, asked in ((8, 32, 8), (None, 2000, 1024), (8, 3, 3)):
+        of_all = make_experiment(f"eval.questions={questions or 'null'}", f"eval.every_questions={wanted}").eval
+        assert reduced(of_all, task).questions == asked
 
 
 def test_the_earliest_of_the_best_steps_wins() -> None:

@@ -16,6 +16,7 @@ from qerl_bench.statistics import over_samples
 
 if TYPE_CHECKING:
     from qerl_bench.eval.base import Evaluator
+    from qerl_bench.task.base import Task
 
 POINTS = 5  # of a curve, about, if eval.every leaves it open
 LEAST_STEPS = 10  # between two of these
@@ -44,12 +45,11 @@ def is_on(evaluator: Evaluator, steps: int, save_every: int) -> bool:
     return isinstance(evaluator, TaskEvaluation) and 0 < spacing(evaluator.every, steps, save_every) < steps
 
 
-def reduced(evaluator: Evaluator) -> TaskEvaluation:
+def reduced(evaluator: Evaluator, task: Task) -> TaskEvaluation:
     """The evaluation of one point."""
     assert isinstance(evaluator, TaskEvaluation)
-    questions = evaluator.every_questions
-    fewest = questions if evaluator.questions is None else min(questions, evaluator.questions)
-    return replace(evaluator, questions=fewest, samples=min(SAMPLES, evaluator.samples), k=None)
+    questions = min(evaluator.every_questions, len(task.eval_prompts(evaluator.questions)))
+    return replace(evaluator, questions=questions, samples=min(SAMPLES, evaluator.samples), k=None)
 
 
 def metrics_of_point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
