@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import Any
 
 PARENT = "QERL_BENCH_PARENT"  # environment variable of a child: its end of the pipe
+_watched = threading.Event()  # set in a child
 STOP_LIMIT_S = 600.0  # for a child to end after a signal, which may wait for a step and a checkpoint
 
 
@@ -78,6 +79,11 @@ def stop(children: Collection[Child], signum: int, limit_s: float = STOP_LIMIT_S
                 child.send_signal(signal.SIGKILL)
 
 
+def is_child() -> bool:
+    """Whether another process of this program started this one, and reports for both."""
+    return _watched.is_set()
+
+
 def end_with_parent() -> None:
     """Have SIGTERM sent to this process when the one that started it as a `Child` ends. Nothing for other processes."""
     end = os.environ.pop(PARENT, None)
@@ -88,4 +94,5 @@ def end_with_parent() -> None:
         os.read(end, 1)  # returns when the other end closes
         os.kill(os.getpid(), signal.SIGTERM)
 
+    _watched.set()
     threading.Thread(target=watch, args=[int(end)], daemon=True, name="parent watch").start()

@@ -85,9 +85,10 @@ def check_single(argv: list[str]) -> Point | None:
 
 def finished_before(run_dir: Path) -> str:
     """What is said of a run that is complete, with its table."""
-    from qerl_bench.study.table import render, summary
+    from qerl_bench.study.table import places, render, summary
 
-    return f"finished before: {run_dir} (delete the folder to run it again)\n{render(summary([run_dir]))}"
+    table = render(summary([run_dir]))
+    return "\n".join([f"finished before: {run_dir} (delete the folder to run it again)", table, *places(run_dir)])
 
 
 def warn_of_single_point(hydra: HydraConf) -> None:

@@ -53,9 +53,9 @@ from qerl_bench.option_names import check_class, check_option_names, make_option
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.renamed_keys import outdated
-from qerl_bench.rundir import NO_EFFECT, flat
+from qerl_bench.rundir import NO_EFFECT, flat, with_effect
 from qerl_bench.task.base import Task
-from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
+from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
 from qerl_bench.unknown_words import unknown_key, unknown_option, unread
 
 # Hydra 1.4, which comes with OmegaConf 2.4, warns of the names of 1.3.
@@ -76,6 +76,7 @@ class Experiment:
     kernel: str
     save_every: int
     save_on_term: bool
+    checkpoints: CheckpointSpec
     rollout: RolloutSpec
     optim: OptimSpec
     train: TrainSpec
@@ -218,7 +219,7 @@ def fitting(warmup: int, steps: object) -> int:
 def scientific(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """The resolved part of the config that affects the numbers of a run, without its seed."""
     keys = [str(key) for key in cfg if key not in NO_EFFECT | {"seed"}]
-    return {key: plain(cfg, key) for key in sorted(keys)}
+    return with_effect({key: plain(cfg, key) for key in sorted(keys)})
 
 
 def plain(cfg: DictConfig | dict[str, Any], key: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from qerl_bench.checks import require
 from qerl_bench.memory import memory_for
+from qerl_bench.progress import phase
 
 
 def resolve_device(wanted: str) -> str:
@@ -37,7 +38,7 @@ class PhaseTimer:
     def __call__(self, name: str) -> Iterator[None]:
         reset_peak(self.device)
         started = now(self.device)
-        with memory_for(name):
+        with memory_for(name), phase(name):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - started
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak_gib(self.device))

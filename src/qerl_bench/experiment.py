@@ -21,19 +21,22 @@ from qerl_bench import metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.children import is_child
 from qerl_bench.config import Experiment
 from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval.base import metrics_of
+from qerl_bench.eval.paired import read_samples
+from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_point, reduced, rows_of_point
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
-from qerl_bench.progress import StepProgress
+from qerl_bench.progress import StepProgress, phase
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
-from qerl_bench.rundir import RunDir, as_dict, go_back, last_checkpoint
+from qerl_bench.rundir import RunDir, as_dict, checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.seeding import derive
-from qerl_bench.session import evaluate, prepare_device, session
+from qerl_bench.session import evaluate, prepare_device, session, validate
 from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
@@ -59,16 +62,17 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
             run_steps(experiment, policy, engine, run, as_dict(cfg))
             collapsed = collapse(run.metrics(), math.log(len(policy.tokenizer)))
         from qerl_bench.figures.run import run_figures  # after the run: pandas, scipy and matplotlib take a second
-        from qerl_bench.study.table import no_gradient_warning, render, summary
+        from qerl_bench.study.table import no_gradient_warning, places, render, summary
 
-        run_figures(run.path)
-        run.finish(collapsed)
+        with phase("drawing figures"):
+            run_figures(run.path)
+        run.finish(collapsed, best_checkpoint(run))
         if collapsed:
             log.warning("%s: training has destroyed the policy: %s. Use a smaller optim.lr", run.path, collapsed)
         table = summary([run.path])
         if warning := no_gradient_warning(table):
             log.warning(warning)
-        print(render(table))
+        print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
 
 
 def run_steps(
@@ -91,12 +95,26 @@ def run_steps(
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
+                if is_due(experiment.eval, step, experiment.steps, experiment.save_every):
+                    log_point(run, mirror, step, validate(experiment, policy, engine, run, step))
                 if step % experiment.save_every == 0 or step == experiment.steps or noted.signum:
                     with memory_for("checkpoint"), run.checkpoint(step) as folder:
                         save_checkpoint(folder, experiment, policy, optimizer, run, step)
+                    drop_checkpoints(experiment, run)
                 if noted.signum:
                     raise Terminated(noted.signum)
         evaluate_and_log(experiment, policy, engine, run, mirror, step=experiment.steps)
+        drop_checkpoints(experiment, run)
+
+
+def drop_checkpoints(experiment: Experiment, run: RunDir) -> None:
+    if experiment.checkpoints.keep is not None:
+        run.keep_checkpoints(experiment.checkpoints.keep, best_checkpoint(run))
+
+
+def best_checkpoint(run: RunDir) -> int | None:
+    """The step of the checkpoint with the best held-out accuracy so far; None if none has a point of that curve."""
+    return best_step(run.metrics(), map(step_of, checkpoints(run.path)))
 
 
 def train_step(
@@ -232,6 +250,20 @@ def evaluate_and_log(
     if scores := evaluate(experiment, policy, engine, run, step):
         run.log("eval", step, metrics_of(scores))
         mirror.log("eval", step, metrics_of(scores))
+        if is_on(experiment.eval, experiment.steps, experiment.save_every):
+            rows = read_samples(run.path, step).to_dict("records")
+            point = reduced(experiment.eval, experiment.task)
+            log_point(run, mirror, step, metrics_of_point(rows_of_point(rows, point)))
+
+
+def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, float]) -> None:
+    run.log("validation", step, point)
+    mirror.log("validation", step, point)
+    accuracies = ("validation/accuracy_greedy", "validation/accuracy_sampled")
+    shown = ", ".join(
+        f"{name.removeprefix('validation/')} {point[name]:.3f} +- {point[f'{name}_stderr']:.3f}" for name in accuracies
+    )
+    log.info("validation after step %d, %d questions: %s", step, point["validation/questions"], shown)
 
 
 def save_checkpoint(

@@ -150,6 +150,13 @@ EVAL = {
     "eval/pass_at_k": Metric("share", "questions that one of eval.k samples answers correctly, unbiased (pass@k)"),
     "eval/pass_at_k_stderr": Metric("share", "its standard error over questions"),
 }
+VALIDATION = {  # at a few steps, on the first of the held-out questions: eval/validation.py
+    "validation/questions": Metric("questions", "held-out questions of this point"),
+    "validation/accuracy_greedy": Metric("share", "as eval/accuracy_greedy, of these questions"),
+    "validation/accuracy_greedy_stderr": Metric("share", "its standard error over questions"),
+    "validation/accuracy_sampled": Metric("share", "as eval/accuracy_sampled, of these questions, up to four samples"),
+    "validation/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
+}
 EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quantized base
     "eval/gain_greedy": Metric("share", "eval/accuracy_greedy minus that of step 0, the same questions"),
     "eval/gain_greedy_stderr": Metric("share", "standard error of the paired difference"),
@@ -189,6 +196,7 @@ TABLES = (
     KL,
     EVAL,
     EVAL_GAIN,
+    VALIDATION,
     LM_EVAL,
 )
 

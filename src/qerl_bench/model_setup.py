@@ -44,7 +44,8 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     if overrides is None:
         return None
     overrides = [*overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
-    run_dir = build(compose(overrides)).run_dir
+    warm_start = build(compose(overrides))
+    run_dir = warm_start.run_dir
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(run_dir.parent / f".{run_dir.name}.lock", f"the warm start of model={model.name}"):
         if is_finished(run_dir) and (damage := base_damage(run_dir)):
@@ -54,7 +55,8 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
                 "the warm start of model=%s is damaged and made again: %s. Moved to %s", model.name, damage, aside
             )
         if not is_finished(run_dir):
-            log.info("warm start of model=%s: done once, then kept in %s", model.name, run_dir)
+            told = "warm start of model=%s: %d steps, done once, then kept in %s; each line says how long it will take"
+            log.info(told, model.name, warm_start.steps, run_dir)
             code = wait(Child([*run_command(), *overrides]))
             require(code != REFUSED, f"the warm start of model={model.name} was refused, for the reason above")
             if code != 0:

@@ -23,6 +23,7 @@ from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names
+from qerl_bench.progress import phase
 from qerl_bench.refusals import nothing_left_if_refused
 
 
@@ -45,7 +46,7 @@ def past_hydra() -> Iterator[None]:
 @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
 def run(cfg: DictConfig) -> None:
     check_option_names(cfg, HydraConfig.get().runtime)
-    with hidden_packages():
+    with hidden_packages(), phase("importing PyTorch"):
         from qerl_bench.experiment import run_experiment
 
     warn_of_single_point(HydraConfig.get())

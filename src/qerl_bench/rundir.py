@@ -45,7 +45,20 @@ from qerl_bench.stored import read_config, read_object
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
-NO_EFFECT = frozenset({"root", "name", "logger", "save_every", "save_on_term", "hydra"})  # do not affect the numbers
+NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is evaluated in the end
+    {
+        "root",
+        "name",
+        "logger",
+        "save_every",
+        "save_on_term",
+        "checkpoints",
+        "hydra",
+        "eval.every",
+        "eval.every_questions",
+    }
+)
+WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 ROLLOUTS_KEPT = 4  # completions per step in rollouts.jsonl
 MADE_AGAIN = (
     "env.json",
@@ -90,10 +103,7 @@ def refuse_unwritable(path: Path, elsewhere: str = ELSEWHERE) -> None:
 
 def refuse_other_config(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str) -> None:
     """Raise ConfigError if `path` holds a run of a config that gives other numbers."""
-    stored, wanted = (
-        flat({key: value for key, value in container.items() if key not in NO_EFFECT})
-        for container in (read_config(path / "config.yaml"), as_dict(cfg))
-    )
+    stored, wanted = (flat(with_effect(container)) for container in (read_config(path / "config.yaml"), as_dict(cfg)))
     different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
     shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
     require(
@@ -161,6 +171,17 @@ def saved(path: Path, name: str, finished: bool) -> str:
 def as_dict(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """`cfg` as plain containers without references."""
     return cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
+
+
+def with_effect(tree: dict[str, Any]) -> dict[str, Any]:
+    """A config without the keys NO_EFFECT."""
+
+    def left(key: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: part for name, part in value.items() if f"{key}.{name}" not in NO_EFFECT}
+
+    return {key: left(key, value) for key, value in tree.items() if key not in NO_EFFECT}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -332,7 +353,8 @@ class RunDir:
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             sealed = vouched[name]["bytes"] if name in vouched else 0
             self._cut(self.path / name, step if checkpoint is not None else -1, sealed)
-        shutil.rmtree(self.path / "checkpoints" / ".writing", ignore_errors=True)
+        for begun in (WRITING, REMOVING):
+            shutil.rmtree(self.path / "checkpoints" / begun, ignore_errors=True)
         for earlier in checkpoints(self.path):
             try:
                 check_checkpoint(earlier, quick=True)
@@ -368,7 +390,7 @@ class RunDir:
     @contextmanager
     def checkpoint(self, step: int) -> Iterator[Path]:
         """An empty folder to fill; afterwards it is sealed with a manifest and renamed to checkpoints/step_<step>."""
-        writing = self.path / "checkpoints" / ".writing"
+        writing = self.path / "checkpoints" / WRITING
         shutil.rmtree(writing, ignore_errors=True)
         make_folder(writing)
         yield writing
@@ -381,8 +403,22 @@ class RunDir:
         sync_tree(writing)
         replace(writing, self.path / "checkpoints" / f"step_{step:06d}")
 
+    def keep_checkpoints(self, newest: int, best: int | None) -> None:
+        """Delete all checkpoints but the `newest` ones and that of the step `best`.
+
+        A folder leaves its name before it is emptied, so that a kill leaves no half of a checkpoint. Nothing refers to
+        a checkpoint that is gone: seals of a checkpoint are of its own files and of those that grow.
+        """
+        by_age = sorted(checkpoints(self.path), key=step_of, reverse=True)
+        for folder in by_age[newest:]:
+            if step_of(folder) != best:
+                removing = folder.with_name(REMOVING)
+                shutil.rmtree(removing, ignore_errors=True)
+                replace(folder, removing)
+                shutil.rmtree(removing)
+
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        """Append the metrics of a step to metrics.jsonl; `kind` is "train" or "eval"."""
+        """Append the metrics of a step to metrics.jsonl; `kind` is train, validation or eval."""
         self.append("metrics.jsonl", [{"kind": kind, "step": step, "time": time.time(), **metrics}])
 
     def log_rollouts(self, step: int, groups: list[Group]) -> None:
@@ -416,11 +452,13 @@ class RunDir:
         path = self.path / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def finish(self, collapse: str | None = None) -> None:
+    def finish(self, collapse: str | None = None, best: int | None = None) -> None:
         """Write done.json, which marks the run as finished, with the last value of every metric.
 
         `collapse` says what shows that training has destroyed the policy (`train/collapse.py`), if anything does.
+        `best` is the step of the best checkpoint, if it is known.
         """
+        last = last_checkpoint(self.path)
         records = self.metrics()
         final = {
             key: value for record in records for key, value in record.items() if key not in ("kind", "step", "time")
@@ -430,6 +468,7 @@ class RunDir:
             "wall_s": round(self.wall_s, 3),
             "peak_memory_gib": max(peaks, default=None),
             "collapse": collapse,
+            "checkpoints": {"last": None if last is None else step_of(last), "best": best},
             "final": final,
         }
         self.mark_finished(done)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+from qerl_bench.progress import watch
 
 
 class Lasting:
     """A text stream. What it cannot write any more is dropped, because a run must not end with its reader."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, make_room: Callable[[], None] = lambda: None) -> None:
         self._stream = stream
+        self._make_room = make_room  # makes room in the terminal before anything is written
 
     def write(self, text: str) -> int:
+        self._make_room()
         try:
             return self._stream.write(text)
         except OSError:
@@ -47,8 +51,8 @@ def lasting_output() -> Iterator[None]:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (
-        Lasting(open(descriptor, "w", closefd=False) if stream is None else stream)  # noqa: SIM115 - until the end
-        for descriptor, stream in enumerate(before, start=1)
+        Lasting(open(descriptor, "w", closefd=False) if stream is None else stream, *below)  # noqa: SIM115 - until the end
+        for descriptor, (stream, below) in enumerate(zip(before, ([watch.clear], []), strict=True), start=1)
     )
     try:
         yield

@@ -269,6 +269,7 @@ def _print(*overrides: str) -> str:
 def test_runs_of_the_same_science_share_a_fingerprint() -> None:
     reference = _print()
     same = ("seed=7", "root=/elsewhere", "logger=wandb", "logger=wandb logger.project=x", "save_every=3", "name=mine")
+    same = (*same, "eval.every=3", "eval.every_questions=7", "checkpoints.keep=1")
     for words in (*same, "rollout.temperature=1", "task.correct_weight=1", "optim.weight_decay=0"):
         assert _print(*words.split()) == reference, words
     assert _print("optim.lr=0.0001") == _print("optim.lr=1e-4") != reference

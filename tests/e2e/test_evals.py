@@ -121,7 +121,8 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
         (["eval.name=paper"], "eval.name=paper would change the name of eval"),
         (["eval.samples=2", "eval.k=3"], r"eval\.k=3 .* eval\.samples=2"),
         (["eval.top_p=1.5"], r"eval\.top_p .* got 1\.5"),
-        (["seed=1", "out=a", "out=b"], "out= names one folder"),
+        (["seed=1", "out=a", "out=b"], "out= takes one value"),
+        (["checkpoint=1", "checkpoint=2"], "checkpoint= takes one value"),
     ],
 )
 def test_words_that_cannot_be_are_refused(finished: Path, words: list[str], message: str) -> None:

@@ -283,6 +283,23 @@ def test_a_long_legend_stays_inside_the_figure_and_above_the_panels(tmp_path: Pa
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_curve_of_a_few_held_out_questions_is_apart_from_the_whole_evaluations(tmp_path: Path) -> None:
+    """Three points make a curve; the two at the ends alone do not."""
+    for name, steps, curves in (("ends", (0, 40), 0), ("curve", (0, 20, 40), 1)):
+        folder = reward_run(tmp_path / name, evals=(0, 40))
+        with open(folder / "metrics.jsonl", "a") as file:
+            for step in steps:
+                values = {"accuracy_greedy": step / 100, "accuracy_greedy_stderr": 0.1, "questions": 32}
+                line = {"kind": "validation", "step": step} | {f"validation/{key}": one for key, one in values.items()}
+                file.write(json.dumps(line) + "\n")
+        right = figures.reward_figure(load_run(folder)).axes[1]
+        bars = {str(one.get_label()): one for one in right.containers if isinstance(one, ErrorbarContainer)}
+        assert [points(bars[label].lines[0]) for label in bars if label.startswith("first 32 held-out, greedy")] == [
+            [(0, 0), (20, 0.2), (40, 0.4)]
+        ] * curves
+        assert len(points(bars["held-out, greedy (±1 s.e.)"].lines[0])) == 2
+
+
 def test_the_reward_figure_holds_each_step_its_mean_and_the_held_out_points(tmp_path: Path) -> None:
     figure = figures.reward_figure(load_run(reward_run(tmp_path / "a", evals=(0, 40))))
     left, right = figure.axes

@@ -84,6 +84,28 @@ def test_a_refused_point_leaves_its_reason_and_a_folder_only_if_it_had_one(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
+def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five runs one was finished before, one is made, one has failed, one is half done, one waits."""
+    halves = '(folder / \'metrics.jsonl\').write_text(\'{"kind": "train", "step": 5}\\n\'); ' + WAITS
+    points = [
+        point(tmp_path / "good", DONE),
+        point(tmp_path / "bad", "sys.exit(1)"),
+        point(tmp_path / "half", halves),
+        point(tmp_path / "waits", DONE),
+    ]
+    (tmp_path / "half" / "config.yaml").write_text("steps: 10")
+    running = launcher.Sweep(points, 1, [], before=1)
+    monkeypatch.setattr(launcher.time, "sleep", lambda _: None)
+    for _ in range(2):
+        running.fill(0)
+        wait_until(lambda: (running.collect(), not running.running)[1])
+    running.fill(0)
+    wait_until(lambda: (tmp_path / "half" / "started").exists())
+    running.started = time.monotonic() - 100
+    assert running.state() == "2 of 5 runs done, 1 running (50%), 1 failed, about 1:00 left"  # 2.5 in 100 s, 1.5 to go
+    running.stop(KeyboardInterrupt())
+
+
 def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three locked runs the other process finishes one, gives one up, and writes nothing more of the third."""
     points = [point(tmp_path / name, DONE + "; (folder / 'mine').touch()") for name in ("done", "given_up", "silent")]

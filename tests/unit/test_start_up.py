@@ -114,6 +114,7 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     assert f"finished before: {tmp_path / 'runs' / 'x'}" in said and "accuracy" in said
     said, heavy = imported("run", "-m", *words, "seed=0")
     assert heavy == set()
+    assert "1 finished before, 0 to do" in said and "accuracy" in said and f"1 runs in {tmp_path / 'runs'}" in said
     assert not (tmp_path / "runs" / "x" / ".hydra").exists()
 
 

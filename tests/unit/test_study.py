@@ -15,7 +15,7 @@ from pandas.testing import assert_frame_equal
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.metrics import definitions
-from qerl_bench.study.collect import STUDY_METRICS, STUDY_PREFIX, dotted, write_study
+from qerl_bench.study.collect import STUDY_METRICS, STUDY_PREFIXES, dotted, write_study
 from qerl_bench.study.committed import SETTINGS, is_study, nested
 from qerl_bench.study.load import Run, find_runs, load_run, load_runs, tidy
 
@@ -220,7 +220,7 @@ def test_the_metrics_of_a_study_are_those_that_claims_and_figures_name() -> None
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in known
     }
-    assert {name for name in named if not name.startswith(STUDY_PREFIX)} <= set(STUDY_METRICS)
+    assert {name for name in named if not name.startswith(STUDY_PREFIXES)} <= set(STUDY_METRICS)
 
 
 def test_a_study_holds_the_metrics_of_the_preset_and_every_evaluation(runs: Path, tmp_path: Path) -> None:

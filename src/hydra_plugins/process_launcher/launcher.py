@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +29,15 @@ from qerl_bench.config import refuse_env_copy
 from qerl_bench.failure import reason_of
 from qerl_bench.installation import run_command
 from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
+from qerl_bench.progress import duration, phase
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
 from qerl_bench.rundir import is_finished
+from qerl_bench.sweep_table import counts, share_done, sweep_table, time_left
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
+LOOK_S = 1.0  # between two looks at how far the runs are
 
 
 @dataclass
@@ -65,7 +69,8 @@ class ProcessLauncher(Launcher):
         todo = [point for point in points if not point.finished]
         done = len(points) - len(todo)
         log.info("sweep of %d runs: %d finished before, %d to do, %d at a time", len(points), done, len(todo), slots)
-        failed = Sweep(todo, slots, gpus).run()
+        failed = Sweep(todo, slots, gpus, done).run()
+        print(sweep_table([point.run_dir for point in points]))
         if failed:
             raise SweepFailed(len(points), failed)
         return [finished_job(overrides) for overrides in job_overrides]
@@ -76,65 +81,92 @@ class Started(NamedTuple):
     child: Child
     log_size: int  # of run.log before
     new: bool  # without a folder before
+    share: float  # of its steps, made before
+    since: float  # time.monotonic()
 
 
 class Sweep:
-    """Runs the points `todo`, `slots` at a time. Each slot has one of the `gpus`, if there are any."""
+    """Runs the points `todo`, `slots` at a time; `before` more were finished already.
 
-    def __init__(self, todo: Sequence[Point], slots: int, gpus: list[str]) -> None:
+    Each slot has one of the `gpus`, if there are any.
+    """
+
+    def __init__(self, todo: Sequence[Point], slots: int, gpus: list[str], before: int = 0) -> None:
         self.todo = deque(todo)
         self.slots, self.gpus = slots, gpus
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
+        self.total, self.done = before + len(todo), before
+        self.made = 0.0  # runs by this sweep; one that was half done before is half a run
+        self.started = time.monotonic()
 
     def run(self) -> list[tuple[Point, str]]:
         """The failed points, each with the reason in one line."""
+        told = -LOOK_S
         try:
-            while self.todo or self.running or self.elsewhere:
-                for slot in range(self.slots):
-                    if slot not in self.running:
-                        self.fill(slot)
-                if not self.running and self.elsewhere:
-                    self.await_other(self.elsewhere.popleft())
-                time.sleep(POLL_S)
-                self.collect()
+            with phase("sweep") if self.slots > 1 else nullcontext() as shown:  # a single run has the terminal
+                while self.todo or self.running or self.elsewhere:
+                    for slot in range(self.slots):
+                        if slot not in self.running:
+                            self.fill(slot)
+                    if not self.running and self.elsewhere:
+                        self.await_other(self.elsewhere.popleft())
+                    time.sleep(POLL_S)
+                    self.collect()
+                    if shown and time.monotonic() - told > LOOK_S:
+                        shown.label, told = self.state(), time.monotonic()
         except BaseException as error:
             self.stop(error)
             raise
         return self.failed
+
+    def state(self) -> str:
+        """Points done, running and failed, and the time left at the speed so far."""
+        shares = [(share_done(one.point.run_dir), one.share) for one in self.running.values()]
+        made = self.made + sum(now - before for now, before in shares)
+        waiting = sum(1 - now for now, _ in shares) + len(self.todo)
+        left = time_left(time.monotonic() - self.started, made, waiting)
+        return counts(self.total, self.done, [now for now, _ in shares], len(self.failed), left)
 
     def fill(self, slot: int) -> None:
         """Start the next point that no other process is running."""
         while self.todo:
             point = self.todo.popleft()
             if is_finished(point.run_dir):
+                self.done += 1
                 log.info("done   %s, by another process", point.name)
             elif who := holder(point.run_dir / ".lock"):
                 log.info("%s is running in %s; waiting for it at the end", point.name, who)
                 self.elsewhere.append(point)
             else:
                 log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
-                self.running[slot] = Started(point, start(point, slot, self.slots, self.gpus), log_size, new)
+                share = share_done(point.run_dir)
+                child = start(point, slot, self.slots, self.gpus)
+                self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
                 return
 
     def collect(self) -> None:
         """Take note of the runs that have ended."""
-        for slot, (point, child, log_size, new) in list(self.running.items()):
+        for slot, (point, child, log_size, new, share, since) in list(self.running.items()):
             code = child.poll()
             if code is None:
                 continue
             del self.running[slot]
             if code == os.EX_TEMPFAIL:  # another process was faster
                 self.todo.appendleft(point)
-            elif code == 0:
-                log.info("done   %s", point.name)
+                continue
+            self.made += 1 - share
+            if code == 0:
+                self.done += 1
+                log.info("done   %s in %s", point.name, duration(time.monotonic() - since))
             else:
                 reason = reason_of(point.run_dir, code, log_size)
                 self.failed.append((point, reason))
                 log.info("exit %d %s: %s", code, point.name, reason)
                 if code == REFUSED and new:
                     discard(point.run_dir)
+            log.info("%s", self.state())
 
     def await_other(self, point: Point) -> None:
         """Wait until the process that runs `point` has ended; if it ended early, the point is to do again.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qerl_bench.checks import check_fields, count, flag, number, optional, positive
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollout, require_room
 from qerl_bench.engine.rollout_queue import Limits
-from qerl_bench.progress import bar
+from qerl_bench.progress import phase
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 
@@ -117,11 +117,13 @@ class HFEngine:
         rollouts: list[Rollout] = []
         rows = 1 if self.limits.invariant else self.limits.rows  # alone, a request has no company to depend on
         prompts_per_chunk = max(1, rows // sampling.samples)
-        starts = range(0, len(prompts), prompts_per_chunk)
-        for start in bar(starts, "sampling") if len(starts) > 1 else starts:
-            for first in range(0, sampling.samples, rows):  # a large group takes several chunks
-                samples = range(first, min(first + rows, sampling.samples))
-                rollouts += self._sample(prompts[start : start + prompts_per_chunk], samples, sampling)
+        with phase("sampling", len(prompts) * sampling.samples, "completions") as progress:
+            for start in range(0, len(prompts), prompts_per_chunk):
+                for first in range(0, sampling.samples, rows):  # a large group takes several chunks
+                    samples = range(first, min(first + rows, sampling.samples))
+                    chunk = self._sample(prompts[start : start + prompts_per_chunk], samples, sampling)
+                    rollouts += chunk
+                    progress.advance(len(chunk))
         return rollouts
 
     def close(self) -> None:

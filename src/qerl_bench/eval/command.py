@@ -1,6 +1,7 @@
 """Evaluate a finished run again with another protocol.
 
-The policy is the run's: same config, same packed base, the adapter of its last checkpoint. Only eval, task, engine,
+The policy is the run's: same config, same packed base, the adapter of its last checkpoint, or of checkpoint=best or
+of a step. Only eval, task, engine,
 device and seed may differ; hydra.searchpath=[file:///DIR] adds a folder of options. As in the run, the base before
 training is evaluated first, for the gain on the same questions. The run itself is not changed: the result goes to
 RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the changes), env.json,
@@ -14,9 +15,20 @@ from pathlib import Path
 
 from qerl_bench.checks import require
 from qerl_bench.config import register_resolvers
-from qerl_bench.eval.reevaluate import CHANGEABLE, apply_overrides, evaluation_name, reevaluate, render, stored_config
+from qerl_bench.eval.reevaluate import (
+    CHANGEABLE,
+    apply_overrides,
+    chosen_checkpoint,
+    evaluation_name,
+    reevaluate,
+    render,
+    stored_config,
+)
+from qerl_bench.rundir import step_of
 
-USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{' '.join(f'{key}=...' for key in CHANGEABLE[1:])} out=DIR]"
+OURS = ("out", "checkpoint")
+OTHERS = " ".join(f"{key}=..." for key in CHANGEABLE[1:])
+USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{OTHERS} checkpoint=last|best|STEP out=DIR]"
 
 
 def main(argv: list[str]) -> None:
@@ -27,12 +39,18 @@ def main(argv: list[str]) -> None:
     register_resolvers()
     require(bool(argv) and "=" not in argv[0], f"the first word must be the folder of a run; {USAGE}")
     run_dir, words = Path(argv[0]), argv[1:]
-    places = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    words = [word for word in words if not word.startswith("out=")]
-    require(len(places) <= 1 and "" not in places, f"out= names one folder; {USAGE}")
-    require(bool(words), f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}")
+    given = {key: [word.removeprefix(f"{key}=") for word in words if word.startswith(f"{key}=")] for key in OURS}
+    words = [word for word in words if word.partition("=")[0] not in OURS]
+    for key, values in given.items():
+        require(len(values) <= 1 and "" not in values, f"{key}= takes one value; {USAGE}")
+    require(
+        bool(words or given["checkpoint"]),
+        f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}",
+    )
     stored = stored_config(run_dir)
     cfg = apply_overrides(stored, words)
-    out = Path(places[0]) if places else run_dir / "evals" / evaluation_name(cfg)
-    reevaluate(run_dir, stored, cfg, out)
+    checkpoint = chosen_checkpoint(run_dir, (given["checkpoint"] or ["last"])[0], stored.steps)
+    name = evaluation_name(cfg) + ("" if step_of(checkpoint) == stored.steps else f"-{checkpoint.name}")
+    out = Path(given["out"][0]) if given["out"] else run_dir / "evals" / name
+    reevaluate(run_dir, stored, cfg, out, checkpoint)
     print(render(out))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -20,12 +21,15 @@ from qerl_bench.rundir import (
     as_dict,
     check_checkpoint,
     check_records,
+    checkpoints,
     flat,
     is_finished,
-    last_checkpoint,
+    saved,
     step_of,
+    with_effect,
 )
-from qerl_bench.stored import read_config
+from qerl_bench.seals import DONE
+from qerl_bench.stored import read_config, read_object
 
 CHANGEABLE = ("eval", "task", "engine", "device", "seed")  # keys that another evaluation of the same policy may change
 
@@ -41,12 +45,48 @@ def stored_config(run_dir: Path) -> DictConfig:
         "started it, argv in env.json, continues it",
     )
     check_records(run_dir, "Or evaluate another run")
-    cfg = OmegaConf.create(read_config(run_dir / "config.yaml"))
+    cfg = OmegaConf.create(with_later_keys(read_config(run_dir / "config.yaml")))
     places = Path("runs", cfg.name).parts
     here = run_dir.resolve()
     if here.parts[-len(places) :] == places:
         cfg.root = str(here.parents[len(places) - 1])
     return cfg
+
+
+def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the keys without effect that it was made before."""
+    evaluation = config.get("eval")
+    if isinstance(evaluation, dict) and evaluation.get("_target_") == "qerl_bench.eval.task.TaskEvaluation":
+        config = config | {"eval": {"every": 0, "every_questions": 1} | evaluation}
+    return {"checkpoints": {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}} | config
+
+
+def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
+    """The checkpoint `which` of a finished run of `steps` steps: last, best or the number of a step.
+
+    Raises ConfigError if it is not there.
+    """
+    found = {step_of(folder): folder for folder in checkpoints(run_dir)}
+    require(bool(found), f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
+    best = read_object(run_dir / DONE, saved(run_dir, DONE, True)).get("checkpoints", {}).get("best")
+    if which == "last":
+        require(
+            steps in found,
+            f"{run_dir} ended with step {steps}, and its last checkpoint is {found[max(found)].name}: the final policy "
+            "is gone. Delete done.json, and the command that started the run makes it again",
+        )
+    require(
+        which != "best" or best is not None,
+        f"checkpoint=best: {run_dir} does not know its best checkpoint, because none was evaluated during training. "
+        "eval.every=N, with N a multiple of save_every, does that in a new run",
+    )
+    step = {"last": str(steps), "best": str(best)}.get(which, which)
+    require(
+        step.isdecimal() and int(step) in found,
+        f"checkpoint={which} must be last, best or the step of one of the checkpoints of {run_dir}: "
+        f"{', '.join(map(str, sorted(found)))}",
+    )
+    return found[int(step)]
 
 
 def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
@@ -90,28 +130,20 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
 
 def evaluation_name(cfg: DictConfig) -> str:
     """<evaluation>-<first 8 hex digits of the SHA-256 of the config under the keys CHANGEABLE>."""
-    config = {key: plain(cfg, key) for key in CHANGEABLE}
+    config = with_effect({key: plain(cfg, key) for key in CHANGEABLE})
     return f"{cfg.eval.name}-{hashlib.sha256(json.dumps(canonical(config), sort_keys=True).encode()).hexdigest()[:8]}"
 
 
-def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) -> None:
-    """Evaluate base and final policy of the run in `run_dir` under the protocol of `cfg`, with the record in `out`.
+def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, checkpoint: Path) -> None:
+    """Evaluate the base and the policy in `checkpoint` of the run in `run_dir` under the protocol of `cfg`.
 
-    Does nothing if `out` has a complete record. Raises ConfigError if the evaluation is not possible.
+    The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
     """
     trained, protocol = build(stored), build(cfg)
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
     protocol.engine.check(protocol.device, protocol.quant)
     require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself; its record must not change")
-    checkpoint = last_checkpoint(run_dir)
-    require(checkpoint is not None, f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
-    assert checkpoint is not None
-    require(
-        step_of(checkpoint) == trained.steps,
-        f"{run_dir} ended with step {trained.steps}, and its last checkpoint is {checkpoint.name}: the final policy is "
-        "gone. Delete done.json, and the command that started the run makes it again",
-    )
     check_checkpoint(checkpoint)
 
     from qerl_bench.session import evaluate, prepare_device, session
@@ -125,7 +157,8 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path) ->
             evaluate(protocol, policy, engine, record, step=0)
             policy.load(checkpoint)
             evaluate(protocol, policy, engine, record, step=step_of(checkpoint))
-        record.mark_finished({"run": str(run_dir.resolve())})
+        earlier = {} if step_of(checkpoint) == trained.steps else {"checkpoint": checkpoint.name}
+        record.mark_finished({"run": str(run_dir.resolve())} | earlier)
 
 
 def render(out: Path) -> str:

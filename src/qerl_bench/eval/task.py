@@ -36,6 +36,8 @@ class TaskEvaluation:
     temperature: float
     top_p: float
     max_tokens: int | None
+    every: int | None
+    every_questions: int
 
     def __post_init__(self) -> None:
         check_fields(
@@ -47,6 +49,8 @@ class TaskEvaluation:
             temperature=temperature,
             top_p=number(above=0, most=1),
             max_tokens=optional(count()),
+            every=optional(count(0)),
+            every_questions=count(),
         )
         require(
             (self.k or 1) <= self.samples,

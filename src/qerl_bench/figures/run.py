@@ -143,7 +143,10 @@ def run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def reward_figure(run: Run) -> Figure:
-    """Reward and accuracy of the rollouts by step, and held-out accuracy ±1 s.e. over questions."""
+    """Reward and accuracy of the rollouts by step, and held-out accuracy ±1 s.e. over questions.
+
+    The first and last evaluation are of all held-out questions; the curve between them is of the first few.
+    """
     return _training_figure(run, "reward/mean", "accuracy")
 
 
@@ -221,6 +224,21 @@ def _held_out(ax: Axes, run: Run) -> None:
             accuracy.index + side, accuracy, yerr=error, fmt=marker, color="#555555", zorder=3, elinewidth=0.9,
             markerfacecolor="#555555" if decoding == "greedy" else "white", label=f"held-out, {decoding} (±1 s.e.)",
         )  # fmt: skip
+        _validation(ax, run, decoding, marker)
+
+
+def _validation(ax: Axes, run: Run, decoding: str, marker: str) -> None:
+    """The curve of the accuracy on a few held-out questions, if there is one between the ends of the run."""
+    points = run.series("validation", f"validation/accuracy_{decoding}").dropna()
+    if len(points) < 3:
+        return
+    questions = int(run.series("validation", "validation/questions").max())
+    error = run.series("validation", f"validation/accuracy_{decoding}_stderr").reindex(points.index)
+    ax.errorbar(
+        points.index, points, yerr=error, fmt=f"{marker}-", color="#A0A0A0", linewidth=0.8, elinewidth=0.5, zorder=2,
+        markerfacecolor="#A0A0A0" if decoding == "greedy" else "white", markersize=2.5,
+        label=f"first {questions} held-out, {decoding}",
+    )  # fmt: skip
 
 
 def _stage_starts(sigma: pd.Series) -> list[int]:

@@ -16,7 +16,7 @@ class MetricsMirror:
         """End the mirror; `kind` is None if the run succeeded."""
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        """Mirror the metrics of one step; `kind` is "train" or "eval". Must not fail the run."""
+        """Mirror the metrics of one step; `kind` is train, validation or eval. Must not fail the run."""
 
 
 class LoggerSpec(Protocol):

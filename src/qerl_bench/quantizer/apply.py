@@ -93,7 +93,7 @@ def quantize_model(
         source.fill(model, [name for name, _ in model.named_parameters() if not name.startswith(f"{prefix}.")])
     inputs = first_block_inputs(model, blocks, batches(list(sequences))) if calibrated else []
     reports: dict[str, LayerReport] = {}
-    progress = bar(layers_of_block.items(), f"{weight_format.name} {quantizer.name}", len(blocks))
+    progress = bar(layers_of_block.items(), f"packing, {weight_format.name} {quantizer.name}", len(blocks), "blocks")
     for index, (name, names) in enumerate(progress):
         block = blocks[index]
         if source is not None:

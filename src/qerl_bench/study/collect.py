@@ -51,7 +51,7 @@ STUDY_METRICS = (
     "speed/rollout_tok_s",
     "memory/peak_gib",
 )
-STUDY_PREFIX = "eval/"  # every number of an evaluation is kept too
+STUDY_PREFIXES = ("eval/", "validation/")  # every number of an evaluation is kept too
 
 
 def write_study(
@@ -151,7 +151,7 @@ def _with_metrics(run: Run, metrics: Sequence[str]) -> Run:
     written = run.metrics["metric"]
     wanted = written.isin([*metrics, *(STUDY_METRICS if "study" in metrics else ())])
     if "study" in metrics:
-        wanted |= written.astype("str").str.startswith(STUDY_PREFIX)
+        wanted |= written.astype("str").str.startswith(STUDY_PREFIXES)
     return replace(run, metrics=run.metrics[wanted])
 
 

@@ -37,6 +37,8 @@ def evaluations(run: Run) -> dict[str, Path]:
     """
     folders: dict[str, Path] = {}
     for folder in sorted(path.parent for path in (run.path / "evals").glob("*/done.json")):
+        if "checkpoint" in json.loads((folder / "done.json").read_text()):
+            continue  # of an earlier step
         name = set_of(yaml.safe_load((folder / "config.yaml").read_text()))
         if name is not None:
             require(name not in folders, f"{folder} and {folders.get(name)} both evaluate {name}: move one elsewhere")

@@ -5,13 +5,16 @@ Left out: means over seeds and tests between settings, which one line per run ca
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from qerl_bench.rundir import DONE
 from qerl_bench.study.load import Run, load_run
 
 NOTES = (
@@ -57,6 +60,16 @@ def render(table: pd.DataFrame) -> str:
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     unfinished = [] if all(table["finished"]) else ["* not finished"]
     return "\n".join([*lines, "", *NOTES, *unfinished])
+
+
+def places(run_dir: Path) -> list[str]:
+    """Where a finished run and its figures are, a line each."""
+    done = json.loads((run_dir / DONE).read_text())
+    figures = sorted(file.name for file in (run_dir / "figures").glob("*.png"))
+    lines = ["", f"run         {run_dir}", f"figures     {run_dir / 'figures'}: {', '.join(figures)}"]
+    steps = {name: step for name, step in done.get("checkpoints", {}).items() if step is not None}
+    named = ", ".join(f"{name} step_{step:06d}" for name, step in steps.items())
+    return [*lines, *([f"checkpoints {run_dir / 'checkpoints'}: {named}"] if steps else [])]
 
 
 def no_gradient_warning(table: pd.DataFrame) -> str | None:

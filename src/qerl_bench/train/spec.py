@@ -1,4 +1,4 @@
-"""The plain options of a training step: how much to sample, how AdamW steps, and how to train on a batch."""
+"""The plain options of training: how much to sample, how AdamW steps, how to train on a batch, what to keep."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from qerl_bench.checks import (
     learning_rate,
     number,
     one_of,
+    optional,
     positive,
     require_completions,
     require_package,
@@ -90,3 +91,13 @@ class TrainSpec:
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Which checkpoints of a run are kept."""
+
+    keep: int | None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "checkpoints", keep=optional(count()))

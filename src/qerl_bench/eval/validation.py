@@ -1,0 +1,83 @@
+"""Held-out accuracy during training: eval=task on the first few of its questions, at a handful of steps.
+
+The points make a curve and choose the best checkpoint; verdicts and tables use the whole evaluations before the first
+step and after the last. At these two steps the points come from the whole evaluation, so all of a curve are of the same
+questions and the same random numbers. Nothing here draws from what training draws from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from qerl_bench.eval.task import TaskEvaluation, by_question
+from qerl_bench.statistics import over_samples
+
+if TYPE_CHECKING:
+    from qerl_bench.eval.base import Evaluator
+    from qerl_bench.task.base import Task
+
+POINTS = 5  # of a curve, about, if eval.every leaves it open
+LEAST_STEPS = 10  # between two of these
+SAMPLES = 4  # of each question at most, beside the greedy completion
+BEST_BY = "validation/accuracy_sampled"  # several samples of a question tell more than its greedy completion
+
+
+def spacing(every: int | None, steps: int, save_every: int) -> int:
+    """Steps between two points; 0 for none. If `every` leaves it open, they fall on checkpoints where that can be."""
+    if every is not None:
+        return every
+    wanted = max(LEAST_STEPS, round(steps / POINTS))
+    return wanted if save_every >= steps else save_every * max(1, round(wanted / save_every))
+
+
+def is_due(evaluator: Evaluator, step: int, steps: int, save_every: int) -> bool:
+    """Whether step `step` of `steps` has a point of its own: not the last, which has a whole evaluation."""
+    if not isinstance(evaluator, TaskEvaluation) or step == steps:
+        return False
+    every = spacing(evaluator.every, steps, save_every)
+    return every > 0 and step % every == 0
+
+
+def is_on(evaluator: Evaluator, steps: int, save_every: int) -> bool:
+    """Whether any step has a point."""
+    return isinstance(evaluator, TaskEvaluation) and 0 < spacing(evaluator.every, steps, save_every) < steps
+
+
+def reduced(evaluator: Evaluator, task: Task) -> TaskEvaluation:
+    """The evaluation of one point."""
+    assert isinstance(evaluator, TaskEvaluation)
+    questions = min(evaluator.every_questions, len(task.eval_prompts(evaluator.questions)))
+    return replace(evaluator, questions=questions, samples=min(SAMPLES, evaluator.samples), k=None)
+
+
+def metrics_of_point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics `validation/*` from rows of samples.parquet, those of a question adjacent."""
+    metrics: dict[str, float] = {"validation/questions": len({row["question"] for row in rows})}
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        chosen = [dict(row) for row in rows if row["mode"] == mode]
+        samples = sum(row["question"] == chosen[0]["question"] for row in chosen)
+        estimate = over_samples(by_question(chosen, "correct", samples))
+        metrics |= {
+            f"validation/accuracy_{mode}": estimate.value,
+            f"validation/accuracy_{mode}_stderr": estimate.stderr,
+        }
+    return metrics
+
+
+def rows_of_point(rows: Sequence[dict[str, Any]], point: TaskEvaluation) -> list[dict[str, Any]]:
+    """Those rows of a whole evaluation that `point` would sample."""
+    questions = [*dict.fromkeys(row["question"] for row in rows)][: point.questions]
+    return [row for row in rows if row["question"] in questions and row["sample"] < point.samples]
+
+
+def best_step(records: Iterable[Mapping[str, Any]], steps: Iterable[int]) -> int | None:
+    """The earliest of `steps` with the largest BEST_BY in `records` of metrics.jsonl; None if none has a point."""
+    wanted = set(steps)
+    points = [
+        (-record[BEST_BY], record["step"])
+        for record in records
+        if record["kind"] == "validation" and record["step"] in wanted and record.get(BEST_BY) is not None
+    ]
+    return min(points)[1] if points else None

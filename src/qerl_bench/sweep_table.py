@@ -1,0 +1,65 @@
+"""What every launcher of sweeps says: how far the runs are, and at the end one table of all of them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.progress import duration
+from qerl_bench.status import last_step, total_steps
+
+
+def sweep_table(run_dirs: Sequence[Path]) -> str:
+    """One table of all runs of a sweep, in the given order, and where they are.
+
+    Below it are the runs without numbers to show, such as those that failed before their first step. Takes a second
+    for the imports, and some 10 ms per run.
+    """
+    import pandas as pd  # takes a second, which no run waits for
+
+    from qerl_bench.study.table import render, summary
+
+    readable, others = [], []
+    with warnings.catch_warnings(action="ignore"):  # the half-written last line of a run that goes on elsewhere
+        for folder in run_dirs:
+            try:
+                readable.append(summary([folder]))
+            except ConfigError as error:
+                others.append(f"no numbers: {folder}: {str(error).partition('. ')[0]}")
+    places = f"{len(run_dirs)} runs in {_common(run_dirs)}; the curves of each are in NAME/figures"
+    table = [render(pd.concat(readable, ignore_index=True))] if readable else []
+    return "\n".join([*table, *others, places])
+
+
+def _common(run_dirs: Sequence[Path]) -> str:
+    """The folder that holds all runs."""
+    return os.path.commonpath([folder.absolute().parent for folder in run_dirs])
+
+
+def share_done(run_dir: Path) -> float:
+    """Steps made over all steps of a run, 0 to 1; 0 before its config and first step are on disk."""
+    try:
+        return min(1.0, last_step(run_dir) / total_steps(run_dir))
+    except (ConfigError, OSError):
+        return 0.0
+
+
+def counts(total: int, done: int, running: Sequence[float], failed: int, left_s: float | None) -> str:
+    """Points of a sweep in one line: "3 of 12 runs done, 2 running (40%, 5%), 1 failed, about 14:00 left".
+
+    `running` has the share of its steps that each has made.
+    """
+    shares = f" ({', '.join(f'{share:.0%}' for share in running)})" if running else ""
+    left = "" if left_s is None else f", about {duration(left_s)} left"
+    return f"{done} of {total} runs done, {len(running)} running{shares}, {failed} failed{left}"
+
+
+def time_left(elapsed_s: float, made: float, to_make: float) -> float | None:
+    """Seconds for `to_make` more runs if `made` took `elapsed_s`, counted by their steps; None before the first step.
+
+    A sweep that has made a run by half and has two more to go has made 0.5 and 2.5 to make.
+    """
+    return elapsed_s / made * to_make if made > 0 else None

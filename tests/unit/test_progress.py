@@ -1,0 +1,162 @@
+"""What a run says while it goes on: few lines on a pipe and none missing after a silence; bars on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl_bench import progress
+from qerl_bench.progress import StepProgress, duration, phase, silence_s
+from qerl_bench.sweep_table import sweep_table
+
+SOURCES = Path(__file__).parents[2] / "src"
+FINISHED = Path(__file__).parents[1] / "assets" / "runs"
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    watch = progress.Watch()
+    watch.ticking = True  # no thread: the tests look themselves
+    monkeypatch.setattr(progress, "watch", watch)
+    return clock
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [(600, 0.4), (20, 30.0), (3000, 20.0)])
+def test_a_pipe_is_neither_flooded_nor_silent(
+    clock: Clock, capsys: pytest.CaptureFixture[str], steps: int, seconds: float
+) -> None:
+    silences = []
+    with StepProgress(0, steps) as told:
+        for step in range(1, steps + 1):
+            for _ in range(max(1, round(seconds))):  # the thread looks every second
+                clock.now += seconds / max(1, round(seconds))
+                if progress.watch.is_silent():
+                    silences.append(clock.now - progress.watch.said)
+                    progress.watch.tell()
+            told.report(step, {"reward/mean": 0.5, "loss": 0.0, "grad_norm": 0.25})
+    lines = capsys.readouterr().out.splitlines()
+    of_steps = [line for line in lines if line.startswith("step ") and "/" in line]
+    assert of_steps[0].split()[1].startswith("1/") and f"{steps}/{steps}" in of_steps[-1]
+    assert "reward 0.500  grad norm 0.25" in of_steps[0] and "loss" not in of_steps[0]
+    elapsed = steps * seconds
+    assert all(silence <= silence_s(elapsed) + 1 for silence in silences)
+    assert len(lines) <= progress.STEP_LINES + 2 + 2 * min(elapsed / 10, 150 + elapsed / 60)
+    assert len(of_steps) >= min(steps, progress.STEP_LINES)
+
+
+def test_the_time_left_counts_from_where_a_run_continues(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with StepProgress(90, 100) as told:
+        clock.now += 60
+        told.report(91, {"loss": 0.125})
+    assert "step  91/100  loss 0.1250  left 9:00" in capsys.readouterr().out
+    assert [duration(seconds) for seconds in (7.9, 245, 7390)] == ["0:07", "4:05", "2:03:10"]
+
+
+def test_what_took_long_is_announced_with_an_estimate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in (30, 245, 10):
+        with phase("evaluation"):
+            clock.now += seconds
+    assert capsys.readouterr().out == "evaluation: about 4:05\n"
+
+
+def test_a_line_after_a_silence_names_all_that_goes_on(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with phase("evaluation"), phase("sampling", 100, "completions") as sampling, phase("evaluation"):
+        clock.now += 8
+        sampling.advance(25)
+        clock.now += 11
+        assert progress.watch.is_silent()
+        progress.watch.tell()
+        assert not progress.watch.is_silent()
+    said = capsys.readouterr().out
+    assert said == "evaluation, sampling 25 of 100 completions: 0:19 so far, about 0:13 left\n"
+
+
+def test_a_thread_of_its_own_breaks_the_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "TICK_S", 0.01)
+    monkeypatch.setattr(progress, "silence_s", lambda elapsed: 0.02)
+    watch = progress.watch
+    with phase("waiting") as waiting:
+        end = time.monotonic() + 30
+        while not waiting.told:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    while watch.ticking:  # it ends with the last phase
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert "waiting: 0:00 so far" in capsys.readouterr().out
+
+
+def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(progress._thread, "start_new_thread", no_room)
+    watch = progress.Watch()
+    monkeypatch.setattr(progress, "watch", watch)
+    with phase("loading"):
+        assert not watch.ticking
+
+
+PROGRAM = """
+import time
+from qerl_bench import progress
+from qerl_bench.terminal import lasting_output
+progress.TICK_S = 0.05
+with lasting_output(), progress.phase("sampling", 4, "completions") as sampling:
+    sampling.advance(3)
+    while sampling.bar is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    print("a line of the log")
+"""
+
+
+def test_a_terminal_shows_bars_and_lines_do_not_mix(tmp_path: Path) -> None:
+    mine, its = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=its, stderr=its, env=environment)
+    os.close(its)
+    shown = b""
+    while chunk := read(mine):
+        shown += chunk
+    assert done.returncode == 0, shown
+    text = shown.decode()
+    assert re.search(r"sampling:  75%.* 3/4 ", text)
+    assert re.search(r"\r *\r+a line of the log", text)  # the bar was wiped away first
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # Linux says so at the end of a terminal
+        return b""
+
+
+def test_the_table_of_a_sweep_has_every_run_that_can_be_read(tmp_path: Path) -> None:
+    finished = sorted(path.parent for path in FINISHED.glob("*/done.json"))[:2]
+    (tmp_path / "failed").mkdir()
+    text = sweep_table([*finished, tmp_path / "failed"])
+    assert all(text.count(folder.name) == 1 for folder in finished)
+    assert text.count("accuracy:") == 1 and f"no numbers: {tmp_path / 'failed'}" in text
+    assert text.splitlines()[-1].startswith("3 runs in ")
+    assert sweep_table([tmp_path / "failed"]).splitlines()[0].startswith("no numbers: ")
