@@ -76,10 +76,9 @@ class Slurm:
             ],
             "slurmctld": ["slurmctld", "-D", "-f", conf],
         }  # fmt: skip
-        log = open(self.place / f"{name}.out", "ab")  # noqa: SIM115
-        self.daemons[name] = subprocess.Popen(
-            words.get(name, ["slurmd", "-D", "-N", name, "-f", conf]), stdout=log, stderr=log, env=self.environment
-        )
+        command = words.get(name, ["slurmd", "-D", "-N", name, "-f", conf])
+        with open(self.place / f"{name}.out", "ab") as log:
+            self.daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
 
     def kill(self, name: str) -> None:
         """As a power loss does; with a node go its jobs."""
@@ -90,7 +89,9 @@ class Slurm:
                     step = words.split("[")[1].split(".")[0]
                     if self.ask("squeue", "-h", "-j", step, "-o", "%N").strip() == name:
                         kill_tree(int(pid))
-        self.daemons.pop(name).kill()
+        daemon = self.daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
 
     def ask(self, *words: str) -> str:
         return subprocess.run(words, capture_output=True, text=True, env=self.environment).stdout
@@ -112,6 +113,7 @@ class Slurm:
             with suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
             daemon.kill()
+            daemon.wait()
 
 
 def kill_tree(pid: int) -> None:

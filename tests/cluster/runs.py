@@ -1,0 +1,89 @@
+"""Sweeps of runs that take a second per step on any machine, started as users do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl_bench.aqn.base import Schedule
+from tests.faults.run import WORDS
+
+ROOT = Path(__file__).parents[2]
+TINY = [word for word in WORDS[1:] if not word.startswith(("name=", "aqn="))]
+Expected = Callable[[int, int], dict[str, Any]]  # the numbers of a run by its steps and seed
+OPTION = "_target_: tests.cluster.runs.Slow\nname: slow\nlevel: 0.01\nseconds: {seconds}\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Schedule):
+    """Constant noise that takes its time."""
+
+    name: str
+    level: float
+    seconds: float
+
+    def sigma(self, step: int, total_steps: int) -> float:
+        if "QERL_TEST_HURRY" not in os.environ:
+            time.sleep(self.seconds)
+        return self.level
+
+
+@dataclass(frozen=True)
+class Sweeps:
+    """Where sweeps are started, with what environment, and by which launcher."""
+
+    place: Path
+    environment: dict[str, str]
+    launcher: tuple[str, ...]
+
+    def words(self, *words: str) -> list[str]:
+        options = self.place / "options" / "aqn"
+        options.mkdir(parents=True, exist_ok=True)
+        (options / "slow.yaml").write_text(OPTION.format(seconds=0.5))
+        program = [sys.executable, str(ROOT / "src" / "run.py"), "-m"]
+        own = [f"hydra.searchpath=['file://{options.parent}']", "aqn=slow", "name=run-${seed}", f"root={self.place}"]
+        return [*program, *own, *TINY, *self.launcher, *words]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        environment = {**self.environment, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            self.words(*words), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """Exit code and output."""
+        return ended(self.start(*words))
+
+    def folder(self, seed: int) -> Path:
+        return self.place / "runs" / f"run-{seed}"
+
+    def steps(self, seed: int) -> int:
+        """Training steps that the run has recorded."""
+        path = self.folder(seed) / "metrics.jsonl"
+        return path.read_text().count('"train"') if path.exists() else 0
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "done.json").exists()
+
+
+def python_path() -> str:
+    return os.pathsep.join([str(ROOT), str(ROOT / "src"), str(ROOT / "kernels")])
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 900) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=seconds)
+    return process.returncode, said
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.1)
