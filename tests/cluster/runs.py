@@ -35,6 +35,21 @@ class Slow(Schedule):
 
 
 @dataclass(frozen=True)
+class Started:
+    """A sweep that goes on, and the file with its output."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def wait_for(self, words: str) -> None:
+        wait_until(lambda: words in self.output.read_text())
+
+    def ended(self, seconds: float = 900) -> tuple[int, str]:
+        """Exit code and output."""
+        return self.process.wait(seconds), self.output.read_text()
+
+
+@dataclass(frozen=True)
 class Sweeps:
     """Where sweeps are started, with what environment, and by which launcher."""
 
@@ -50,15 +65,16 @@ class Sweeps:
         own = [f"hydra.searchpath=['file://{options.parent}']", "aqn=slow", "name=run-${seed}", f"root={self.place}"]
         return [*program, *own, *TINY, *self.launcher, *words]
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> Started:
         environment = {**self.environment, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            self.words(*words), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        output = self.place / f"said-{len([*self.place.glob('said-*')])}"
+        with open(output, "w") as file:
+            process = subprocess.Popen(self.words(*words), env=environment, stdout=file, stderr=subprocess.STDOUT)
+        return Started(process, output)
 
     def run(self, *words: str) -> tuple[int, str]:
         """Exit code and output."""
-        return ended(self.start(*words))
+        return self.start(*words).ended()
 
     def folder(self, seed: int) -> Path:
         return self.place / "runs" / f"run-{seed}"
@@ -75,11 +91,6 @@ def finished(folder: Path) -> bool:
 
 def python_path() -> str:
     return os.pathsep.join([str(ROOT), str(ROOT / "src"), str(ROOT / "kernels")])
-
-
-def ended(process: subprocess.Popen[str], seconds: float = 900) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=seconds)
-    return process.returncode, said
 
 
 def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -136,6 +137,8 @@ def free_port() -> int:
 
 def missing() -> str:
     """Why there can be no Slurm here; empty if there can."""
+    if find_spec("submitit") is None:
+        return "the extra `slurm`, which make test-cluster installs"
     lacking = [program for program in PROGRAMS if shutil.which(program) is None]
     if lacking:
         return f"no {', '.join(lacking)}: apt-get install slurmctld slurmd slurm-client munge"

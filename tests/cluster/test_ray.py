@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Expected, Sweeps, ended, finished, wait_until
+from tests.cluster.runs import Expected, Sweeps, finished, wait_until
 from tests.faults.run import numbers
 
 pytest.importorskip("ray", reason="the extra `ray`, which make test-cluster installs")
@@ -97,19 +97,19 @@ def test_what_happens_to_the_launcher_and_to_a_node_costs_no_numbers(
     ray: Ray, sweeps: Sweeps, expected: Expected
 ) -> None:
     """The launcher is stopped, and started again; then a node is lost, and its run goes on in the other."""
-    words = ("seed=0,1", "steps=30")
+    words = ("seed=0,1", "steps=24")
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) >= 2 for seed in range(2)))
-    launcher.send_signal(signal.SIGINT)
-    code, said = ended(launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    code, said = launcher.ended()
     assert code == 130 and "stopping 2 runs" in said, said
     assert all([*sweeps.folder(seed).glob("checkpoints/step_*")] for seed in range(2))
     made = [sweeps.steps(seed) for seed in range(2)]
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) > made[seed] + 1 for seed in range(2)))
     ray.lose(0)
-    code, said = ended(launcher)
+    code, said = launcher.ended()
     assert code == 0, said
     for seed in range(2):
         assert finished(sweeps.folder(seed))
-        assert numbers(sweeps.folder(seed)) == expected(30, seed)
+        assert numbers(sweeps.folder(seed)) == expected(24, seed)

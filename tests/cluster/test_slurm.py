@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import slurm as fake
-from tests.cluster.runs import Expected, Sweeps, ended, finished, wait_until
+from tests.cluster.runs import Expected, Sweeps, finished, wait_until
 from tests.cluster.slurm import Slurm
 from tests.faults.run import numbers
 
@@ -57,12 +56,12 @@ def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hu
 def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
     """Of three runs the walltime of one is over twice, another is preempted, and the third is cancelled. Meanwhile the
     scheduler goes away, and the launcher is stopped and started again."""
-    words = ("seed=0,1,2", "steps=30")
+    words = ("seed=0,1,2", "steps=24")
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) >= 2 for seed in range(3)))
     jobs = [job_of(sweeps, seed) for seed in range(3)]
-    launcher.send_signal(signal.SIGINT)
-    code, said = ended(launcher)
+    launcher.process.send_signal(signal.SIGINT)
+    code, said = launcher.ended()
     assert code == 130 and f"scancel {jobs[0].split('_')[0]}" in said and "3 runs go on" in said, said
 
     slurm.kill("slurmctld")
@@ -71,6 +70,7 @@ def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, exp
     slurm.start("slurmctld")
     wait_until(lambda: "n1" in slurm.ask("squeue"))
     launcher = sweeps.start(*words)
+    launcher.wait_for("3 runs have a job already")
 
     slurm.ask("scancel", jobs[2])
     slurm.ask("scontrol", "requeue", jobs[1])  # as preemption does
@@ -79,44 +79,36 @@ def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, exp
         slurm.ask("scancel", "--signal=USR2", jobs[0])  # as Slurm does when the walltime is nearly over
         wait_until(lambda before=before: finished(sweeps.folder(0)) or sweeps.steps(0) > before + 1)
     slurm.kill("slurmctld")
-    time.sleep(5)
+    launcher.wait_for("Slurm does not answer")
     slurm.start("slurmctld")
-    code, said = ended(launcher)
-    assert code == 1 and "3 runs have a job already" in said, said
+    code, said = launcher.ended()
+    assert code == 1 and "Slurm does not answer" in said, said
     assert "1 of 3 runs failed" in said and "run-2: SIGTERM" in said and "CANCELLED" in said, said
-    assert slurm.ask("scontrol", "show", "job", jobs[0]).count("Restarts=2") <= 1
     code, said = sweeps.run(*words)
     assert code == 0 and "2 finished before, 1 to do" in said, said
     for seed in range(3):
-        assert numbers(sweeps.folder(seed)) == expected(30, seed)
+        assert numbers(sweeps.folder(seed)) == expected(24, seed)
         attempts = len([*sweeps.folder(seed).glob("env*.json")])
         assert attempts == {0: 3, 1: 2, 2: 2}[seed]
 
 
-def test_a_walltime_goes_by_twice(sweeps: Sweeps, expected: Expected) -> None:
-    code, said = sweeps.run("seed=0", "steps=130", "hydra.launcher.timeout_min=1", "hydra.launcher.signal_s=20")
-    assert code == 0, said
-    assert numbers(sweeps.folder(0)) == expected(130, 0)
-    assert len([*sweeps.folder(0).glob("env*.json")]) >= 3
-
-
 def test_a_walltime_shorter_than_a_step_is_told_and_not_repeated(slurm: Slurm, sweeps: Sweeps) -> None:
-    launcher = sweeps.start("seed=0", "steps=30", "save_on_term=false", "save_every=30")
+    launcher = sweeps.start("seed=0", "steps=24", "save_on_term=false", "save_every=30")
     wait_until(lambda: sweeps.steps(0) >= 1)
     slurm.ask("scancel", "--signal=USR2", job_of(sweeps, 0))
-    code, said = ended(launcher)
+    code, said = launcher.ended()
     assert code == 1 and "1 of 1 runs failed" in said and "hydra.launcher.timeout_min" in said, said
 
 
 def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
-    launcher = sweeps.start("seed=0", "steps=30")
+    launcher = sweeps.start("seed=0", "steps=24")
     wait_until(lambda: sweeps.steps(0) >= 3)
     lost = slurm.ask("squeue", "-h", "-o", "%N").strip()
     slurm.kill(lost)
-    code, said = ended(launcher)
+    code, said = launcher.ended()
     slurm.start(lost)
     assert code == 0 and {word.rstrip(",") for word in said.split() if word in ("n1,", "n2,")} == {"n1", "n2"}, said
-    assert numbers(sweeps.folder(0)) == expected(30, 0)
+    assert numbers(sweeps.folder(0)) == expected(24, 0)
 
 
 @pytest.mark.parametrize(

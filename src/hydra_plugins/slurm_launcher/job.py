@@ -1,7 +1,7 @@
 """A run as a job of Slurm, with what submitit calls when the walltime is nearly over."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qerl_bench.job import Job
@@ -30,4 +30,4 @@ class SlurmJob(Job):
                 "saved: raise hydra.launcher.timeout_min or signal_s, so that a step and a checkpoint fit in"
             )
             return None
-        return DelayedSubmission(self)
+        return DelayedSubmission(replace(self))  # without its process, which cannot be pickled
