@@ -14,11 +14,11 @@ from tests.faults.run import numbers
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """expected(steps, seed): the numbers of such a run."""
-    environment = {**os.environ, "QERL_TEST_HURRY": "1"}
 
     @cache
     def of_steps(steps: int) -> Sweeps:
-        sweeps = Sweeps(tmp_path_factory.mktemp("expected"), environment, ("hydra.launcher.slots=2",))
+        sweeps = Sweeps(tmp_path_factory.mktemp("expected"), {**os.environ}, ("hydra.launcher.slots=2",))
+        sweeps.hurry.touch()
         code, said = sweeps.run("seed=0,1,2", f"steps={steps}")
         assert code == 0, said
         return sweeps

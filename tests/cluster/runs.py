@@ -1,4 +1,4 @@
-"""Sweeps of runs that take a second per step on any machine, started as users do."""
+"""Sweeps of runs that take seconds per step on any machine, until they are told to hurry; started as users do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from tests.faults.run import WORDS
 ROOT = Path(__file__).parents[2]
 TINY = [word for word in WORDS[1:] if not word.startswith(("name=", "aqn="))]
 Expected = Callable[[int, int], dict[str, Any]]  # the numbers of a run by its steps and seed
-OPTION = "_target_: tests.cluster.runs.Slow\nname: slow\nlevel: 0.01\nseconds: {seconds}\n"
+OPTION = "_target_: tests.cluster.runs.Slow\nname: slow\nlevel: 0.01\nseconds: 3.0\n"
+HURRY = "QERL_TEST_HURRY"  # environment variable: a file that makes runs hurry when it is there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,9 @@ class Slow(Schedule):
     seconds: float
 
     def sigma(self, step: int, total_steps: int) -> float:
-        if "QERL_TEST_HURRY" not in os.environ:
-            time.sleep(self.seconds)
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end and not Path(os.environ[HURRY]).exists():
+            time.sleep(0.05)
         return self.level
 
 
@@ -56,21 +58,33 @@ class Sweeps:
     place: Path
     environment: dict[str, str]
     launcher: tuple[str, ...]
+    started: list[Started] = field(default_factory=list)
+
+    @property
+    def hurry(self) -> Path:
+        return self.place / "hurry"
 
     def words(self, *words: str) -> list[str]:
         options = self.place / "options" / "aqn"
         options.mkdir(parents=True, exist_ok=True)
-        (options / "slow.yaml").write_text(OPTION.format(seconds=0.5))
+        (options / "slow.yaml").write_text(OPTION)
         program = [sys.executable, str(ROOT / "src" / "run.py"), "-m"]
         own = [f"hydra.searchpath=['file://{options.parent}']", "aqn=slow", "name=run-${seed}", f"root={self.place}"]
         return [*program, *own, *TINY, *self.launcher, *words]
 
     def start(self, *words: str) -> Started:
-        environment = {**self.environment, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+        environment = {**self.environment, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", HURRY: str(self.hurry)}
         output = self.place / f"said-{len([*self.place.glob('said-*')])}"
         with open(output, "w") as file:
             process = subprocess.Popen(self.words(*words), env=environment, stdout=file, stderr=subprocess.STDOUT)
-        return Started(process, output)
+        self.started.append(Started(process, output))
+        return self.started[-1]
+
+    def stop(self) -> None:
+        """End what a failed test has left."""
+        for started in self.started:
+            started.process.kill()
+            started.process.wait()
 
     def run(self, *words: str) -> tuple[int, str]:
         """Exit code and output."""

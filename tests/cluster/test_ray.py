@@ -60,13 +60,16 @@ def ray() -> Iterator[Ray]:
 
 
 @pytest.fixture
-def sweeps(ray: Ray, tmp_path: Path) -> Sweeps:
-    return Sweeps(tmp_path, {**os.environ}, ("hydra/launcher=ray", f"hydra.launcher.address='{ray.address}'"))
+def sweeps(ray: Ray, tmp_path: Path) -> Iterator[Sweeps]:
+    started = Sweeps(tmp_path, {**os.environ}, ("hydra/launcher=ray", f"hydra.launcher.address='{ray.address}'"))
+    yield started
+    started.stop()
 
 
 def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hurt_the_others(
     sweeps: Sweeps, expected: Expected
 ) -> None:
+    sweeps.hurry.touch()
     obstacle = sweeps.folder(2) / "metrics.jsonl"
     obstacle.mkdir(parents=True)
     code, said = sweeps.run("seed=0,1,2", "steps=4")
@@ -97,7 +100,7 @@ def test_what_happens_to_the_launcher_and_to_a_node_costs_no_numbers(
     ray: Ray, sweeps: Sweeps, expected: Expected
 ) -> None:
     """The launcher is stopped, and started again; then a node is lost, and its run goes on in the other."""
-    words = ("seed=0,1", "steps=24")
+    words = ("seed=0,1", "steps=40")
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) >= 2 for seed in range(2)))
     launcher.process.send_signal(signal.SIGINT)
@@ -108,8 +111,9 @@ def test_what_happens_to_the_launcher_and_to_a_node_costs_no_numbers(
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) > made[seed] + 1 for seed in range(2)))
     ray.lose(0)
+    sweeps.hurry.touch()
     code, said = launcher.ended()
     assert code == 0, said
     for seed in range(2):
         assert finished(sweeps.folder(seed))
-        assert numbers(sweeps.folder(seed)) == expected(24, seed)
+        assert numbers(sweeps.folder(seed)) == expected(40, seed)

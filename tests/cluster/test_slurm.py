@@ -28,9 +28,11 @@ def slurm() -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def sweeps(slurm: Slurm, tmp_path: Path) -> Sweeps:
+def sweeps(slurm: Slurm, tmp_path: Path) -> Iterator[Sweeps]:
     slurm.wait_for_nodes()
-    return Sweeps(tmp_path, slurm.environment, LAUNCHER)
+    started = Sweeps(tmp_path, slurm.environment, LAUNCHER)
+    yield started
+    started.stop()
 
 
 def job_of(sweeps: Sweeps, seed: int) -> str:
@@ -40,6 +42,7 @@ def job_of(sweeps: Sweeps, seed: int) -> str:
 def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hurt_the_others(
     sweeps: Sweeps, expected: Expected
 ) -> None:
+    sweeps.hurry.touch()
     obstacle = sweeps.folder(2) / "metrics.jsonl"
     obstacle.mkdir(parents=True)
     code, said = sweeps.run("seed=0,1,2", "steps=4", "hydra.launcher.array_size=2")  # two arrays, one of one run
@@ -56,7 +59,7 @@ def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hu
 def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
     """Of three runs the walltime of one is over twice, another is preempted, and the third is cancelled. Meanwhile the
     scheduler goes away, and the launcher is stopped and started again."""
-    words = ("seed=0,1,2", "steps=24")
+    words = ("seed=0,1,2", "steps=40")
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) >= 2 for seed in range(3)))
     jobs = [job_of(sweeps, seed) for seed in range(3)]
@@ -81,19 +84,20 @@ def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, exp
     slurm.kill("slurmctld")
     launcher.wait_for("Slurm does not answer")
     slurm.start("slurmctld")
+    sweeps.hurry.touch()
     code, said = launcher.ended()
     assert code == 1 and "Slurm does not answer" in said, said
     assert "1 of 3 runs failed" in said and "run-2: SIGTERM" in said and "CANCELLED" in said, said
     code, said = sweeps.run(*words)
     assert code == 0 and "2 finished before, 1 to do" in said, said
     for seed in range(3):
-        assert numbers(sweeps.folder(seed)) == expected(24, seed)
+        assert numbers(sweeps.folder(seed)) == expected(40, seed)
         attempts = len([*sweeps.folder(seed).glob("env*.json")])
         assert attempts == {0: 3, 1: 2, 2: 2}[seed]
 
 
 def test_a_walltime_shorter_than_a_step_is_told_and_not_repeated(slurm: Slurm, sweeps: Sweeps) -> None:
-    launcher = sweeps.start("seed=0", "steps=24", "save_on_term=false", "save_every=30")
+    launcher = sweeps.start("seed=0", "steps=40", "save_on_term=false", "save_every=30")
     wait_until(lambda: sweeps.steps(0) >= 1)
     slurm.ask("scancel", "--signal=USR2", job_of(sweeps, 0))
     code, said = launcher.ended()
@@ -101,14 +105,15 @@ def test_a_walltime_shorter_than_a_step_is_told_and_not_repeated(slurm: Slurm, s
 
 
 def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
-    launcher = sweeps.start("seed=0", "steps=24")
+    launcher = sweeps.start("seed=0", "steps=40")
     wait_until(lambda: sweeps.steps(0) >= 3)
     lost = slurm.ask("squeue", "-h", "-o", "%N").strip()
     slurm.kill(lost)
+    sweeps.hurry.touch()
     code, said = launcher.ended()
     slurm.start(lost)
     assert code == 0 and {word.rstrip(",") for word in said.split() if word in ("n1,", "n2,")} == {"n1", "n2"}, said
-    assert numbers(sweeps.folder(0)) == expected(24, 0)
+    assert numbers(sweeps.folder(0)) == expected(40, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ Runs end with this program, as with hydra/launcher=process: they save a checkpoi
 Needs Ray's core only.
 """
 
+# pyright: reportMissingImports=false
+
 import logging
 import os
 import time
@@ -108,8 +110,8 @@ class RayLauncher(SweepLauncher):
         task = ray.remote(
             num_cpus=wanted.pop("CPU"),
             num_gpus=wanted.pop("GPU", 0),
-            memory=wanted.pop("memory", None),
-            resources=wanted or None,
+            memory=wanted.pop("memory", 0),
+            resources=wanted,
             max_retries=self.conf.max_retries,
         )(run_job)
         sizes = {point.name: size_of(point.run_dir / "run.log") for point in points}

@@ -1,5 +1,7 @@
 """A run as a job of Slurm, with what submitit calls when the walltime is nearly over."""
 
+# pyright: reportMissingImports=false
+
 import sys
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,6 +4,8 @@ The jobs go on without this program. The same command follows those that exist, 
 finished, nor running, nor in the queue.
 """
 
+# pyright: reportMissingImports=false
+
 import json
 import logging
 import re
@@ -89,9 +91,8 @@ class SlurmLauncher(SweepLauncher):
 
     def run_points(self, todo: Sequence[Point]) -> list[tuple[Point, str]]:
         queue = read_queue() if todo and not self.conf.dry_run else {}
-        free = not_running(todo)
-        jobs = {job: point for point in free if (job := job_of(point)) in queue}
-        new = [point for point in free if point not in jobs.values()]
+        jobs = {job: point for point in todo if (job := job_of(point)) in queue}
+        new = not_running([point for point in todo if point not in jobs.values()])
         if jobs:
             log.info("%d runs have a job already", len(jobs))
         if self.conf.dry_run:
