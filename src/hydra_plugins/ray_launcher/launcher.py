@@ -8,6 +8,7 @@ Needs Ray's core only.
 
 import logging
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from qerl_bench.rundir import is_finished
 
 log = logging.getLogger(__name__)
 TELL_EVERY_S = 60.0
+CONNECT_S = 10.0
 
 
 @dataclass
@@ -85,10 +87,12 @@ class RayLauncher(SweepLauncher):
         """Connect to the cluster. Raises ConfigError if there is none."""
         import ray
 
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        host, _, port = self.conf.address.rpartition(":")
         try:
+            if host and port.isdecimal():  # where nobody listens, Ray would try for minutes
+                socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
             ray.init(address=self.conf.address, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # a ConnectionError, too
             said = " ".join(str(error).split())
             raise ConfigError(
                 f"hydra.launcher.address={self.conf.address}: no Ray cluster answers ({said}). Start one (ray start "

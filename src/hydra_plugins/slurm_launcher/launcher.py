@@ -26,6 +26,7 @@ from qerl_bench.checks import ConfigError, count, flag, number, optional, requir
 from qerl_bench.cli import Point
 from qerl_bench.rundir import write_atomically
 from qerl_bench.stored import read_object
+from qerl_bench.termination import Terminated
 
 log = logging.getLogger(__name__)
 JOB_FILE = "job.json"  # in a run's folder: the job that runs it
@@ -104,7 +105,7 @@ class SlurmLauncher(SweepLauncher):
             return []
         try:
             return follow(jobs, self.folder)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated):
             log.info("%s", what_goes_on(jobs, self.folder))
             raise
 
