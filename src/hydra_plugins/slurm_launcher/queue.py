@@ -15,6 +15,7 @@ from typing import NamedTuple
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point
 from qerl_bench.failure import reason_of
+from qerl_bench.locks import holder
 from qerl_bench.rundir import is_finished
 
 log = logging.getLogger(__name__)
@@ -76,13 +77,17 @@ def follow(jobs: dict[str, Point], folder: Path) -> list[tuple[Point, str]]:
                     log.info("start  %s in %s, job %s", point.name, queue[job].why, job)
                 states[job] = state
                 continue
-            elif (missing := missing + Counter([job]))[job] >= GONE_AFTER:
-                reason = why_ended(point, job, starts[job], folder)
-                failed.append((point, reason))
-                log.info("ended  %s: %s", point.name, reason)
-                del left[job]
-            else:
+            elif missing[job] + 1 < GONE_AFTER:
+                missing[job] += 1
                 continue
+            else:
+                if who := holder(point.run_dir / ".lock"):
+                    log.info("%s is running in %s; left to it", point.name, who)
+                else:
+                    reason = why_ended(point, job, starts[job], folder)
+                    failed.append((point, reason))
+                    log.info("ended  %s: %s", point.name, reason)
+                del left[job]
             pause = POLL_S[0]
         if time.monotonic() - told > TELL_EVERY_S and left:
             told = time.monotonic()
