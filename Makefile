@@ -7,6 +7,8 @@ READY := $(VENV)/.ready
 CONSTRAINTS ?= constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
+CLUSTER_VENV := .venv-cluster
+CLUSTER_READY := $(CLUSTER_VENV)/.ready
 
 # All studies of conf/experiment/tiny, the largest first: together the tiny study. It begins with one setting of it on every base, so
 # that the bases are made side by side, and not one after the other while the runs of each wait for it.
@@ -15,7 +17,7 @@ FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
 FAULTS ?= 200
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
-.PHONY: run study test test-faults test-models test-vllm check setup clean
+.PHONY: run study test test-faults test-models test-vllm test-cluster check setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
@@ -43,6 +45,13 @@ test-models: $(READY)
 test-vllm: $(VLLM_READY)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
+# Sweeps on a real Slurm and a Ray cluster, both on this machine: an environment of its own (1.4 GB) and, as root, Debian's Slurm.
+SLURM := slurmctld slurmd slurm-client munge
+test-cluster: $(CLUSTER_READY)
+	@command -v slurmctld slurmd sbatch munged >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends $(SLURM); } \
+		>/dev/null 2>&1 || echo "Slurm cannot be installed here (root, and Debian's $(SLURM)): its tests are skipped"
+	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest tests/cluster --durations=0
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,5 +74,11 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $(VLLM_READY)
 
+$(CLUSTER_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLUSTER_VENV)
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.14"
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,slurm,ray]"
+	touch $(CLUSTER_READY)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(CLUSTER_VENV)

@@ -29,7 +29,7 @@ COMMANDS = {
         "train one experiment, or with -m every point of a sweep",
         "stopped; the same command continues from the last checkpoint",
     ),
-    "status": Command("qerl_bench.status", "list runs with their state and steps"),
+    "status": Command("qerl_bench.status", "list runs with their state and steps, once or again and again"),
     "eval": Command(
         "qerl_bench.eval.command",
         "evaluate a finished run under another protocol",

@@ -11,7 +11,8 @@ CHECKOUT = None if _SHIPPED.is_dir() else PACKAGE.parents[1]  # None: installed 
 CONF_DIR = CHECKOUT / "conf" if CHECKOUT else _SHIPPED
 
 
-def run_command() -> list[str]:
-    """The words that start a run in a process of its own; overrides follow."""
+def run_command(ranks: int = 1) -> list[str]:
+    """The words that start a run in a process of its own, or in `ranks` of them by torchrun; overrides follow."""
     start = [str(CHECKOUT / "src" / "run.py")] if CHECKOUT else ["-m", "qerl_bench", "run"]
-    return [sys.executable, *start]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *torchrun, *start]

@@ -1,75 +1,150 @@
-"""List the runs below a folder: finished, running or unfinished, and how many of their steps they have made.
+"""List the runs below a folder: what each is doing, how many of its steps it has made, and how long it will take.
 
     qerl-bench status            # of ./runs, or $QERL_ROOT/runs
     qerl-bench status FOLDER ...
-    qerl-bench status --json     # for programs: an object for each run
+    qerl-bench status --watch    # again every few seconds, without the runs that are done, until nothing goes on
+    qerl-bench status --json     # for programs: a list with an object for each run
 
-A run is running while a process on this machine holds its lock. An unfinished one continues by the command in its
-env.json.
+    done        all numbers are there
+    running     a process holds its lock, here or on another machine that shares the file system; where, and since when
+    queued      a job of a scheduler will run it
+    waiting     a sweep that goes on will start it
+    failed      the last attempt ended by itself, with the reason; the same command tries again
+    unfinished  was stopped or killed; the same command, which its env.json has, continues it
+
+Everything is read from the run directories; no scheduler and no accounting is asked.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.failure import MARK
 from qerl_bench.locks import holder
+from qerl_bench.points import going_on
 from qerl_bench.rundir import is_finished
 from qerl_bench.stored import read_config
 
 TAIL_BYTES = 1 << 16  # more than the records of one step
+WATCH_S = 5.0
+GOES_ON = ("running", "queued", "waiting")
+STOPPED = ("SIG", "KeyboardInterrupt")  # reasons of runs that somebody ended
+
+
+class Status(NamedTuple):
+    """What is known of a run. Steps are None where its config is damaged, seconds where nothing was measured."""
+
+    run: Path
+    state: str
+    step: int
+    steps: int | None
+    step_s: float | None  # seconds per step
+    note: str = ""
+
+    @property
+    def left(self) -> int:
+        """Steps that are still to make."""
+        return max(0, (self.steps or 0) - self.step)
+
+    def as_object(self) -> dict[str, Any]:
+        return {**self._asdict(), "run": str(self.run)}
 
 
 def main(words: list[str]) -> None:
     parser = KeyValueParser(__doc__)
     default = Path(os.environ.get("QERL_ROOT", "."), "runs")
     parser.add_argument("folders", nargs="*", type=Path, default=[default], help="folders that hold runs, or runs")
+    parser.add_argument("--watch", action="store_true", help="again every few seconds, until nothing goes on")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of lines")
     given = parser.parse_args(words)
-    folders: list[Path] = given.folders
-    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    require(not (given.watch and given.json), "--watch and --json do not go together; choose one")
+    missing = [str(folder) for folder in given.folders if not folder.is_dir()]
     require(not missing, f"no folder {', '.join(missing)}; give the folder that holds the runs")
-    runs = sorted({file.parent for folder in folders for file in folder.rglob("config.yaml") if is_run(file.parent)})
-    rows = [row(run) for run in runs]
     if given.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([status.as_object() for status in statuses(given.folders)], indent=1))
         return
-    for one in rows:
-        note = "".join(
-            [f"  in {one['holder']}" if one["holder"] else "", f"  {one['damage']}" if one["damage"] else ""]
-        )
-        total = "?" if one["steps"] is None else one["steps"]
-        print(f"{one['state']:10}  {one['step']:>6} of {total!s:<6}  {one['run']}{note}")
-    counts = Counter(one["state"] for one in rows)
-    print(f"{len(runs)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts)))
+    while True:
+        found = statuses(given.folders)
+        print("\n".join(lines([status for status in found if status.state != "done"] if given.watch else found)))
+        print(summary(found), flush=True)
+        if not given.watch or not any(status.state in GOES_ON for status in found):
+            return
+        time.sleep(WATCH_S)
+        print(f"\n{time.strftime('%H:%M:%S')}")
 
 
-def row(run: Path) -> dict[str, Any]:
-    """The state of one run: its folder, the last step and all of them (None if the config is damaged), who runs it."""
-    try:
-        steps, damage = total_steps(run), None
-    except ConfigError as error:
-        steps, damage = None, str(error)
-    now = state(run)
-    who = holder(run / ".lock") if now == "running" else None
-    return {"run": str(run), "state": now, "step": last_step(run), "steps": steps, "holder": who, "damage": damage}
+def statuses(folders: list[Path]) -> list[Status]:
+    """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""
+    runs = {run for folder in folders for run in runs_below(folder)}
+    known = {run.absolute() for run in runs}
+    coming = {run for folder in folders for run in going_on(folder) if run not in known and not is_finished(run)}
+    return [status_of(run) for run in sorted(runs)] + [status_of(run, begun=False) for run in sorted(coming)]
 
 
-def is_run(folder: Path) -> bool:
-    """Whether `folder` is a run, and not Hydra's record of one, or another evaluation of a run."""
-    return folder.name != ".hydra" and folder.parent.name != "evals"
+def runs_below(folder: Path) -> Iterator[Path]:
+    """The runs in a folder. What lies in a run is none: Hydra's record of it, or another evaluation of it."""
+    for place, folders, files in os.walk(folder):
+        if "config.yaml" in files or "job.json" in files:
+            yield Path(place)
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in ("evals", "checkpoints")]
 
 
-def state(run: Path) -> str:
-    """done, running or unfinished."""
+def status_of(run: Path, begun: bool = True) -> Status:
+    state, note = state_of(run)
+    steps, step = None, last_step(run)
+    if (run / "config.yaml").exists():
+        try:
+            steps = total_steps(run)
+        except ConfigError as error:
+            note = f"{note}  {error}"
+    elif state == "unfinished" and not begun:
+        state = "waiting"
+    return Status(run, state, step, steps, seconds_per_step(run), note)
+
+
+def state_of(run: Path) -> tuple[str, str]:
+    """The state of a run, and what there is to say about it."""
     if is_finished(run):
-        return "done"
-    return "running" if holder(run / ".lock") else "unfinished"
+        return "done", ""
+    if who := holder(run / ".lock"):
+        return "running", f"in {who}"
+    log, job = run / "run.log", run / "job.json"
+    if job.exists() and (not log.exists() or log.stat().st_mtime < job.stat().st_mtime):
+        return "queued", f"as job {job_in(job)}"
+    reason = last_failure(log)
+    if reason is None or reason.startswith(STOPPED):
+        return "unfinished", "" if reason is None else f"stopped by {reason.rstrip(': ')}"
+    return "failed", reason
+
+
+def job_in(path: Path) -> str:
+    """The job that a job.json names, and when it was submitted; empty for a damaged one."""
+    try:
+        job = json.loads(path.read_text())
+        return f"{job['job']} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job['submitted']))}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def last_failure(log: Path) -> str | None:
+    """Why the last attempt ended early, from run.log; None if that is not said, or a later attempt began."""
+    if not log.exists():
+        return None
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        said = file.read().decode(errors="replace").splitlines()
+    dated = [line for line in said if line[:8].count(":") == 2]  # others belong to a traceback
+    return dated[-1].partition(MARK)[2].strip() if dated and MARK in dated[-1] else None
 
 
 def total_steps(run: Path) -> int:
@@ -81,18 +156,64 @@ def total_steps(run: Path) -> int:
 
 def last_step(run: Path) -> int:
     """The last step in metrics.jsonl, damaged lines left out; 0 before the first."""
+    return max((int(record["step"]) for record in tail(run)), default=0)
+
+
+def seconds_per_step(run: Path) -> float | None:
+    """Median time between the last training steps; None before the second."""
+    times = [record["time"] for record in tail(run) if record.get("kind") == "train" and "time" in record]
+    gaps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    return median(gaps) if gaps else None
+
+
+def tail(run: Path) -> list[dict[str, Any]]:
+    """The last records of metrics.jsonl, damaged lines left out."""
     path = run / "metrics.jsonl"
     if not path.exists():
-        return 0
+        return []
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().split(b"\n")
-    return max(map(step_of_line, lines[:-1]), default=0)  # a writer may be in the middle of the last one
+        written = file.read().split(b"\n")
+    return [record for line in written[:-1] if (record := record_of(line)) is not None]  # the last may be half written
 
 
-def step_of_line(line: bytes) -> int:
-    """The step of a record; 0 for a line that is damaged or begins before what was read."""
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """A record that has a step; None for a line that is damaged or begins before what was read."""
     try:
-        return int(json.loads(line)["step"])
+        record = json.loads(line)
+        int(record["step"])
     except (ValueError, KeyError, TypeError):
-        return 0
+        return None
+    return record
+
+
+def lines(found: list[Status]) -> list[str]:
+    told = []
+    for status in found:
+        left = status.left * status.step_s if status.step_s and status.state == "running" else 0
+        notes = filter(None, [status.note, f"about {span(left)} left" if left else ""])
+        total = "?" if status.steps is None else status.steps
+        told.append("  ".join([f"{status.state:10}", f"{status.step:>6} of {total!s:<6}", str(status.run), *notes]))
+    return told
+
+
+def summary(found: list[Status]) -> str:
+    """How many runs there are of each state, and about how long all will take with as many at a time as now."""
+    counts = Counter(status.state for status in found)
+    told = f"{len(found)} runs" + "".join(f", {counts[name]} {name}" for name in sorted(counts))
+    paces = [status.step_s for status in found if status.step_s]
+    sizes = [status.steps for status in found if status.steps] or [0]
+    if not counts["running"] or not paces:
+        return told
+    usual = median(paces)
+    goes_on = [status for status in found if status.state in GOES_ON]
+    seconds = sum((status.left if status.steps else median(sizes)) * (status.step_s or usual) for status in goes_on)
+    return f"{told}; about {span(seconds / counts['running'])} left" if seconds else told
+
+
+def span(seconds: float) -> str:
+    """A length of time in two words."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

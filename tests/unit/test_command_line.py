@@ -174,8 +174,8 @@ def test_status_lists_states_and_steps(tmp_path: Path, capsys: pytest.CaptureFix
     assert " ".join(printed[3]) == "3 runs, 1 done, 1 running, 1 unfinished"
     main(["status", "--json", str(tmp_path)])
     listed = json.loads(capsys.readouterr().out)
-    assert [(one["run"], one["state"], one["step"], one["steps"], one["damage"]) for one in listed] == [
-        (str(tmp_path / name), state, 10, 10, None)
+    assert [(one["run"], one["state"], one["step"], one["steps"], one["note"]) for one in listed] == [
+        (str(tmp_path / name), state, 10, 10, "")
         for name, state in zip(names, ("done", "unfinished", "unfinished"), strict=True)
     ]
 

@@ -11,21 +11,17 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
 
+from hydra_plugins.process_launcher.base import SweepLauncher
 from qerl_bench.checks import count, optional
 from qerl_bench.children import Child, signal_of, stop
-from qerl_bench.cli import Point, SweepFailed, check_points
-from qerl_bench.config import refuse_env_copy
+from qerl_bench.cli import Point
 from qerl_bench.failure import reason_of
 from qerl_bench.installation import run_command
 from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
@@ -33,7 +29,7 @@ from qerl_bench.progress import duration, phase
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
 from qerl_bench.rundir import is_finished
-from qerl_bench.sweep_table import counts, share_done, sweep_table, time_left
+from qerl_bench.sweep_table import counts, share_done, time_left
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -51,29 +47,20 @@ ConfigStore.instance().store(
 )
 
 
-class ProcessLauncher(Launcher):
+class ProcessLauncher(SweepLauncher):
     """Start a process for each point of the sweep."""
 
     def __init__(self, slots: int | None) -> None:
         self.slots = slots
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        refuse_env_copy(config.hydra.job)
-        self.search_path = search_path(config)
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def check(self) -> None:
         optional(count())("hydra.launcher.slots", self.slots)
+
+    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
-        points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
-        todo = [point for point in points if not point.finished]
-        done = len(points) - len(todo)
-        log.info("sweep of %d runs: %d finished before, %d to do, %d at a time", len(points), done, len(todo), slots)
-        failed = Sweep(todo, slots, gpus, done).run()
-        print(sweep_table([point.run_dir for point in points]))
-        if failed:
-            raise SweepFailed(len(points), failed)
-        return [finished_job(overrides) for overrides in job_overrides]
+        log.info("%d at a time", slots)
+        return Sweep(todo, slots, gpus, before).run()
 
 
 class Started(NamedTuple):
@@ -200,18 +187,12 @@ def size_of(path: Path) -> int:
 
 
 def last_change(point: Point) -> float:
-    """When a file of the run was last written, in unix seconds."""
-    return max(path.stat().st_mtime for path in point.run_dir.iterdir())
-
-
-def search_path(config: DictConfig) -> list[str]:
-    """The override that adds the user's own folders of options, which Hydra leaves out of the points; none without."""
-    places = [
-        f"'{source.schema}://{source.path}'"
-        for source in config.hydra.runtime.config_sources
-        if source.provider not in ("hydra", "main", "schema")
-    ]
-    return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
+    """When a file of the run was last written, in unix seconds. A lease counts not: it says that a process lives."""
+    latest = 0.0
+    for path in point.run_dir.iterdir():
+        with suppress(FileNotFoundError):  # removed meanwhile
+            latest = max(latest, 0.0 if ".lease" in path.name else path.stat().st_mtime)
+    return latest
 
 
 def start(point: Point, slot: int, slots: int, gpus: list[str]) -> Child:
@@ -244,9 +225,3 @@ def visible_gpus() -> list[str]:
     except FileNotFoundError:
         return []
     return listed.stdout.split() if listed.returncode == 0 else []
-
-
-def finished_job(overrides: Sequence[str]) -> JobReturn:
-    job = JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED)
-    job.return_value = None
-    return job

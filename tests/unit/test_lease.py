@@ -1,0 +1,144 @@
+"""Leases between machines: each process below says by itself which machine it is, and has no locks if told so."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_bench import lease, locks
+
+PEER = """
+import sys, time
+from qerl_bench import lease, locks
+lease.machine = lambda: sys.argv[2]
+lease.BEAT_S, lease.STALE_S = 0.2, float(sys.argv[3])
+locks.fcntl.flock = lambda file, kind: None  # as where locks hold on one machine only, and this is another
+held = locks.lock(__import__("pathlib").Path(sys.argv[1]))
+print("none" if held is None else "held", flush=True)
+if held is not None:
+    sys.stdin.readline()
+    held.close()
+"""
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """peer(path, machine, stale_s): a process that takes a lock, says so, and releases it when told."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(lease.__file__).parents[1]))
+    started: list[subprocess.Popen[str]] = []
+
+    def start(path: Path, machine: str, stale_s: float = 60) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", PEER, str(path), machine, str(stale_s)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def released(process: subprocess.Popen[str]) -> None:
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+
+
+def test_one_of_many_machines_gets_a_lock_and_the_next_when_it_is_released(tmp_path: Path, peer) -> None:
+    path = tmp_path / ".lock"
+    peers = [peer(path, f"machine-{number}") for number in range(4)]
+    results = [said(process) for process in peers]
+    assert sorted(results) == ["held", "none", "none", "none"]
+    assert f"pid {peers[results.index('held')].pid}, since 20" in str(locks.holder(path))
+    assert locks.lock(path) is None
+    released(peers[results.index("held")])
+    assert locks.holder(path) is None
+    held = locks.lock(path)
+    assert held is not None
+    held.close()
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+
+def test_the_lease_of_a_killed_process_counts_here_never_and_elsewhere_until_it_is_stale(tmp_path: Path, peer) -> None:
+    path = tmp_path / ".lock"
+    first = peer(path, "a")
+    assert said(first) == "held"
+    first.kill()
+    first.wait()
+    again = peer(path, "a")
+    assert said(again) == "held"
+    again.kill()
+    again.wait()
+    other = peer(path, "b")
+    assert said(other) == "none"
+    server = lease.server_time(tmp_path)
+    os.utime(tmp_path / ".lock.lease", (server - 100, server - 100))
+    later = peer(path, "b")  # 100 s of silence, of 60
+    assert said(later) == "held"
+    released(later)
+
+
+def test_a_clock_that_is_wrong_by_a_year_changes_nothing(tmp_path: Path, peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = peer(tmp_path / ".lock", "a")
+    assert said(process) == "held"
+    now = time.time
+    for wrong in (-3e7, 3e7):
+        monkeypatch.setattr(time, "time", lambda wrong=wrong: now() + wrong)
+        assert f"pid {process.pid}" in str(locks.holder(tmp_path / ".lock"))
+    released(process)
+
+
+def test_who_was_suspended_for_too_long_ends_when_it_wakes(tmp_path: Path, peer) -> None:
+    path = tmp_path / ".lock"
+    first = peer(path, "a")
+    assert said(first) == "held"
+    first.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+    server = lease.server_time(tmp_path)
+    os.utime(tmp_path / ".lock.lease", (server - 100, server - 100))
+    second = peer(path, "b")
+    assert said(second) == "held"
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(60) == os.EX_TEMPFAIL
+    assert "was taken over" in first.stderr.read()
+    assert f"pid {second.pid}" in (tmp_path / ".lock.lease").read_text()
+    released(second)
+
+
+def test_a_file_system_without_locks_is_guarded_by_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(file: object, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    held = locks.lock(tmp_path / ".lock")
+    assert held is not None and "has no locks" in caplog.text and str(tmp_path) in caplog.text
+    assert locks.lock(tmp_path / ".lock") is None
+    assert f"pid {os.getpid()}" in str(locks.holder(tmp_path / ".lock"))
+    held.close()
+    assert locks.holder(tmp_path / ".lock") is None
+
+
+def test_links_may_be_missing_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(source: object, target: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", missing)
+    held = locks.lock(tmp_path / ".lock")
+    assert held is not None and locks.lock(tmp_path / ".lock") is None
+    held.close()

@@ -1,0 +1,84 @@
+"""What `qerl-bench status` says of runs that go on, failed, were stopped, are queued, or have yet to begin."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from qerl_bench import locks, status
+from qerl_bench.points import listed
+
+STEPS = "steps: 100\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """run(name, log, steps): the folder of a run that has made `steps` steps of ten seconds each."""
+
+    def make(name: str, log: str = "", steps: int = 0) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yaml").write_text(STEPS)
+        (folder / "run.log").write_text(log)
+        records = [{"kind": "train", "step": step, "time": 1000.0 + 10 * step} for step in range(1, steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return folder
+
+    return make
+
+
+def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.CaptureFixture[str]) -> None:
+    (run("a-done", steps=100) / "done.json").touch()
+    run("b-failed", "09:00:00 step 3\n09:00:01 failed: too hot\nTraceback\n  File x\n", steps=3)
+    run("c-killed", "09:00:01 failed: too hot\n09:30:00 step 4\n", steps=4)
+    run("d-stopped", "09:00:01 failed: SIGTERM\n", steps=5)
+    queued = run("e-queued")
+    (queued / "job.json").write_text(json.dumps({"job": "12_3", "submitted": 0}))
+    os.utime(queued / "run.log", (0, 0))
+    first = run("f-running", steps=40)
+    run("g-running", steps=60)
+    held = [locks.lock(first / ".lock"), locks.lock(tmp_path / "g-running" / ".lock")]
+    with listed(tmp_path, [tmp_path / "a-done", first, tmp_path / "h-waiting"]):
+        status.main([str(tmp_path)])
+    for lock in held:
+        assert lock is not None
+        lock.close()
+    *rows, total = capsys.readouterr().out.splitlines()
+    found = {Path(row.split()[4]).name: (row.split()[0], row.split()[1], row.split("  ")[-1].strip()) for row in rows}
+    folder = str(tmp_path)
+    assert found == {
+        "a-done": ("done", "100", f"{folder}/a-done"),
+        "b-failed": ("failed", "3", "too hot"),
+        "c-killed": ("unfinished", "4", f"{folder}/c-killed"),
+        "d-stopped": ("unfinished", "5", "stopped by SIGTERM"),
+        "e-queued": ("queued", "0", f"as job 12_3 since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(0))}"),
+        "f-running": ("running", "40", "about 10.0 min left"),
+        "g-running": ("running", "60", "about 6.7 min left"),
+        "h-waiting": ("waiting", "0", f"{folder}/h-waiting"),
+    }
+    assert all(f"pid {os.getpid()}, since 20" in row for row in rows if "running" in row.split()[0])
+    # two at a time: 60 + 40 + 100 + 100 steps of 10 s
+    assert total == "8 runs, 1 done, 1 failed, 1 queued, 2 running, 2 unfinished, 1 waiting; about 25.0 min left"
+    status.main([folder])
+    assert "waiting" not in capsys.readouterr().out  # the sweep has ended
+
+
+def test_watching_ends_when_nothing_goes_on(
+    run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run("a", steps=10)
+    held = locks.lock(folder / ".lock")
+    assert held is not None
+    monkeypatch.setattr(time, "sleep", lambda seconds: ((folder / "done.json").touch(), held.close()))
+    status.main([str(tmp_path), "watch=true"])
+    printed = capsys.readouterr().out
+    assert printed.count("1 runs") == 2 and printed.rstrip().endswith("1 runs, 1 done")
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(7, "7 s"), (90, "1.5 min"), (7200, "2.0 h"), (90 * 3600, "3.8 d")])
+def test_lengths_of_time(seconds: float, words: str) -> None:
+    assert status.span(seconds) == words
