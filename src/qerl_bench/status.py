@@ -2,11 +2,12 @@
 
     qerl-bench status            # of ./runs, or $QERL_ROOT/runs
     qerl-bench status FOLDER ...
-    qerl-bench status --watch    # again every few seconds, without the runs that are done, until nothing goes on
+    qerl-bench status --watch    # every few seconds, without what is done, until nothing goes on
     qerl-bench status --json     # for programs: a list with an object for each run
 
     done        all numbers are there
-    running     a process holds its lock, here or on another machine that shares the file system; where, and since when
+    running     a process holds its lock, here or on another machine that shares the file
+                system; where, and since when
     queued      a job of a scheduler will run it
     waiting     a sweep that goes on will start it
     failed      the last attempt ended by itself, with the reason; the same command tries again
