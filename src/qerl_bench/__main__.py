@@ -13,6 +13,7 @@ from typing import NamedTuple
 from qerl_bench import __version__
 from qerl_bench.children import end_with_parent
 from qerl_bench.cli import exit_in_words, one_line_warnings
+from qerl_bench.own_options import with_search_path
 from qerl_bench.terminal import lasting_output
 
 
@@ -67,6 +68,7 @@ def main(words: list[str] | None = None) -> int:
     command = COMMANDS[name]
     with lasting_output(), exit_in_words(command.stopped):
         end_with_parent()
+        rest = with_search_path(rest)
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             print(module.USAGE, module.__doc__, sep="\n\n")

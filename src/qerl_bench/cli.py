@@ -80,10 +80,9 @@ def flags_first(argv: list[str]) -> list[str]:
 def is_to_do(argv: list[str]) -> bool:
     """Check a single run before Hydra creates its folder. False if it is finished. The launcher checks sweeps."""
     given = {key: value for key, value in vars(get_args_parser().parse_args(flags_first(argv))).items() if value}
-    if given.keys() - {"overrides", "run", "config_dir"}:
+    if given.keys() - {"overrides", "run"}:
         return True
-    folders = [f"hydra.searchpath=['file://{Path(given['config_dir']).absolute()}']"] if "config_dir" in given else []
-    point = check_point(Composer(), [*folders, *given.get("overrides", [])])
+    point = check_point(Composer(), given.get("overrides", []))
     if point.finished:
         print(finished_before(point.run_dir))
     else:

@@ -24,6 +24,7 @@ from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import NormSite, Structure, probe
+from qerl_bench.own_options import words_in_use
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
 from qerl_bench.rundir import check_checkpoint, is_finished, last_checkpoint
@@ -42,7 +43,7 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     overrides = model.warm_start_overrides()
     if overrides is None:
         return None
-    overrides = [*overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
+    overrides = [*words_in_use(), *overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
     run_dir = build(compose(overrides)).run_dir
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with wait_for_lock(run_dir.parent / f".{run_dir.name}.lock", f"the warm start of model={model.name}"):

@@ -14,16 +14,18 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from qerl_bench import own_options
 from qerl_bench.cli import flags_first, is_to_do, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
 from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_names import check_option_names
+from qerl_bench.option_names import check_option_names, search_folders
 
 
 @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
 def run(cfg: DictConfig) -> None:
+    own_options.use(search_folders(HydraConfig.get().runtime))
     check_option_names(cfg, HydraConfig.get().runtime)
     with hidden_packages():
         from qerl_bench.experiment import run_experiment

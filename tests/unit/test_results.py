@@ -109,7 +109,7 @@ def test_one_model_from_two_places_is_one_setting(tmp_path: Path) -> None:
     )
     (setting,) = group_by_setting(runs)
     assert [base for base, _ in setting.by_cell] == ["sha256:1"] * 2
-    assert describe_repeats(runs) == "2 seeds of one base model (qwen3-4b)"
+    assert describe_repeats(runs) == "2 seeds of one base model (qwen3-4b) on arithmetic"
 
 
 def test_several_bases_made_from_seeds_are_one_kind_of_model(tmp_path: Path) -> None:
