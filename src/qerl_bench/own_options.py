@@ -35,7 +35,9 @@ def with_search_path(words: Sequence[str]) -> list[str]:
         require(folder.is_dir(), f"--config-dir {folder}: there is no such folder; it holds <axis>/NAME.yaml")
         folders.append(folder)
     given = " ".join(word for word in others if word.startswith(KEY))
-    require(not (folders and given), f"--config-dir and {given} cannot be combined: give every folder as --config-dir DIR")
+    require(
+        not (folders and given), f"--config-dir and {given} cannot be combined: give every folder as --config-dir DIR"
+    )
     return [*others, *search_path(folders)]
 
 

@@ -201,8 +201,10 @@ def test_a_forked_child_has_a_worker_of_its_own() -> None:
 
 def test_words_are_compared_without_case_spacing_and_punctuation() -> None:
     grader = replace(NUMERIC, equality="words", answer_format="colon")
-    for answer, correct in [("Mexico City", True), ("**mexico  city.**", True), ("Mexico", False), ("Mexicocity", False)]:
-        assert grader.reward("Mexico City", f"So\nA: {answer}").correct is correct, answer
+    for answer in ("Mexico City", "**mexico  city.**"):
+        assert grader.reward("Mexico City", f"So\nA: {answer}").correct, answer
+    for answer in ("Mexico", "Mexicocity"):
+        assert not grader.reward("Mexico City", f"So\nA: {answer}").correct, answer
     assert grader.is_readable("Ø") and not grader.is_readable("!?")
 
 

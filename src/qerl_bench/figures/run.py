@@ -51,9 +51,9 @@ def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: b
     """One panel per metric, and a line per setting.
 
     `smooth` is the number of steps, an odd one, in the mean around each step; fewer at the ends. With three or more
-    seeds a band is the 95 % interval of their mean at each step, over the steps that all of them have; of two, each is
-    a thin line, because their interval is as wide as 18 times their distance. A non-finite value leaves a gap. Raises ConfigError if no run has the metric, or if a setting has two runs of a
-    seed.
+    seeds a band is the 95 % interval of their mean at each step, over the steps that all of them have. Of two, whose
+    interval is 12.7 standard errors wide to either side, each is a thin line. A non-finite value leaves a gap. Raises
+    ConfigError if no run has the metric, or if a setting has two runs of a seed.
     """
     require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, got {smooth}")
     settings = _labelled(study)
@@ -109,8 +109,8 @@ def mean_and_band(
 ) -> Line2D:
     """Draw the mean of `seeds` (steps, seeds) by step, and its 95 % interval or, of two seeds, each; return the line.
 
-    `share`: the metric is one, so its interval is cut at 0 and 1. The vertical axis is fitted to the seeds, so that wide
-    intervals do not flatten the curves.
+    The interval of a `share` is cut at 0 and 1. The vertical axis is fitted to the seeds, so that wide intervals do not
+    flatten the curves.
     """
     mean = seeds.mean(axis=1, skipna=False)
     several = seeds.shape[1]

@@ -232,7 +232,7 @@ def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = Fals
 
 def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
     """Raise ConfigError, naming the runs, if two have one name, if two models do, if a metric has several definitions,
-    or if the runs come from several versions of the code, or of a user's own file, and `mixed_code` does not allow that.
+    or if the runs come from several versions of the code or of a user's own file, and `mixed_code` does not allow that.
     """
     _require_one_model_per_name(runs)
     by_name: dict[str, list[Run]] = {}
