@@ -20,26 +20,28 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGE = CHECKOUT / "docs" / "first-hour.md"
 COMMANDS = {
-    "python src/run.py experiment=smoke quant=mxfp4": "Everything once: six steps of a model with random weights.",
-    "python src/run.py experiment=smoke quant=nvfp4 -m aqn=none,exp": "A sweep: one process per run.",
-    "python src/run.py quant=nvfp4 aqn=exp quant.nmae=x": "A mistake is refused before anything starts.",
-    "make run": "The main job: a model that can do arithmetic learns to do it better.",
-    "make run  # again": "A finished run is not repeated.",
-    "qerl-bench status": "What is there.",
-    "python analysis/claims.py runs/ --out figures/": "What these runs say about the paper.",
+    "python src/run.py experiment=smoke quant=mxfp4": "Everything once: six steps of a model with random weights",
+    "python src/run.py experiment=smoke quant=mxfp4  # again": "A finished run is not repeated",
+    "python src/run.py quant=nvfp4 aqn=exp quant.nmae=x": "A mistake is refused before anything starts",
+    "python src/run.py experiment=smoke quant=nvfp4 -m aqn=none,exp": "A sweep: one process per run",
+    "qerl-bench status": "What is there",
+    "make run": "The main job: a model that can do arithmetic learns to do it better",
+    "python analysis/claims.py runs/ --out figures/": "What these runs say about the paper",
 }
 INTRODUCTION = """# The first hour
 
-What the first commands print, recorded by `python docs/record.py` on {cores} cores. Each heading has the wall time, the CPU time,
-and how many processes wanted a core when the command began: above {cores}, other work made it slower. Lines of steps are cut to
-the first and the last; on a terminal a progress bar takes their place.
+What the first commands print, recorded by `python docs/record.py` on {cores} cores. Below each heading: wall time, CPU
+time, and how many processes wanted a core when the command began; above {cores}, other work made it slower. Of consecutive
+steps the first and the last are kept; on a terminal a progress bar takes their place.
 """
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        parts = [record(command, meaning, Path(folder)) for command, meaning in COMMANDS.items()]
-    PAGE.write_text("\n".join([INTRODUCTION.format(cores=os.cpu_count()), *parts]))
+        parts = [INTRODUCTION.format(cores=os.cpu_count())]
+        for command, meaning in COMMANDS.items():
+            parts.append(record(command, meaning, Path(folder)))
+            PAGE.write_text("\n".join(parts))
 
 
 def record(command: str, meaning: str, root: Path) -> str:

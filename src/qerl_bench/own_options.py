@@ -31,9 +31,9 @@ def with_search_path(words: Sequence[str]) -> list[str]:
         if flag not in FLAGS:
             others.append(word)
             continue
-        folder = Path(value if equals else next(remaining, ""))
-        require(folder.is_dir(), f"--config-dir {folder}: there is no such folder; it holds <axis>/NAME.yaml")
-        folders.append(folder)
+        place = value if equals else next(remaining, "")
+        require(place != "" and Path(place).is_dir(), f"--config-dir {place}: give the folder that holds AXIS/NAME.yaml")
+        folders.append(Path(place))
     given = " ".join(word for word in others if word.startswith(KEY))
     require(
         not (folders and given), f"--config-dir and {given} cannot be combined: give every folder as --config-dir DIR"

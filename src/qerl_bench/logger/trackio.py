@@ -3,6 +3,7 @@
 TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL choose the place, as Trackio reads them.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import logging
