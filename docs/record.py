@@ -31,8 +31,8 @@ COMMANDS = {
 INTRODUCTION = """# The first hour
 
 What the first commands print, recorded by `python docs/record.py` on {cores} cores. Below each heading: wall time, CPU
-time, and how many processes wanted a core when the command began; above {cores}, other work made it slower. Of consecutive
-steps the first and the last are kept; on a terminal a progress bar takes their place.
+time, and how many processes wanted a core when the command began; above {cores}, other work made it slower. Of
+consecutive steps the first and the last are kept; on a terminal a progress bar takes their place.
 """
 
 

@@ -32,7 +32,7 @@ def with_search_path(words: Sequence[str]) -> list[str]:
             others.append(word)
             continue
         place = value if equals else next(remaining, "")
-        require(place != "" and Path(place).is_dir(), f"--config-dir {place}: give the folder that holds AXIS/NAME.yaml")
+        require(Path(place).is_dir() and place != "", f"--config-dir {place}: give a folder with AXIS/NAME.yaml in it")
         folders.append(Path(place))
     given = " ".join(word for word in others if word.startswith(KEY))
     require(

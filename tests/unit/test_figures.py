@@ -164,10 +164,19 @@ def test_seeds_are_averaged_and_banded_over_the_steps_that_all_have(tmp_path: Pa
     corners = {(round(float(x), 9), round(float(y), 9)) for x, y in band.get_paths()[0].vertices}
     # Student's t with two degrees of freedom, 4.302653: half = t s / sqrt(3), s = 0.1 and 0.2.
     halves = 4.302653 * 0.1 / math.sqrt(3), 4.302653 * 0.2 / math.sqrt(3)
-    expected = [(1, 0.2 - halves[0]), (1, 0.2 + halves[0]), (2, 0.4 - halves[1]), (2, 0.4 + halves[1])]
+    expected = [(1, 0), (1, 0.2 + halves[0]), (2, 0), (2, 0.4 + halves[1])]  # no share is below 0
     np.testing.assert_allclose(sorted(corners), expected, atol=1e-6)
     assert band.get_label() == "_95% interval of 3 seeds"
     assert ax.get_ylim() == pytest.approx((0.1 - 0.025, 0.6 + 0.025))  # of the seeds, not of the band
+
+
+def test_two_seeds_are_drawn_beside_their_mean_because_their_interval_says_nothing(tmp_path: Path) -> None:
+    values = {0: [0.1, 0.4], 1: [0.3, 0.2]}
+    runs = [write_run(tmp_path / str(seed), {"accuracy": one}, seed=seed) for seed, one in values.items()]
+    ax, lines = curve(runs, "accuracy")
+    assert not ax.collections
+    np.testing.assert_allclose([line.get_ydata() for line in lines], [[0.2, 0.3], *values.values()])
+    assert [str(line.get_label())[0] for line in lines[1:]] == ["_", "_"]
 
 
 def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -> None:
@@ -257,11 +266,11 @@ def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> Non
     (legend,) = figure.legends
     assert (
         legend.get_title().get_text()
-        == "mean and 95% interval of 2 seeds of one base model (tiny), smoothed over 3 steps"
+        == "mean and each of 2 seeds of one base model (tiny) on arithmetic, smoothed over 3 steps"
     )
     assert len(legend.get_texts()) == 4
     single = figures.comparison(Study(runs.runs[:1]), ["accuracy"])
-    assert single.legends[0].get_title().get_text() == ""
+    assert single.legends[0].get_title().get_text() == "a seed of tiny on arithmetic"
 
 
 def test_a_long_legend_stays_inside_the_figure_and_above_the_panels(tmp_path: Path) -> None:

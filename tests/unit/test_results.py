@@ -416,6 +416,17 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(
     assert load_run(tmp_path / "a").device == "unknown"
 
 
+def test_runs_with_two_versions_of_a_users_own_file_are_refused_unless_that_is_known(tmp_path: Path) -> None:
+    for name, own in {"a": {"spelling.py": "1f"}, "b": {}, "c": {"spelling.py": "1f", "other.py": "3f"}}.items():
+        environment(write_run(tmp_path / name), code="x", own_code=own)
+    assert len(load_runs([tmp_path])) == 3
+    environment(write_run(tmp_path / "d"), code="x", own_code={"spelling.py": "2f"})
+    with pytest.raises(ConfigError) as error:
+        load_runs([tmp_path])
+    assert str(error.value).splitlines()[1:3] == ["  1f: a, c", "  2f: d"] and "spelling.py" in str(error.value)
+    assert len(load_runs([tmp_path], mixed_code=True)) == 4
+
+
 def test_a_metric_with_two_definitions_is_refused_in_any_case(tmp_path: Path) -> None:
     environment(write_run(tmp_path / "a"), metrics={"loss": "-: x", "entropy": "nats/token: of the sampler"})
     environment(write_run(tmp_path / "b"), metrics={"entropy": "nats/token: of the trainer", "kl": "-: y"})
