@@ -194,7 +194,7 @@ def test_a_number_that_was_not_finite_leaves_a_gap_in_the_mean(tmp_path: Path, s
         write_run(tmp_path / "a", {"loss": [1.0, None, 1.0, 1.0]}, seed=0),
         write_run(tmp_path / "b", {"loss": [3.0, 3.0, 3.0, 3.0]}, seed=1),
     ]
-    _, (line,) = curve(runs, "loss", smooth)
+    _, (line, *_) = curve(runs, "loss", smooth)
     assert [math.isnan(y) for _, y in points(line)] == [False, True, False, False]
     assert np.nanmax(np.asarray(line.get_ydata())) == 2.0
 
@@ -228,22 +228,24 @@ def test_runs_that_differ_in_an_option_that_labels_do_not_know_are_never_average
         reward_run(tmp_path / name, seed=seed, aqn="exp", rollout={"top_p": top_p})
         for seed, (name, top_p) in enumerate([("a", 1.0), ("b", 0.6), ("c", 1.0)])
     ]
-    _, lines = curve(runs, "accuracy")
+    ax, _ = curve(runs, "accuracy")
+    lines = labelled(ax).values()
     fingerprints = [load_run(run).identity()["fingerprint"] for run in runs]
     assert {line.get_label() for line in lines} == {f"NVFP4, AQN exp, {name}" for name in fingerprints}
     assert len(lines) == 2 and len({line.get_marker() for line in lines}) == 2
 
 
 def test_seeds_of_a_base_are_averaged_before_bases_are(tmp_path: Path) -> None:
-    """Two bases with two seeds each: means 0.2 and 0.6, so that the mean is 0.4 with an error of 0.2."""
+    """Three bases with two seeds each: means 0.2, 0.6 and 1.0, so that the mean is 0.6 and s = 0.4."""
     runs = [
-        write_run(tmp_path / f"{base}-{seed}", {"accuracy": [value]}, seed=seed, model={"name": "tiny", "seed": base})
-        for base, seed, value in ((0, 0, 0.1), (0, 1, 0.3), (1, 0, 0.5), (1, 1, 0.7))
+        write_run(tmp_path / f"{base}-{seed}", {"loss": [value]}, seed=seed, model={"name": "tiny", "seed": base})
+        for base, seed, value in ((0, 0, 0.1), (0, 1, 0.3), (1, 0, 0.5), (1, 1, 0.7), (2, 0, 0.9), (2, 1, 1.1))
     ]
-    ax, (line,) = curve(runs, "accuracy")
-    assert points(line) == [(1, pytest.approx(0.4))]
+    ax, (line,) = curve(runs, "loss")
+    assert points(line) == [(1, pytest.approx(0.6))]
     ends = {float(y) for _, y in ax.collections[0].get_paths()[0].vertices}
-    assert max(ends) == pytest.approx(0.4 + 12.706205 * 0.2)  # Student's t, one degree of freedom; s = 0.2 sqrt(2)
+    half = 4.302653 * 0.4 / math.sqrt(3)  # Student's t, two degrees of freedom
+    assert (min(ends), max(ends)) == pytest.approx((0.6 - half, 0.6 + half))
 
 
 def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
@@ -310,7 +312,7 @@ def test_the_reward_figure_holds_each_step_its_mean_and_the_held_out_points(tmp_
         np.testing.assert_allclose(np.asarray(data.get_xdata(), dtype=float), [0, 40], atol=0.5)
         ends = np.array([segment[:, 1] for segment in bars.get_segments()], dtype=float)
         np.testing.assert_allclose(ends, np.stack([expected - 0.02, expected + 0.02], axis=1))
-    assert figure.legends[0].get_title().get_text() == "a, smoothed over 5 steps (thin: each step)"
+    assert figure.legends[0].get_title().get_text() == "a on arithmetic, smoothed over 5 steps (thin: each step)"
 
 
 def test_the_entropy_figure_shows_each_step_and_the_stages_below(tmp_path: Path) -> None:
