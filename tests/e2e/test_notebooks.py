@@ -73,7 +73,7 @@ def empty(root: Path) -> None:
 
 
 # folder -> figures that each notebook shows in it
-FIGURES = {
+FIGURES: dict[Callable[[Path], None], dict[str, int]] = {
     one_run: {"entropy": 1, "reward": 1, "speed": 0, "start_here": 2},
     grid: {"entropy": 4, "reward": 4, "speed": 0, "start_here": 4},
     failed_runs: {"entropy": 4, "reward": 4, "speed": 0, "start_here": 4},
