@@ -14,6 +14,7 @@ from qerl_bench import __version__
 from qerl_bench.arguments import wrapped
 from qerl_bench.children import end_with_parent
 from qerl_bench.exits import exit_in_words, one_line_warnings
+from qerl_bench.own_options import with_search_path
 from qerl_bench.terminal import lasting_output
 
 
@@ -68,6 +69,7 @@ def main(words: list[str] | None = None) -> int:
     command = COMMANDS[name]
     with lasting_output(), exit_in_words(command.stopped):
         end_with_parent()
+        rest = with_search_path(rest)
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")

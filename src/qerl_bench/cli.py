@@ -72,9 +72,8 @@ def check_single(argv: list[str]) -> Point | None:
     given = {key: value for key, value in vars(parsed).items() if value}
     if "multirun" in given:
         return None
-    folders = [f"hydra.searchpath=['file://{Path(given['config_dir']).absolute()}']"] if "config_dir" in given else []
-    words = [*folders, *given.get("overrides", [])]
-    if given.keys() - {"overrides", "run", "config_dir"}:  # Hydra prints something
+    words = given.get("overrides", [])
+    if given.keys() - {"overrides", "run"}:  # Hydra prints something
         Composer().tree(words)
         return None
     point = check_point(Composer(), words)

@@ -27,6 +27,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from qerl_bench import own_options
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
@@ -324,6 +325,7 @@ def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
     with open_dict(cfg):
         hydra = cfg.pop("hydra")
     refuse_env_copy(hydra.job)
+    own_options.use(search_folders(hydra.runtime))
     check_option_names(cfg, hydra.runtime)
     return pickle.dumps(cfg), hydra.runtime
 

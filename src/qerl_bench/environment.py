@@ -13,6 +13,7 @@ from typing import Any
 
 from qerl_bench.installation import CHECKOUT
 from qerl_bench.metrics import definitions
+from qerl_bench.own_options import own_modules
 from qerl_bench.seals import digest
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
@@ -43,6 +44,7 @@ def environment(device: str) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain")),
         "code": code_digest(),
+        "own_code": own_modules(),
         "metrics": definitions(),
         "python": platform.python_version(),
         "packages": versions(),

@@ -24,6 +24,7 @@ from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import NormSite, Structure, probe
+from qerl_bench.own_options import words_in_use
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
 from qerl_bench.refusals import CODE as REFUSED
@@ -43,7 +44,7 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     overrides = model.warm_start_overrides()
     if overrides is None:
         return None
-    overrides = [*overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
+    overrides = [*words_in_use(), *overrides, *task.warm_start_overrides(), f"root={Path(root) / 'cache'}"]
     warm_start = build(compose(overrides))
     run_dir = warm_start.run_dir
     run_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def refuse_foreign_classes(node: Any, place: str, folders: Sequence[Path]) -> No
             node["_target_"] in named,
             f"{place}._target_={node['_target_']} is no option of this project, and no YAML file in "
             f"{', '.join(map(str, folders)) or 'a folder of options'} names it. If you trust it, add the folder of its "
-            "YAML file: hydra.searchpath=[file:///DIR]",
+            "YAML file: --config-dir DIR",
         )
 
 

@@ -16,13 +16,14 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from qerl_bench import own_options
 from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
 from qerl_bench.explain import explain, usage
 from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_names import check_option_names
+from qerl_bench.option_names import check_option_names, search_folders
 from qerl_bench.progress import phase
 from qerl_bench.refusals import nothing_left_if_refused
 
@@ -45,6 +46,7 @@ def past_hydra() -> Iterator[None]:
 
 @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
 def run(cfg: DictConfig) -> None:
+    own_options.use(search_folders(HydraConfig.get().runtime))
     check_option_names(cfg, HydraConfig.get().runtime)
     with hidden_packages(), phase("importing PyTorch"):
         from qerl_bench.experiment import run_experiment

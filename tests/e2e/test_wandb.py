@@ -18,7 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.logger.wandb import WandB, WandbMirror
+from qerl_bench.logger.wandb import WandB, WandbMirror, login_problem
 from qerl_bench.rundir import as_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,12 @@ def records(path: Path) -> Iterator[Any]:
 
 def values(items: Any) -> dict[str, Any]:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def labels(path: Path) -> tuple[str, str, str, list[str]]:
+    """Id, name, group and tags of the run in a .wandb file."""
+    run = next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
+    return run.run_id, run.display_name, run.run_group, list(run.tags)
 
 
 def mirrored(path: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Any], dict[str, Any]]:
@@ -78,7 +84,7 @@ def local(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) -> None:
-    words = ["experiment=smoke", "steps=14", "save_every=4", "name=x", f"root={tmp_path}"]
+    words = ["experiment=smoke", "steps=14", "save_every=4", "name=x-s0-y", f"root={tmp_path}"]
     command = [sys.executable, str(ROOT / "src" / "run.py"), *words, "logger=wandb", "logger.mode=offline"]
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("WANDB_")},
@@ -86,7 +92,7 @@ def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) ->
         "OMP_NUM_THREADS": "1",
         "WANDB_SILENT": "true",
     }
-    run_dir = tmp_path / "runs" / "x"
+    run_dir = tmp_path / "runs" / "x-s0-y"
     metrics = run_dir / "metrics.jsonl"
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 100
@@ -100,9 +106,12 @@ def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "continuing after step" in done.stdout + done.stderr
 
-    first, second = sorted((run_dir / "wandb").glob("offline-run-*-x/run-x.wandb"))
+    first, second = sorted((run_dir / "wandb").glob("offline-run-*-x-s0-y/run-x-s0-y.wandb"))
     killed, _, _ = mirrored(first)
     history, config, summary = mirrored(second)
+    *names, tags = labels(second)
+    assert names == ["x-s0-y", "x-s0-y", "x-y"] and labels(first) == (*names, tags)
+    assert {"quant=bf16", "aqn=none", "task=even_characters", "engine=hf"} <= {*tags}
     expected = local(run_dir)
     assert history == expected and list(history) == list(range(15))
     assert len(killed) < 15  # W&B writes late: it may have lost steps that the local record has
@@ -110,6 +119,9 @@ def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) ->
     assert {key: value for key, value in config.items() if key != "_wandb"} == written
     final = {key: value for step in sorted(expected) for key, value in expected[step].items()}
     assert {key: summary[key] for key in final} == final
+
+
+CONFIG = {"name": "a-s3-b", "seed": 3, "quant": {"name": "nvfp4"}, "logger": {"name": "wandb"}}
 
 
 class Online:
@@ -144,7 +156,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: in
     lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
     lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
     spec = WandB(name="wandb", project="p", entity=None, mode="online")
-    return WandbMirror(spec, Path("x"), lines, {}), online
+    return WandbMirror(spec, Path("x"), lines, CONFIG), online
 
 
 def test_steps_that_the_server_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +200,70 @@ def test_a_server_that_is_gone_is_a_warning_and_a_missing_login_a_refusal(
         return init
 
     package(monkeypatch, fail(OSError("No space left on device")))
-    with WandbMirror(spec, Path("x"), lines, {}) as mirror:
+    with WandbMirror(spec, Path("x"), lines, CONFIG) as mirror:
         mirror.log("train", 2, {"loss": 1.0})
     assert len(caplog.messages) == 1 and "is off" in caplog.text and "No space left" in caplog.text
     package(monkeypatch, fail(AuthenticationError("no key")))
     with pytest.raises(ConfigError, match=r"logger=wandb cannot start: no key. .*logger.mode=offline"):
-        WandbMirror(spec, Path("x"), lines, {})
+        WandbMirror(spec, Path("x"), lines, CONFIG)
+
+
+def test_runs_are_grouped_by_setting_and_tagged_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    package(monkeypatch, lambda **words: given.update(words) or Online(0))
+    for variable in ("WANDB_RUN_GROUP", "WANDB_TAGS"):
+        monkeypatch.delenv(variable, raising=False)
+    spec = WandB(name="wandb", project="p", entity=None, mode=None)
+    WandbMirror(spec, Path("x"), [], CONFIG)
+    assert (given["group"], given["tags"], given["mode"]) == ("a-b", ["quant=nvfp4"], None)
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    monkeypatch.setenv("WANDB_TAGS", "pilot,h200")
+    WandbMirror(spec, Path("x"), [], CONFIG)
+    assert (given["group"], given["tags"]) == ("mine", ["quant=nvfp4", "pilot", "h200"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "login", "problem"),
+    [
+        ("offline", "online", False, None),
+        ("disabled", "online", False, None),
+        (None, "offline", False, None),
+        (None, "disabled", False, None),
+        (None, "online", True, None),
+        (None, "online", False, "not logged in"),
+        ("online", "offline", False, "not logged in"),  # the option wins over WANDB_MODE
+        ("online", "offline", AuthenticationError("bad key"), "bad key"),
+    ],
+)
+def test_a_login_is_needed_only_to_be_online(
+    mode: str | None, environment: str, login: bool | Exception, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def setup(settings: dict[str, str] | None = None) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(mode=(settings or {}).get("mode", environment)))
+
+    def log_in(prompt: bool) -> bool:
+        assert not prompt
+        if isinstance(login, Exception):
+            raise login
+        return login
+
+    package(monkeypatch, lambda **_: None)
+    sys.modules["wandb"].__dict__.update(setup=setup, login=log_in)
+    login_problem.cache_clear()
+    found = login_problem(mode)
+    login_problem.cache_clear()
+    assert found is None if problem is None else problem in str(found)
+
+
+@pytest.mark.slow
+def test_a_missing_login_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
+        "HOME": str(tmp_path / "home"),
+        "NETRC": str(tmp_path / "netrc"),
+    }
+    words = [sys.executable, str(ROOT / "src" / "run.py"), "experiment=smoke", "logger=wandb", f"root={tmp_path}"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "logger=wandb cannot start" in done.stderr and "logger.mode=offline" in done.stderr
+    assert not (tmp_path / "runs").exists()

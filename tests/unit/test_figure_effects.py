@@ -240,8 +240,8 @@ def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> Non
     )
     mean, points = paired.effect(treated, control, ACCURACY)
     assert points == pytest.approx([0.03] * 3) and mean.n == 3
-    assert describe_repeats(treated) == "3 base models (tiny), the mean of 2 seeds each"
-    assert describe_repeats(treated[::2]) == "3 base models (tiny), one seed each"
+    assert describe_repeats(treated) == "3 base models (tiny) on arithmetic, the mean of 2 seeds each"
+    assert describe_repeats(treated[::2]) == "3 base models (tiny) on arithmetic, one seed each"
     assert "Small points: base models." in paired.interval_note(treated)
 
 

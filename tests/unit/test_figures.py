@@ -164,10 +164,19 @@ def test_seeds_are_averaged_and_banded_over_the_steps_that_all_have(tmp_path: Pa
     corners = {(round(float(x), 9), round(float(y), 9)) for x, y in band.get_paths()[0].vertices}
     # Student's t with two degrees of freedom, 4.302653: half = t s / sqrt(3), s = 0.1 and 0.2.
     halves = 4.302653 * 0.1 / math.sqrt(3), 4.302653 * 0.2 / math.sqrt(3)
-    expected = [(1, 0.2 - halves[0]), (1, 0.2 + halves[0]), (2, 0.4 - halves[1]), (2, 0.4 + halves[1])]
+    expected = [(1, 0), (1, 0.2 + halves[0]), (2, 0), (2, 0.4 + halves[1])]  # no share is below 0
     np.testing.assert_allclose(sorted(corners), expected, atol=1e-6)
     assert band.get_label() == "_95% interval of 3 seeds"
     assert ax.get_ylim() == pytest.approx((0.1 - 0.025, 0.6 + 0.025))  # of the seeds, not of the band
+
+
+def test_two_seeds_are_drawn_beside_their_mean_because_their_interval_says_nothing(tmp_path: Path) -> None:
+    values = {0: [0.1, 0.4], 1: [0.3, 0.2]}
+    runs = [write_run(tmp_path / str(seed), {"accuracy": one}, seed=seed) for seed, one in values.items()]
+    ax, lines = curve(runs, "accuracy")
+    assert not ax.collections
+    np.testing.assert_allclose([line.get_ydata() for line in lines], [[0.2, 0.3], *values.values()])
+    assert [str(line.get_label())[0] for line in lines[1:]] == ["_", "_"]
 
 
 def test_smoothing_is_a_centred_mean_that_shortens_at_the_ends(tmp_path: Path) -> None:
@@ -185,7 +194,7 @@ def test_a_number_that_was_not_finite_leaves_a_gap_in_the_mean(tmp_path: Path, s
         write_run(tmp_path / "a", {"loss": [1.0, None, 1.0, 1.0]}, seed=0),
         write_run(tmp_path / "b", {"loss": [3.0, 3.0, 3.0, 3.0]}, seed=1),
     ]
-    _, (line,) = curve(runs, "loss", smooth)
+    _, (line, *_) = curve(runs, "loss", smooth)
     assert [math.isnan(y) for _, y in points(line)] == [False, True, False, False]
     assert np.nanmax(np.asarray(line.get_ydata())) == 2.0
 
@@ -219,22 +228,24 @@ def test_runs_that_differ_in_an_option_that_labels_do_not_know_are_never_average
         reward_run(tmp_path / name, seed=seed, aqn="exp", rollout={"top_p": top_p})
         for seed, (name, top_p) in enumerate([("a", 1.0), ("b", 0.6), ("c", 1.0)])
     ]
-    _, lines = curve(runs, "accuracy")
+    ax, _ = curve(runs, "accuracy")
+    lines = labelled(ax).values()
     fingerprints = [load_run(run).identity()["fingerprint"] for run in runs]
     assert {line.get_label() for line in lines} == {f"NVFP4, AQN exp, {name}" for name in fingerprints}
     assert len(lines) == 2 and len({line.get_marker() for line in lines}) == 2
 
 
 def test_seeds_of_a_base_are_averaged_before_bases_are(tmp_path: Path) -> None:
-    """Two bases with two seeds each: means 0.2 and 0.6, so that the mean is 0.4 with an error of 0.2."""
+    """Three bases with two seeds each: means 0.2, 0.6 and 1.0, so that the mean is 0.6 and s = 0.4."""
     runs = [
-        write_run(tmp_path / f"{base}-{seed}", {"accuracy": [value]}, seed=seed, model={"name": "tiny", "seed": base})
-        for base, seed, value in ((0, 0, 0.1), (0, 1, 0.3), (1, 0, 0.5), (1, 1, 0.7))
+        write_run(tmp_path / f"{base}-{seed}", {"loss": [value]}, seed=seed, model={"name": "tiny", "seed": base})
+        for base, seed, value in ((0, 0, 0.1), (0, 1, 0.3), (1, 0, 0.5), (1, 1, 0.7), (2, 0, 0.9), (2, 1, 1.1))
     ]
-    ax, (line,) = curve(runs, "accuracy")
-    assert points(line) == [(1, pytest.approx(0.4))]
+    ax, (line,) = curve(runs, "loss")
+    assert points(line) == [(1, pytest.approx(0.6))]
     ends = {float(y) for _, y in ax.collections[0].get_paths()[0].vertices}
-    assert max(ends) == pytest.approx(0.4 + 12.706205 * 0.2)  # Student's t, one degree of freedom; s = 0.2 sqrt(2)
+    half = 4.302653 * 0.4 / math.sqrt(3)  # Student's t, two degrees of freedom
+    assert (min(ends), max(ends)) == pytest.approx((0.6 - half, 0.6 + half))
 
 
 def test_a_repeated_seed_and_a_metric_that_nobody_wrote_are_refused(tmp_path: Path) -> None:
@@ -257,11 +268,11 @@ def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> Non
     (legend,) = figure.legends
     assert (
         legend.get_title().get_text()
-        == "mean and 95% interval of 2 seeds of one base model (tiny), smoothed over 3 steps"
+        == "mean and each of 2 seeds of one base model (tiny) on arithmetic, smoothed over 3 steps"
     )
     assert len(legend.get_texts()) == 4
     single = figures.comparison(Study(runs.runs[:1]), ["accuracy"])
-    assert single.legends[0].get_title().get_text() == ""
+    assert single.legends[0].get_title().get_text() == "a seed of tiny on arithmetic"
 
 
 def test_a_long_legend_stays_inside_the_figure_and_above_the_panels(tmp_path: Path) -> None:
@@ -318,7 +329,7 @@ def test_the_reward_figure_holds_each_step_its_mean_and_the_held_out_points(tmp_
         np.testing.assert_allclose(np.asarray(data.get_xdata(), dtype=float), [0, 40], atol=0.5)
         ends = np.array([segment[:, 1] for segment in bars.get_segments()], dtype=float)
         np.testing.assert_allclose(ends, np.stack([expected - 0.02, expected + 0.02], axis=1))
-    assert figure.legends[0].get_title().get_text() == "a, smoothed over 5 steps (thin: each step)"
+    assert figure.legends[0].get_title().get_text() == "a on arithmetic, smoothed over 5 steps (thin: each step)"
 
 
 def test_the_entropy_figure_shows_each_step_and_the_stages_below(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.task.grader import latex
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
-from qerl_bench.task.grader.grader import EQUALITIES, Grader
+from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.grader.latex import Worker, compare
 
 NUMERIC = Grader(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
@@ -57,7 +57,7 @@ TRAPS = [
 ]
 
 
-@pytest.mark.parametrize("grader", [NUMERIC, MATH], ids=EQUALITIES)
+@pytest.mark.parametrize("grader", [NUMERIC, MATH], ids=["numeric", "math"])
 @pytest.mark.parametrize(("completion", "correct", "formed"), TRAPS)
 def test_trap_table(grader: Grader, completion: str, correct: bool, formed: bool) -> None:
     reward = grader.reward("18", completion)
@@ -196,6 +196,18 @@ def test_a_forked_child_has_a_worker_of_its_own() -> None:
     assert compare("\\frac{1}{2}", "0.50")[0]
 
 
+# --- words ---
+
+
+def test_words_are_compared_without_case_spacing_and_punctuation() -> None:
+    grader = replace(NUMERIC, equality="words", answer_format="colon")
+    for answer in ("Mexico City", "**mexico  city.**"):
+        assert grader.reward("Mexico City", f"So\nA: {answer}").correct, answer
+    for answer in ("Mexico", "Mexicocity"):
+        assert not grader.reward("Mexico City", f"So\nA: {answer}").correct, answer
+    assert grader.is_readable("Ø") and not grader.is_readable("!?")
+
+
 # --- options ---
 
 
@@ -203,7 +215,7 @@ def test_a_forked_child_has_a_worker_of_its_own() -> None:
     ("change", "message"),
     [
         ({"answer_format": "xml"}, r"task\.answer_format must be one of tags, hash, boxed, colon, auto, got 'xml'"),
-        ({"equality": "string"}, r"task\.equality must be one of numeric, math, got 'string'"),
+        ({"equality": "string"}, r"task\.equality must be one of numeric, math, words, got 'string'"),
         ({"correct_weight": 0.0}, r"task\.correct_weight .* got 0\.0"),
         ({"format_weight": float("nan")}, r"task\.format_weight .* got nan"),
     ],

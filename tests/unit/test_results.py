@@ -110,7 +110,7 @@ def test_one_model_from_two_places_is_one_setting(tmp_path: Path) -> None:
     )
     (setting,) = group_by_setting(runs)
     assert [base for base, _ in setting.by_cell] == ["sha256:1"] * 2
-    assert describe_repeats(runs) == "2 seeds of one base model (qwen3-4b)"
+    assert describe_repeats(runs) == "2 seeds of one base model (qwen3-4b) on arithmetic"
 
 
 def test_several_bases_made_from_seeds_are_one_kind_of_model(tmp_path: Path) -> None:
@@ -415,6 +415,17 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(
         analysis_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out")])
     analysis_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
     assert load_run(tmp_path / "a").device == "unknown"
+
+
+def test_runs_with_two_versions_of_a_users_own_file_are_refused_unless_that_is_known(tmp_path: Path) -> None:
+    for name, own in {"a": {"spelling.py": "1f"}, "b": {}, "c": {"spelling.py": "1f", "other.py": "3f"}}.items():
+        environment(write_run(tmp_path / name), code="x", own_code=own)
+    assert len(load_runs([tmp_path])) == 3
+    environment(write_run(tmp_path / "d"), code="x", own_code={"spelling.py": "2f"})
+    with pytest.raises(ConfigError) as error:
+        load_runs([tmp_path])
+    assert str(error.value).splitlines()[1:3] == ["  1f: a, c", "  2f: d"] and "spelling.py" in str(error.value)
+    assert len(load_runs([tmp_path], mixed_code=True)) == 4
 
 
 def test_a_metric_with_two_definitions_is_refused_in_any_case(tmp_path: Path) -> None:

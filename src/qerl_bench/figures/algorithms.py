@@ -22,7 +22,7 @@ from qerl_bench.figures.run import mean_and_band, moving_average
 from qerl_bench.figures.style import OTHER_COLORS, caption, label_axes, label_ends, panels, paper_style
 from qerl_bench.statistics import Estimate, mean_ci_crossed
 from qerl_bench.study.load import Run
-from qerl_bench.study.study import Setting, Study, describe_repeats
+from qerl_bench.study.study import Setting, Study, describe_repeats, unit_count
 
 PANELS = ("reward/mean", "entropy")
 REFILLS = "dynamic/refills"
@@ -99,7 +99,8 @@ def _notes(groups: dict[str, Sequence[Run]], smooth: int, unknown: Sequence[str]
     counts = {name: describe_repeats(group) for name, group in groups.items()}
     several = len(set(counts.values())) > 1
     repeats = "; ".join(f"{name}: {text}" for name, text in counts.items()) if several else next(iter(counts.values()))
-    band = ", with the 95% interval (Student's t) of each by itself, not of a difference" if len(first) > 1 else ""
+    interval = ", with the 95% interval (Student's t) of each by itself, not of a difference"
+    band = ("", ", and each", interval)[min(unit_count(first), 3) - 1]
     return [
         f"{first[0].option('quant.name').upper()} {noise}. Mean of {repeats}{band}.",
         f"Mean of {smooth} steps around each." if smooth > 1 else "",

@@ -38,7 +38,7 @@ from qerl_bench.figures.style import (
 )
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import Run, load_run
-from qerl_bench.study.study import Setting, Study, describe_repeats
+from qerl_bench.study.study import Setting, Study, describe_repeats, unit_count
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # of settings with one color and dash
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
@@ -50,10 +50,10 @@ HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions
 def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: bool = False) -> Figure:
     """One panel per metric, and a line per setting.
 
-    `smooth` is the number of steps, an odd one, in the mean around each step; fewer at the ends. With several seeds a
-    band is the 95 % interval of their mean at each step, over the steps that all of them have; one seed is a thin line.
-    A non-finite value leaves a gap. Raises ConfigError if no run has the metric, or if a setting has two runs of a
-    seed.
+    `smooth` is the number of steps, an odd one, in the mean around each step; fewer at the ends. With three or more
+    seeds a band is the 95 % interval of their mean at each step, over the steps that all of them have. Of two, whose
+    interval is 12.7 standard errors wide to either side, each is a thin line. A non-finite value leaves a gap. Raises
+    ConfigError if no run has the metric, or if a setting has two runs of a seed.
     """
     require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, got {smooth}")
     settings = _labelled(study)
@@ -65,8 +65,8 @@ def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: b
             ax.set_title(TITLES.get(metric, "") if len(metrics) > 1 else "")
             if share_y:
                 ax.label_outer()
-        several = f"mean and 95% interval of {describe_repeats(longest)}" if len(longest) > 1 else ""
-        legend_above(figure, axes[0], [several, _smoothing(smooth)])
+        shown = ("", "mean and each of ", "mean and 95% interval of ")[min(unit_count(longest), 3) - 1]
+        legend_above(figure, axes[0], [f"{shown}{describe_repeats(longest)}", _smoothing(smooth)])
     return figure
 
 
@@ -94,7 +94,8 @@ def _draw_curves(ax: Axes, settings: Sequence[Setting], metric: str, smooth: int
         names = " and ".join(run.name for run in setting.runs)
         require(not table.empty, f"{names} have no step in common: leave one out")
         dashes = line_style(aqn) if mixed else "solid"
-        line = mean_and_band(ax, moving_average(table, smooth), color(quant), setting.label, dashes)
+        share = "accuracy" in metric
+        line = mean_and_band(ax, moving_average(table, smooth), color(quant), setting.label, dashes, share)
         if marks[quant, aqn] > 1 or len(table) <= 3:
             line.set_marker(MARKERS[number % len(MARKERS)])
             line.set_markersize(3)
@@ -103,20 +104,26 @@ def _draw_curves(ax: Axes, settings: Sequence[Setting], metric: str, smooth: int
     label_axes(ax, metric)
 
 
-def mean_and_band(ax: Axes, seeds: pd.DataFrame, shade: str, label: str, dashes: str = "solid") -> Line2D:
-    """Draw the mean of `seeds` (steps, seeds) by step and, for several, its 95 % interval; return the line.
+def mean_and_band(
+    ax: Axes, seeds: pd.DataFrame, shade: str, label: str, dashes: str = "solid", share: bool = False
+) -> Line2D:
+    """Draw the mean of `seeds` (steps, seeds) by step, and its 95 % interval or, of two seeds, each; return the line.
 
-    The vertical axis is fitted to the seeds, so that the wide interval of two seeds does not flatten the curves.
+    The interval of a `share` is cut at 0 and 1. The vertical axis is fitted to the seeds, so that wide intervals do not
+    flatten the curves.
     """
     mean = seeds.mean(axis=1, skipna=False)
-    several = seeds.shape[1] > 1
-    width = 1.2 if several else 0.8
+    several = seeds.shape[1]
+    width = 1.2 if several > 1 else 0.8
     (line,) = ax.plot(mean.index, mean, label=label, color=shade, linestyle=dashes, linewidth=width)
-    if several:
+    if several == 2:
+        ax.plot(seeds.index, seeds, color=shade, linestyle=dashes, linewidth=0.5, alpha=0.5, label="_each seed")
+    if several > 2:
         halves = np.array([mean_ci(values).half_width for values in seeds.to_numpy()])
+        ends = [(mean + side * halves).clip(*((0, 1) if share else (None, None))).to_numpy() for side in (-1, 1)]
         band = FillBetweenPolyCollection(
-            "x", mean.index.to_numpy(), (mean - halves).to_numpy(), (mean + halves).to_numpy(), color=shade, alpha=0.15,
-            linewidth=0, label=f"_95% interval of {seeds.shape[1]} seeds",
+            "x", mean.index.to_numpy(), *ends, color=shade, alpha=0.15,
+            linewidth=0, label=f"_95% interval of {several} seeds",
         )  # fmt: skip
         ax.add_collection(band, autolim=False)
         ax.update_datalim([(mean.index[0], value) for value in (seeds.min().min(), seeds.max().max())])
@@ -176,7 +183,7 @@ def entropy_figure(run: Run) -> Figure:
             ax.axvline(start - 0.5, color="#CFCFCF", linewidth=0.5, zorder=0.5, label="_stage")
         _step_range(bottom, run)
         figure.align_ylabels()
-        legend_above(figure, [top], [run.name])
+        legend_above(figure, [top], [_title(run)])
     return figure
 
 
@@ -196,8 +203,12 @@ def _training_figure(run: Run, metric: str, accuracy: str | None) -> Figure:
             right.set_ylabel("accuracy")
         for ax in axes[0]:
             _step_range(ax, run)
-        legend_above(figure, axes[0], [run.name, _smoothing(window, " (thin: each step)")])
+        legend_above(figure, axes[0], [_title(run), _smoothing(window, " (thin: each step)")])
     return figure
+
+
+def _title(run: Run) -> str:
+    return f"{run.name} on {run.option('task.name')}"
 
 
 def _trace(ax: Axes, run: Run, metric: str, window: int, **line: Any) -> None:
@@ -220,8 +231,9 @@ def _held_out(ax: Axes, run: Run) -> None:
         if accuracy.empty:
             continue
         error = run.series("eval", f"eval/accuracy_{decoding}_stderr").reindex(accuracy.index)
+        ends = [np.minimum(error, accuracy), np.minimum(error, 1 - accuracy)]  # no share is below 0 or above 1
         ax.errorbar(
-            accuracy.index + side, accuracy, yerr=error, fmt=marker, color="#555555", zorder=3, elinewidth=0.9,
+            accuracy.index + side, accuracy, yerr=ends, fmt=marker, color="#555555", zorder=3, elinewidth=0.9,
             markerfacecolor="#555555" if decoding == "greedy" else "white", label=f"held-out, {decoding} (±1 s.e.)",
         )  # fmt: skip
         _validation(ax, run, decoding, marker)

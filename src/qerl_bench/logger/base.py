@@ -34,3 +34,19 @@ class LoggerSpec(Protocol):
         `records` are the lines of metrics.jsonl so far, not empty after a resume; `config` is the resolved config.
         """
         ...
+
+
+def metrics_in(record: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of a line of metrics.jsonl."""
+    return {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
+
+
+def group_of(config: dict[str, Any]) -> str:
+    """What runs that differ in their seed alone have in common: the name without it."""
+    return str(config["name"]).replace(f"-s{config['seed']}-", "-")
+
+
+def tags_of(config: dict[str, Any]) -> list[str]:
+    """The option of each axis, as in quant=nvfp4; without the logger."""
+    axes = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and "name" in value}
+    return [f"{axis}={name}" for axis, name in axes.items() if axis != "logger"]

@@ -1,37 +1,65 @@
-"""logger=wandb: Weights & Biases as a mirror of metrics.jsonl."""
+"""logger=wandb: Weights & Biases as a mirror of metrics.jsonl. docs/wandb.md says how to use it."""
 
 from __future__ import annotations
 
 import logging
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require_package, text
-from qerl_bench.logger.base import MetricsMirror
+from qerl_bench.logger.base import MetricsMirror, group_of, metrics_in, tags_of
 
 log = logging.getLogger(__name__)
+MODES = ("online", "offline", "disabled")
+MAX_TAG = 64  # characters, at W&B
+REMEDY = "Log in with `wandb login`, or use logger.mode=offline, whose files `wandb sync` sends later"
 FINISH_LIMIT_S = 300.0  # for the upload at the end; the rest is sent by `wandb sync`
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandB:
-    """Mirror a run under its own name. In a W&B sweep the agent chooses the id."""
+    """Mirror a run under its own name, grouped with its other seeds. In a W&B sweep the agent chooses the id.
+
+    `mode` None: as WANDB_MODE and `wandb offline` say, and else online.
+    """
 
     name: str
     project: str
     entity: str | None
-    mode: str
+    mode: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "logger", project=text, entity=optional(text), mode=one_of("online", "offline"))
+        check_fields(self, "logger", project=text, entity=optional(text), mode=optional(one_of(*MODES)))
 
     def check(self) -> None:
+        """Raise ConfigError without the package, and without a login that W&B accepts if the mode needs one."""
         require_package("wandb", "logger=wandb", "wandb")
+        if problem := login_problem(self.mode):
+            raise ConfigError(f"logger=wandb cannot start: {problem.rstrip('.')}. {REMEDY}")
 
     def mirror(self, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:
         return WandbMirror(self, run_dir, records, config)
+
+
+@lru_cache
+def login_problem(mode: str | None) -> str | None:
+    """Why W&B cannot be used in this mode; None if it can, as far as one can know without starting a run."""
+    if mode in ("offline", "disabled"):
+        return None
+    import wandb
+    from wandb.errors import AuthenticationError, UsageError
+
+    # With its own mode, because wandb.login would follow WANDB_MODE.
+    settings = wandb.setup(wandb.Settings(mode=mode)).settings if mode else wandb.setup().settings  # type: ignore[arg-type]
+    if settings.mode not in ("online", "shared"):
+        return None
+    try:
+        return None if wandb.login(prompt=False) else "this machine is not logged in"
+    except (AuthenticationError, UsageError) as error:
+        return str(error)
 
 
 class WandbMirror(MetricsMirror):
@@ -46,11 +74,14 @@ class WandbMirror(MetricsMirror):
         from wandb.errors import AuthenticationError, UsageError
 
         identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run_dir.name, "resume": "allow"}
+        tags = [tag[:MAX_TAG] for tag in tags_of(config)]
         try:
             self.run = wandb.init(
                 project=spec.project,
                 entity=spec.entity,
                 name=run_dir.name,
+                group=os.environ.get("WANDB_RUN_GROUP") or group_of(config),
+                tags=[*tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))],
                 dir=str(run_dir),
                 mode=spec.mode,  # type: ignore[arg-type]
                 config=config,
@@ -58,16 +89,12 @@ class WandbMirror(MetricsMirror):
                 **identity,  # type: ignore[arg-type]
             )
         except (AuthenticationError, UsageError) as error:
-            raise ConfigError(
-                f"logger=wandb cannot start: {str(error).rstrip('.')}. Log in with `wandb login`, or use "
-                "logger.mode=offline"
-            ) from error
+            raise ConfigError(f"logger=wandb cannot start: {str(error).rstrip('.')}. {REMEDY}") from error
         except Exception as error:  # no server, no room on its disk; as in `log`
             log.warning("logger=wandb cannot start and is off; metrics.jsonl has everything: %s", error)
             self.run = None
         for record in records:
-            metrics = {key: value for key, value in record.items() if key not in ("kind", "step", "time")}
-            self.log(record["kind"], record["step"], metrics)
+            self.log(record["kind"], record["step"], metrics_in(record))
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         if self.run is None:

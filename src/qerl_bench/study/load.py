@@ -232,17 +232,20 @@ def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = Fals
 
 def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
     """Raise ConfigError, naming the runs, if two have one name, if two models do, if a metric has several definitions,
-    or if the runs come from several versions of the code and `mixed_code` does not allow that.
+    or if the runs come from several versions of the code or of a user's own file, and `mixed_code` does not allow that.
     """
     _require_one_model_per_name(runs)
     by_name: dict[str, list[Run]] = {}
     by_code: dict[str, list[str]] = {}
+    by_own_code: dict[str, dict[str, list[str]]] = {}
     by_definition: dict[str, dict[str, list[str]]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
         by_code.setdefault(run.code, []).append(run.name)
         for metric, definition in run.environment.get("metrics", {}).items():
             by_definition.setdefault(metric, {}).setdefault(definition, []).append(run.name)
+        for file, version in run.environment.get("own_code", {}).items():
+            by_own_code.setdefault(file, {}).setdefault(version[:12], []).append(run.name)
     for name, group in by_name.items():
         folders = " and ".join(str(run.path) for run in group)
         require(len(group) == 1, f"the run {name} was found twice, in {folders}: pass only one of them")
@@ -259,6 +262,13 @@ def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
         f"these runs come from {len(by_code)} versions of the code:\n{versions}\nLeave all but one group out, or pass "
         "--mixed-code if what changed in between cannot have changed the numbers",
     )
+    for file, groups in by_own_code.items():
+        versions = "\n".join(f"  {version}: {first_names(names)}" for version, names in groups.items())
+        require(
+            mixed_code or len(groups) == 1,
+            f"these runs were made with {len(groups)} versions of {file}:\n{versions}\nLeave all but one group out, or "
+            "pass --mixed-code",
+        )
 
 
 def _require_one_model_per_name(runs: Sequence[Run]) -> None:

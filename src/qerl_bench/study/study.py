@@ -160,10 +160,17 @@ def require_complete(missing: Sequence[str]) -> None:
     )
 
 
-def describe_repeats(runs: Sequence[Run]) -> str:
-    """How often a setting was repeated, and of which model: the units of an interval over these runs."""
+def unit_count(runs: Sequence[Run]) -> int:
+    """Over how many units runs of one setting are averaged: bases if there are several, else seeds."""
     bases, seeds = (len({run.cell[part] for run in runs}) for part in (0, 1))
-    models = ", ".join(sorted({run.option("model.name") for run in runs}))
+    return bases if bases > 1 else seeds
+
+
+def describe_repeats(runs: Sequence[Run]) -> str:
+    """How often a setting was repeated, of which model, on what task: the units of an interval over these runs."""
+    bases, seeds = (len({run.cell[part] for run in runs}) for part in (0, 1))
+    models, tasks = (", ".join(sorted({run.option(key) for run in runs})) for key in ("model.name", "task.name"))
     if bases > 1:
-        return f"{bases} base models ({models}), {f'the mean of {seeds} seeds' if seeds > 1 else 'one seed'} each"
-    return f"{seeds} seeds of one base model ({models})" if seeds > 1 else f"a single seed of {models}"
+        each = f"the mean of {seeds} seeds" if seeds > 1 else "one seed"
+        return f"{bases} base models ({models}) on {tasks}, {each} each"
+    return f"{seeds} seeds of one base model ({models}) on {tasks}" if seeds > 1 else f"a seed of {models} on {tasks}"

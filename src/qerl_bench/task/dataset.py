@@ -107,7 +107,7 @@ class DatasetTask(PromptTask):
     def _train_rows(self) -> tuple[QuestionRow, ...]:
         if self.train is None:
             raise ConfigError(self._evaluation_only)
-        grader = self.grader if self.equality == "numeric" else None  # checking LaTeX is slow; bad gold earns nothing
+        grader = None if self.equality == "math" else self.grader  # checking LaTeX is slow; bad gold earns nothing
         rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", grader)
         held_out = {self.normalize(row.question): row for row in self._eval_rows}
         leaked = [(row, twin) for row in rows if (twin := held_out.get(self.normalize(row.question)))]

@@ -5,8 +5,6 @@ All bad rows are found before anything runs and reported together: by kind, with
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import Any
 
 from qerl_bench.checks import ConfigError, count, optional, require
 from qerl_bench.task.datafile import read_rows
-from qerl_bench.task.grader.grader import Grader
+from qerl_bench.task.grader.grader import Grader, words_of
 
 MAX_EXAMPLES = 3  # shown for each kind of bad row
 
@@ -180,7 +178,7 @@ def normalize_question(text: str, instructions: Iterable[str] = ()) -> str:
 
     `instructions` at its end are removed; they are not part of the question.
     """
-    words = " ".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold()))
+    words = words_of(text)
     for line in instructions:
         words = words.removesuffix(f" {normalize_question(line)}")
     return words

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from dataclasses import dataclass
 
 from qerl_bench.checks import check_fields, number, one_of, positive, require_package
@@ -13,7 +15,7 @@ from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.grader.latex import compare
 from qerl_bench.task.grader.numbers import parse_number
 
-EQUALITIES = ("numeric", "math")
+EQUALITIES = ("numeric", "math", "words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,8 @@ class Grader:
     """How to find answers (`answer_format`), when two answers are equal (`equality`), and what they earn.
 
     numeric: both state exactly the same number (task/grader/numbers.py). math: the same number, or LaTeX that
-    math-verify finds equal within its time limit (task/grader/latex.py).
+    math-verify finds equal within its time limit (task/grader/latex.py). words: the same words, whatever their case,
+    spacing and punctuation.
     """
 
     answer_format: str
@@ -67,5 +70,13 @@ class Grader:
         """Whether the answer `text` equals `gold`, and its canonical form."""
         if self.equality == "math":
             return compare(gold, text)
+        if self.equality == "words":
+            words = words_of(text)
+            return bool(words) and words == words_of(gold), words
         value = parse_number(text)
         return (False, text) if value is None else (value == parse_number(gold), str(value))
+
+
+def words_of(text: str) -> str:
+    """The words of `text` in lower case, a space apart."""
+    return " ".join(re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", text).casefold()))
