@@ -19,6 +19,7 @@ from qerl_bench.__main__ import COMMANDS
 from qerl_bench.cli import flags_first
 from qerl_bench.config import build, compose
 from qerl_bench.eval.reevaluate import apply_overrides
+from qerl_bench.explain import explain
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]
@@ -63,6 +64,8 @@ def test_a_shown_command_is_accepted(page: str, command: str) -> None:
         assert find_spec(words[0]) is not None
         return
     assert (ROOT / program).exists()
-    if program == "src/run.py" and "--cfg" not in words:
+    if "--explain" in words:
+        assert explain([word for word in words if word != "--explain"])
+    elif program == "src/run.py" and not {"--cfg", "--help"} & {*words}:
         for point in points([word for word in flags_first(words) if word != "-m"]) or [[]]:
             build(compose(point))
