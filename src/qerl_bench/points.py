@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qerl_bench.locks import holder, lock
@@ -31,7 +31,10 @@ def listed(folder: Path, run_dirs: Sequence[Path]) -> Iterator[None]:
     finally:
         if held is not None:
             place.unlink(missing_ok=True)
+            place.with_suffix(".lock").unlink(missing_ok=True)
             held.close()
+        with suppress(OSError):  # another sweep is listed there
+            place.parent.rmdir()
 
 
 def going_on(folder: Path) -> list[Path]:
