@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qerl_bench.locks import holder, lock
@@ -20,8 +20,10 @@ def listed(folder: Path, run_dirs: Sequence[Path]) -> Iterator[None]:
     the same sweep goes on."""
     runs = json.dumps([str(path.absolute()) for path in run_dirs], indent=1)
     place = folder / FOLDER / f"{hashlib.sha256(runs.encode()).hexdigest()[:16]}.json"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    held = lock(place.with_suffix(".lock"))
+    held = None
+    with suppress(FileNotFoundError):  # another sweep ended just now, and removed the folder
+        place.parent.mkdir(parents=True, exist_ok=True)
+        held = lock(place.with_suffix(".lock"))
     try:
         if held is not None:
             writing = place.with_suffix(f".{secrets.token_hex(4)}")
@@ -31,7 +33,10 @@ def listed(folder: Path, run_dirs: Sequence[Path]) -> Iterator[None]:
     finally:
         if held is not None:
             place.unlink(missing_ok=True)
+            place.with_suffix(".lock").unlink(missing_ok=True)
             held.close()
+        with suppress(OSError):  # another sweep is listed there
+            place.parent.rmdir()
 
 
 def going_on(folder: Path) -> list[Path]:

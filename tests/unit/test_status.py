@@ -63,6 +63,7 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
     assert all(f"pid {os.getpid()}, since 20" in row for row in rows if "running" in row.split()[0])
     # two at a time: 60 + 40 + 100 + 100 steps of 10 s
     assert total == "8 runs, 1 done, 1 failed, 1 queued, 2 running, 2 unfinished, 1 waiting; about 25.0 min left"
+    assert not (tmp_path / ".sweeps").exists()
     status.main([folder])
     assert "waiting" not in capsys.readouterr().out  # the sweep has ended
 
