@@ -1,11 +1,10 @@
 """Evaluate a finished run again with another protocol.
 
 The policy is the run's: same config, same packed base, the adapter of its last checkpoint, or of checkpoint=best or
-of a step. Only eval, task, engine, device and seed may differ; --config-dir DIR adds a folder of options. As in the run,
-the base before
-training is evaluated first, for the gain on the same questions. The run itself is not changed: the result goes to
-RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the changes), env.json,
-preflight.json, eval.json, samples.parquet, seals.jsonl and done.json.
+of a step. Only eval, task, engine, device and seed may differ; --config-dir DIR adds a folder of options. The base
+before training is evaluated first, as in the run, for the gain on the same questions. The run itself is not changed: the
+result goes to RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the
+changes), env.json, preflight.json, eval.json, samples.parquet, seals.jsonl and done.json.
 """
 
 from __future__ import annotations
