@@ -45,7 +45,9 @@ from qerl_bench.stored import read_config, read_object
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
-NO_EFFECT = frozenset({"root", "name", "logger", "save_every", "save_on_term", "hydra"})  # do not affect the numbers
+NO_EFFECT = frozenset(
+    {"root", "name", "logger", "save_every", "save_on_term", "parallel", "hydra"}
+)  # leave the numbers as they are, up to rounding
 ROLLOUTS_KEPT = 4  # completions per step in rollouts.jsonl
 MADE_AGAIN = (
     "env.json",
@@ -312,11 +314,13 @@ class RunDir:
         with self.replacing(name) as file:
             file.write_text(text)
 
-    def write_environment(self, device: str, base: str | None, remote_code: Mapping[str, str] | None = None) -> None:
+    def write_environment(
+        self, device: str, base: str | None, remote_code: Mapping[str, str] | None = None, ranks: int = 1
+    ) -> None:
         """Write env.json: code, packages, machine, and `base`, the digest of the base weights (`model/digest.py`).
 
-        `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may. The
-        env.json of an earlier attempt becomes env_<n>.json.
+        `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may.
+        `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
         """
         path = self.path / "env.json"
         if last_checkpoint(self.path) is not None and (reason := changed(self.path, "env.json")):
@@ -325,7 +329,7 @@ class RunDir:
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
                 shutil.copyfile(path, kept)
         of_model = {"base": base, **({} if remote_code is None else {"remote_code": dict(remote_code)})}
-        self.write("env.json", json.dumps(environment(device) | of_model, indent=1))
+        self.write("env.json", json.dumps(environment(device) | of_model | {"ranks": ranks}, indent=1))
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one. Deletes the records of later steps."""

@@ -124,8 +124,8 @@ def write_modules(path: Path) -> None:
 
     run = command.run
 
-    def then() -> None:
-        run()
+    def then(*arguments: object) -> None:
+        run(*arguments)
         path.write_text("\n".join(sys.modules))
 
     command.run = then

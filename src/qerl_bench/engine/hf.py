@@ -76,10 +76,13 @@ class HFEngine:
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling)
 
+    def prompts_at_once(self, samples: int) -> int:
+        return max(1, self.max_num_seqs // samples)
+
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
         rollouts: list[Rollout] = []
-        prompts_per_chunk = max(1, self.max_num_seqs // sampling.samples)
+        prompts_per_chunk = self.prompts_at_once(sampling.samples)
         starts = range(0, len(prompts), prompts_per_chunk)
         for start in bar(starts, "sampling") if len(starts) > 1 else starts:
             for first in range(0, sampling.samples, self.max_num_seqs):  # a large group takes several chunks
