@@ -97,7 +97,7 @@ def run_steps(
             evaluate_and_log(experiment, policy, engine, run, mirror, step=0)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
-                step_metrics = train_step(experiment, policy, engine, optimizer, run, world, step)
+                step_metrics = train_step(experiment, policy, engine, optimizer, world, run, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
@@ -117,8 +117,8 @@ def train_step(
     policy: Policy,
     engine: RolloutEngine,
     optimizer: torch.optim.Optimizer,
-    run: RunDir,
     world: World,
+    run: RunDir,
     step: int,
 ) -> dict[str, float]:
     """One step: a new batch, and one or more optimizer updates on it. Returns all metrics of the step."""

@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl_bench.checks import ConfigError, TrainingStopped, check_fields, flag, require
+from qerl_bench.termination import Terminated
 
 if TYPE_CHECKING:
     import torch
@@ -94,17 +95,18 @@ class World:
         yield from range(count)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, where alone it is called. Its ConfigError is raised on all ranks."""
-        outcome: tuple[T | None, ConfigError | None] = None, None
+        """What `make` returns on rank 0, where alone it is called. If it raises there, the others raise ConfigError."""
+        value = None
         if self.first:
             try:
-                outcome = make(), None
-            except ConfigError as error:
-                outcome = None, error
-        value, refused = self.gather(outcome)[0]
-        if refused is not None:
-            raise refused
-        return value  # type: ignore[return-value]
+                value = make()
+            except Exception as error:
+                self.gather(error if isinstance(error, ConfigError) else ConfigError(str(error)))
+                raise
+        answer = self.gather(value)[0]
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer  # type: ignore[return-value]
 
     @contextmanager
     def together(self, kind: type[Exception]) -> Iterator[None]:
@@ -198,11 +200,12 @@ class Ranks(World):
     def speaks(self) -> bool:
         """Whether this rank is the first to end in an error. Ranks other than 0 let it speak first."""
         if not self.first:
-            time.sleep(LET_OTHERS_SPEAK_S)
+            with suppress(Terminated):  # by torchrun, because another rank has ended
+                time.sleep(LET_OTHERS_SPEAK_S)
         try:
             return self._store.add("spoken", 1) == 1
         except (RuntimeError, ConnectionError):  # torchrun has ended
-            return self.first
+            return True
 
     def leave(self) -> None:
         self._distributed.destroy_process_group()

@@ -45,9 +45,8 @@ from qerl_bench.stored import read_config, read_object
 
 log = logging.getLogger(__name__)
 ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
-NO_EFFECT = frozenset(
-    {"root", "name", "logger", "save_every", "save_on_term", "parallel", "hydra"}
-)  # leave the numbers as they are, up to rounding
+# Do not affect the numbers; `parallel`, like the number of GPUs, affects their rounding.
+NO_EFFECT = frozenset({"root", "name", "logger", "save_every", "save_on_term", "parallel", "hydra"})
 ROLLOUTS_KEPT = 4  # completions per step in rollouts.jsonl
 MADE_AGAIN = (
     "env.json",
