@@ -1,4 +1,4 @@
-"""Runs in several processes, forked from one that has imported everything, with variables and store as from torchrun."""
+"""Runs in several processes, forked from one that has imported everything; variables and store are as torchrun's."""
 
 from __future__ import annotations
 

@@ -111,6 +111,20 @@ def nan_on_rank_1(rank: int) -> None:
     training.forward_backward = poisoned
 
 
+def another_adapter_on_rank_1(rank: int) -> None:
+    import qerl_bench.experiment as loop
+
+    step = loop.train_step
+
+    def train_step(experiment: Any, policy: Any, *others: Any) -> dict[str, float]:
+        metrics = step(experiment, policy, *others)
+        if rank == 1:
+            policy.trainable[0].data.view(-1)[0] += 1e-3
+        return metrics
+
+    loop.train_step = train_step
+
+
 def without_a_gpu(rank: int) -> None:
     import qerl_bench.session as session
 
@@ -163,6 +177,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_message(make_r
     folder, ended = make_run("nan", 2, sabotage=nan_on_rank_1)
     assert ended.codes == [1, 1] and ended.said.count("not finite") == 1, ended.said
     assert (folder / "nonfinite" / "step_000001" / "batch.safetensors").exists()
+
+
+def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:
+    folder, ended = make_run("different", 2, "save_every=1", sabotage=another_adapter_on_rank_1)
+    assert ended.codes == [1, 1] and ended.said.count("different weights, first") == 1, ended.said
+    assert not [*folder.glob("checkpoints/step_*")]
 
 
 @pytest.mark.parametrize(
