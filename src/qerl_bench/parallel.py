@@ -136,8 +136,9 @@ class Ranks(World):
 
     def __init__(self, scratch: Path) -> None:
         import torch.distributed as distributed
+        from torch.distributed.rendezvous import rendezvous
 
-        store, self.rank, self.size = next(distributed.rendezvous("env://"))
+        store, self.rank, self.size = next(rendezvous("env://"))
         self._wait_s = timedelta(seconds=ANSWER_LIMIT_S)
         distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self._wait_s)
         self._distributed, self._store, self._scratch = distributed, store, scratch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LIMIT_S = 120.0
 Sabotage = Callable[[int], object]  # called in each process with its rank, before the command
