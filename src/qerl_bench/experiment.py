@@ -127,7 +127,7 @@ def train_step(
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
-            kept_groups, all_groups, step_metrics = collect_rollouts(experiment, policy, engine, world, step, timer)
+            kept_groups, all_groups, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
             run.log_rollouts(step, all_groups)
             batch = rollout_batch(kept_groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
@@ -158,7 +158,7 @@ def rollout_sampling(experiment: Experiment, step: int) -> Sampling:
 
 
 def collect_rollouts(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, world: World, step: int, timer: PhaseTimer
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, step: int, timer: PhaseTimer, world: World = ALONE
 ) -> tuple[list[Group], list[Group], dict[str, float]]:
     """Sample and grade completions. Returns the groups to train on, all groups, and the metrics of the rollout.
 
