@@ -28,13 +28,13 @@ from qerl_bench.eval.base import metrics_of
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
-from qerl_bench.parallel import World
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.progress import StepProgress
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir, as_dict, go_back, last_checkpoint
 from qerl_bench.seeding import derive
-from qerl_bench.session import ALONE, evaluate, prepare_device, require_places, session
+from qerl_bench.session import evaluate, prepare_device, require_places, session
 from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse

@@ -127,6 +127,9 @@ class World:
         return [result for of_rank in results for result in of_rank]
 
 
+ALONE = World()
+
+
 class Ranks(World):
     """The processes that torchrun has started.
 
@@ -227,7 +230,7 @@ def joined() -> Iterator[World]:
         f"process. Several GPUs: torchrun --nproc-per-node N src/run.py ...; one process: env -u {' -u '.join(given)}",
     )
     if STARTED not in os.environ or size == "1":
-        yield World()
+        yield ALONE
         return
     show_own_gpu(int(os.environ["LOCAL_RANK"]))
     with tempfile.TemporaryDirectory(prefix="qerl-bench-rank-") as scratch:

@@ -21,14 +21,13 @@ from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import base_checkpoint, build_policy
-from qerl_bench.parallel import World
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.nonfinite import during
 
 log = logging.getLogger(__name__)
-ALONE = World()
 
 
 def prepare_device(wanted: str, quant: WeightFormat) -> str:

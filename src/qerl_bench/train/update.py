@@ -28,7 +28,7 @@ from qerl_bench.config import Experiment
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
-from qerl_bench.parallel import World
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
@@ -37,7 +37,6 @@ from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
 from qerl_bench.train.spec import OptimSpec
 
 log = logging.getLogger(__name__)
-ALONE = World()
 BETAS = (0.9, 0.99)  # as in QeRL's scripts
 
 
