@@ -51,6 +51,7 @@ from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model, short_name
 from qerl_bench.option_names import check_class, check_option_names, make_option, search_folders
+from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.renamed_keys import outdated
@@ -81,6 +82,7 @@ class Experiment:
     rollout: RolloutSpec
     optim: OptimSpec
     train: TrainSpec
+    parallel: ParallelSpec
     kl: KLPenalty
     importance_sampling: ImportanceSampling
     quant: WeightFormat
@@ -117,6 +119,7 @@ class Experiment:
         )
         self._check_trained_weights()
         self._check_algorithm()
+        self._check_parallel()
         shape = self.model.config() or {}
         self._check_lengths(shape.get("max_position_embeddings"))
         for key in ("hidden_size", "intermediate_size"):
@@ -176,6 +179,15 @@ class Experiment:
             self.aqn.name == "none",
             f"aqn={self.aqn.name} adds noise to the rollout, and algo={self.algo.name} trains on demonstrations. Use "
             "aqn=none",
+        )
+
+    def _check_parallel(self) -> None:
+        """Bits can be equal on any number of GPUs only if nothing but the draws is random."""
+        require(
+            not self.parallel.exact or (self.engine.name != "vllm" and self.lora.dropout == 0),
+            "parallel.exact=true makes a run on several GPUs equal to the bit to one on a single GPU, which vLLM and "
+            f"dropout prevent: use engine=hf and lora.dropout=0, got engine={self.engine.name}, "
+            f"lora.dropout={self.lora.dropout}; or leave parallel.exact=false",
         )
 
     def _check_lengths(self, context: int | None) -> None:

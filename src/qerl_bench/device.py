@@ -23,6 +23,15 @@ def resolve_device(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and available else "cpu"
 
 
+def device_name(wanted: str) -> str:
+    """What a process finds for `wanted`: "cpu", a GPU with its memory, or "no GPU"."""
+    if wanted == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        return "no GPU"
+    return f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+
+
 class PhaseTimer:
     """Seconds and peak memory (GiB) of the named phases of one step: `with timer("train"): ...`.
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from qerl_bench import metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
-from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.children import is_child
 from qerl_bench.config import Experiment
 from qerl_bench.device import PhaseTimer
@@ -31,35 +31,43 @@ from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_poin
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.progress import StepProgress, phase
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir, as_dict, checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.seeding import derive
-from qerl_bench.session import evaluate, prepare_device, session, validate
+from qerl_bench.session import evaluate, prepare_device, require_places, session, validate
 from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.nonfinite import during
+from qerl_bench.train.shares import require_equal_weights
 from qerl_bench.train.update import make_optimizer, update
 
 log = logging.getLogger(__name__)
 
 
-def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
-    """Run, or continue, one experiment in its run directory. `cfg` is the resolved config it was built from."""
+def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> None:
+    """Run, or continue, one experiment in its run directory. `cfg` is the resolved config it was built from.
+
+    All ranks of `world` call this; rank 0 writes the run.
+    """
+    require_places(experiment, world)
     device = prepare_device(experiment.device, experiment.quant)
-    with RunDir(experiment.run_dir, cfg) as run:
-        if run.finished:
+    with RunDir(world.folder(experiment.run_dir), cfg) as run:
+        if world.from_first(lambda: run.finished):
             log.info("%s was finished by another process", run.path)
             return
         experiment.check_model()
-        with session(experiment, experiment.engine, run, device) as (policy, engine):
+        with session(experiment, experiment.engine, run, device, world) as (policy, engine):
             names = experiment.quant.name, experiment.quantizer.name
             with run.replacing("layers.parquet") as file:
                 write_layers(file, policy.layers, *names, policy.kernels)
             run.write("engine.json", json.dumps(engine.record(), indent=1))
-            run_steps(experiment, policy, engine, run, as_dict(cfg))
+            run_steps(experiment, policy, engine, run, world, as_dict(cfg))
+            if not world.first:
+                return
             collapsed = collapse(run.metrics(), math.log(len(policy.tokenizer)))
         from qerl_bench.figures.run import run_figures  # after the run: pandas, scipy and matplotlib take a second
         from qerl_bench.study.table import no_gradient_warning, places, render, summary
@@ -76,35 +84,41 @@ def run_experiment(experiment: Experiment, cfg: DictConfig) -> None:
 
 
 def run_steps(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, config: dict[str, Any]
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, world: World, config: dict[str, Any]
 ) -> None:
     """Make all steps that the run does not have yet, with an evaluation before the first and after the last."""
     if experiment.algo.on_policy:  # refuse prompts that are too long now, not at the step that draws them
         engine.require_room(experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
     optimizer = make_optimizer(policy, experiment.optim)
-    first = run.resume_step()
+    first = world.from_first(run.resume_step)
     if first > 0:
-        load_checkpoint(run, policy, optimizer)
+        load_checkpoint(experiment.run_dir, run, policy, optimizer)
         log.info("continuing after step %d", first)
-    with experiment.logger.mirror(run.path, run.metrics(), config) as mirror:
+    require_equal_weights(policy.model, world)
+    make_mirror = experiment.logger.mirror if world.first else no_mirror
+    with make_mirror(run.path, run.metrics(), config) as mirror:
         if first == 0:
             evaluate_and_log(experiment, policy, engine, run, mirror, step=0)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
-                step_metrics = train_step(experiment, policy, engine, optimizer, run, step)
+                step_metrics = train_step(experiment, policy, engine, optimizer, world, run, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
                 if is_due(experiment.eval, step, experiment.steps, experiment.save_every):
                     log_point(run, mirror, step, validate(experiment, policy, engine, run, step))
-                if step % experiment.save_every == 0 or step == experiment.steps or noted.signum:
-                    with memory_for("checkpoint"), run.checkpoint(step) as folder:
-                        save_checkpoint(folder, experiment, policy, optimizer, run, step)
-                    drop_checkpoints(experiment, run)
-                if noted.signum:
-                    raise Terminated(noted.signum)
+                signum = next(filter(None, world.gather(noted.signum)), None)
+                if step % experiment.save_every == 0 or step == experiment.steps or signum:
+                    require_equal_weights(policy.model, world)
+                    if world.first:
+                        with memory_for("checkpoint"), run.checkpoint(step) as folder:
+                            save_checkpoint(folder, experiment, policy, optimizer, run, step)
+                        drop_checkpoints(experiment, run)
+                if signum:
+                    raise Terminated(signum)
         evaluate_and_log(experiment, policy, engine, run, mirror, step=experiment.steps)
-        drop_checkpoints(experiment, run)
+        if world.first:
+            drop_checkpoints(experiment, run)
 
 
 def drop_checkpoints(experiment: Experiment, run: RunDir) -> None:
@@ -122,6 +136,7 @@ def train_step(
     policy: Policy,
     engine: RolloutEngine,
     optimizer: torch.optim.Optimizer,
+    world: World,
     run: RunDir,
     step: int,
 ) -> dict[str, float]:
@@ -131,14 +146,14 @@ def train_step(
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
-            kept_groups, all_groups, step_metrics = collect_rollouts(experiment, policy, engine, step, timer)
+            kept_groups, all_groups, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
             run.log_rollouts(step, all_groups)
             batch = rollout_batch(kept_groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:
             batch = demonstration_batch(experiment, policy, step)
         with timer("train"):
-            step_metrics |= update(experiment, policy, optimizer, batch, run, step)
+            step_metrics |= update(experiment, policy, optimizer, batch, run, step, world)
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["packed_share"] = policy.packed_share
     step_metrics["speed/train_tok_s"] = int(batch.lengths.sum()) / timer.seconds["train"]
@@ -162,7 +177,7 @@ def rollout_sampling(experiment: Experiment, step: int) -> Sampling:
 
 
 def collect_rollouts(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, step: int, timer: PhaseTimer
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, step: int, timer: PhaseTimer, world: World = ALONE
 ) -> tuple[list[Group], list[Group], dict[str, float]]:
     """Sample and grade completions. Returns the groups to train on, all groups, and the metrics of the rollout.
 
@@ -197,7 +212,7 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            rewards = task.rewards(rollouts)
+            rewards = world.split(task.rewards, rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)
             all_groups.append(Group(rollouts=rollouts[of_prompt], rewards=rewards[of_prompt]))
@@ -266,6 +281,10 @@ def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, fl
     log.info("validation after step %d, %d questions: %s", step, point["validation/questions"], shown)
 
 
+def no_mirror(run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:
+    return MetricsMirror()
+
+
 def save_checkpoint(
     folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, run: RunDir, step: int
 ) -> None:
@@ -283,9 +302,10 @@ def save_checkpoint(
     (folder / "state.json").write_text(json.dumps(position, indent=1))
 
 
-def load_checkpoint(run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Restore policy, optimizer, noise, random state and clock from the last checkpoint of the run."""
-    folder = last_checkpoint(run.path)
+def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Restore policy, optimizer, noise, random state and clock from the last checkpoint in `run_dir`."""
+    folder = last_checkpoint(run_dir)
+    require(folder is not None, f"only process 0 sees the checkpoint in {run_dir}: choose a root=DIR that all can read")
     assert folder is not None
     policy.load(folder)
     try:

@@ -220,6 +220,11 @@ class TokenTable:
         for name, value in values.items():
             self.columns.setdefault(name, []).append(value.detach()[mask].double().cpu())
 
+    def extend(self, other: TokenTable) -> None:
+        """Append the columns of `other`."""
+        for name, parts in other.columns.items():
+            self.columns.setdefault(name, []).extend(parts)
+
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
 

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from qerl_bench import own_options
+from qerl_bench.checks import require
 from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
 from qerl_bench.explain import explain, usage
@@ -24,6 +25,7 @@ from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names, search_folders
+from qerl_bench.parallel import World, joined
 from qerl_bench.progress import phase
 from qerl_bench.refusals import nothing_left_if_refused
 
@@ -44,16 +46,27 @@ def past_hydra() -> Iterator[None]:
         raise Carried(error) from error
 
 
-@hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
-def run(cfg: DictConfig) -> None:
-    own_options.use(search_folders(HydraConfig.get().runtime))
-    check_option_names(cfg, HydraConfig.get().runtime)
-    with hidden_packages(), phase("importing PyTorch"):
-        from qerl_bench.experiment import run_experiment
+def run(world: World) -> None:
+    """Do what the words in sys.argv say."""
 
-    warn_of_single_point(HydraConfig.get())
-    with past_hydra(), failure_in_log():
-        run_experiment(build(resolved(cfg)), resolved(cfg))
+    @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
+    def run_one(cfg: DictConfig) -> None:
+        own_options.use(search_folders(HydraConfig.get().runtime))
+        check_option_names(cfg, HydraConfig.get().runtime)
+        with hidden_packages(), phase("importing PyTorch"):
+            from qerl_bench.experiment import run_experiment
+
+        warn_of_single_point(HydraConfig.get())
+        with past_hydra(), failure_in_log():
+            run_experiment(build(resolved(cfg)), resolved(cfg), world)
+
+    try:
+        run_one()
+    except Carried as carried:
+        error = carried.error
+    else:
+        return
+    raise error
 
 
 def main(words: list[str]) -> None:
@@ -67,16 +80,16 @@ def main(words: list[str]) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
-    point = check_single(words)
-    if point is not None and point.finished:
-        print(finished_before(point.run_dir))
-        return
-    sys.argv[1:] = flags_first(words)  # where Hydra reads them
-    with nullcontext() if point is None else nothing_left_if_refused(point.run_dir):
-        try:
-            run()
-        except Carried as carried:
-            error = carried.error
-        else:
+    with joined() as world:
+        require(
+            world.size == 1 or not {"-m", "--multirun"} & {*words},
+            "torchrun makes one run on several GPUs, and -m many runs: leave torchrun out, and each takes one GPU",
+        )
+        point = world.from_first(lambda: check_single(words))
+        if point is not None and point.finished:
+            print(finished_before(point.run_dir))
             return
-        raise error
+        sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them
+        own_folder = nothing_left_if_refused(point.run_dir) if point is not None and world.first else nullcontext()
+        with own_folder:
+            run(world)

@@ -56,6 +56,7 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
         "hydra",
         "eval.every",
         "eval.every_questions",
+        "parallel",  # affects rounding, like the number of GPUs
     }
 )
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
@@ -330,11 +331,13 @@ class RunDir:
         with self.replacing(name) as file:
             file.write_text(text)
 
-    def write_environment(self, device: str, base: str | None, remote_code: Mapping[str, str] | None = None) -> None:
+    def write_environment(
+        self, device: str, base: str | None, remote_code: Mapping[str, str] | None = None, ranks: int = 1
+    ) -> None:
         """Write env.json: code, packages, machine, and `base`, the digest of the base weights (`model/digest.py`).
 
-        `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may. The
-        env.json of an earlier attempt becomes env_<n>.json.
+        `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may.
+        `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
         """
         path = self.path / "env.json"
         if last_checkpoint(self.path) is not None and (reason := changed(self.path, "env.json")):
@@ -343,7 +346,7 @@ class RunDir:
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
                 shutil.copyfile(path, kept)
         of_model = {"base": base, **({} if remote_code is None else {"remote_code": dict(remote_code)})}
-        self.write("env.json", json.dumps(environment(device) | of_model, indent=1))
+        self.write("env.json", json.dumps(environment(device) | of_model | {"ranks": ranks}, indent=1))
 
     def resume_step(self) -> int:
         """The step of the last checkpoint, 0 without one. Deletes the records of later steps."""

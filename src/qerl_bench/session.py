@@ -13,8 +13,9 @@ from transformers.utils import logging as transformers_logging
 
 from qerl_bench.checks import require
 from qerl_bench.config import Experiment
-from qerl_bench.device import resolve_device
+from qerl_bench.device import device_name, resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
+from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.eval.base import Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.validation import metrics_of_point, reduced
@@ -23,6 +24,7 @@ from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import base_checkpoint, build_policy
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.progress import phase
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.rundir import RunDir
@@ -42,11 +44,36 @@ def prepare_device(wanted: str, quant: WeightFormat) -> str:
     return device
 
 
+def require_places(experiment: Experiment, world: World) -> None:
+    """Raise ConfigError unless every rank of `world` has work, and a device like those of the others."""
+    if world.size == 1:
+        return
+    groups = experiment.rollout.prompts_per_step
+    require(
+        groups >= world.size,
+        f"torchrun has started {world.size} processes, and rollout.prompts_per_step={groups} gives a step {groups} "
+        f"groups to share out: use torchrun --nproc-per-node {groups} at most, or more prompts",
+    )
+    devices = getattr(experiment.engine, "tensor_parallel_size", 1)
+    require(
+        devices == 1,
+        f"engine.tensor_parallel_size={devices} needs {devices} GPUs for each vLLM, and each of the {world.size} "
+        "processes of torchrun has one: use engine.tensor_parallel_size=1, or leave torchrun out",
+    )
+    names = world.gather(device_name(experiment.device))
+    listed = ", ".join(f"process {rank} has {name}" for rank, name in enumerate(names))
+    require(
+        len({*names}) == 1,
+        f"torchrun has started {world.size} processes, and each needs a GPU of its own, equal to the others: {listed}. "
+        "Start as many as there are equal GPUs, torchrun --nproc-per-node N, or use device=cpu",
+    )
+
+
 @contextmanager
 def session(
-    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str
+    experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE
 ) -> Iterator[tuple[Policy, RolloutEngine]]:
-    """The untrained policy of `experiment` and an engine that samples from it.
+    """The untrained policy of `experiment` and an engine that samples from it, with all ranks of `world`.
 
     Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
     """
@@ -55,7 +82,7 @@ def session(
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
-    run.write_environment(device, digest, experiment.model.remote_code())
+    run.write_environment(device, digest, experiment.model.remote_code(), world.size)
     torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
     with memory_for("setup"):
         with phase(f"loading {experiment.model.name}"):
@@ -67,7 +94,8 @@ def session(
         with phase("preparing the engine"):
             built = engine.build(policy)
     with closing(built) as rollout_engine:
-        yield policy, rollout_engine
+        shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
+        yield policy, rollout_engine if world.size == 1 else shared
 
 
 def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int) -> list[Score]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl_bench.parallel import World
+
 LIMIT_S = 60.0  # for one attempt: a run of the campaign takes one to two seconds of an idle core
 Sabotage = Callable[[], object]
 
@@ -124,8 +126,8 @@ def write_modules(path: Path) -> None:
 
     run = command.run
 
-    def then() -> None:
-        run()
+    def then(world: World) -> None:
+        run(world)
         path.write_text("\n".join(sys.modules))
 
     command.run = then

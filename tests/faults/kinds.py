@@ -549,9 +549,9 @@ def plant(place: str, value: float) -> None:
 
     step, batch_of = loop.train_step, loop.rollout_batch
 
-    def train_step(experiment: Any, policy: Policy, engine: Any, optimizer: Any, run: Any, number: int) -> Any:
-        if number != 2:
-            return step(experiment, policy, engine, optimizer, run, number)
+    def train_step(experiment: Any, policy: Policy, *others: Any) -> Any:
+        if others[-1] != 2:
+            return step(experiment, policy, *others)
         words = {
             "a weight of the embedding": "embed_tokens",
             "a scale of a norm": "input_layernorm",
@@ -565,7 +565,7 @@ def plant(place: str, value: float) -> None:
             policy.trainable[0].register_hook(lambda gradient: gradient + value)
         if place == "an advantage":
             loop.rollout_batch = lambda *arguments: planted(batch_of(*arguments))
-        result = step(experiment, policy, engine, optimizer, run, number)
+        result = step(experiment, policy, *others)
         policy.trainable[0]._backward_hooks = None
         loop.rollout_batch = batch_of
         return result

@@ -21,6 +21,7 @@ from qerl_bench.eval.record import record_evaluation
 from qerl_bench.experiment import collect_rollouts, train_step
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
+from qerl_bench.parallel import World
 from qerl_bench.records import Group, Prompt, Reward, Rollout
 from qerl_bench.rundir import RunDir
 from qerl_bench.train.batch import make_batch
@@ -234,7 +235,7 @@ class Step:
         self.run = RunDir(folder, config)
         with self.run:
             optimizer = make_optimizer(self.policy, experiment.optim)
-            self.found = train_step(experiment, self.policy, self.engine, optimizer, self.run, step=3)
+            self.found = train_step(experiment, self.policy, self.engine, optimizer, World(), self.run, 3)
 
     def fresh_policy(self) -> Policy:
         """The policy before the step. It stops at one token in twelve, so that lengths differ."""

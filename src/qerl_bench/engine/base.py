@@ -54,6 +54,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def prompts_at_once(self, samples: int) -> int:
+        """How many prompts with `samples` completions each it samples together."""
+        ...
+
     def sleep(self) -> dict[str, float]:
         """Release memory that training can use until the next call. Returns memory metrics, if there are any."""
         ...

@@ -110,17 +110,24 @@ class HFEngine:
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling)
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a chunk without a queue. Invariant: one, since alone a request has no company to depend on."""
+        return 1 if self.limits.invariant else self.limits.rows
+
+    def prompts_at_once(self, samples: int) -> int:
+        return max(1, self.rows_at_once // samples)
+
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
         if self.sampler is not None:
             return self._sample(prompts, range(sampling.samples), sampling)
         rollouts: list[Rollout] = []
-        rows = 1 if self.limits.invariant else self.limits.rows  # alone, a request has no company to depend on
-        prompts_per_chunk = max(1, rows // sampling.samples)
+        prompts_per_chunk = self.prompts_at_once(sampling.samples)
         with phase("sampling", len(prompts) * sampling.samples, "completions") as progress:
             for start in range(0, len(prompts), prompts_per_chunk):
-                for first in range(0, sampling.samples, rows):  # a large group takes several chunks
-                    samples = range(first, min(first + rows, sampling.samples))
+                for first in range(0, sampling.samples, self.rows_at_once):  # a large group takes several chunks
+                    samples = range(first, min(first + self.rows_at_once, sampling.samples))
                     chunk = self._sample(prompts[start : start + prompts_per_chunk], samples, sampling)
                     rollouts += chunk
                     progress.advance(len(chunk))

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -33,6 +33,9 @@ class NonFiniteError(Exception):
     def __init__(self, quantity: str, first: str, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(f"the {quantity} is not finite. First: {first}")
         self.quantity, self.first, self.tensors = quantity, first, tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:  # to be sent to other ranks
+        return type(self), (self.quantity, self.first, {name: tensor.detach() for name, tensor in self.tensors.items()})
 
 
 def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> str:

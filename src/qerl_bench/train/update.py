@@ -28,9 +28,12 @@ from qerl_bench.config import Experiment
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.rundir import RunDir
+from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
+from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
 from qerl_bench.train.spec import OptimSpec
 
 log = logging.getLogger(__name__)
@@ -58,9 +61,17 @@ def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
 
 
 def update(
-    experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, run: RunDir, step: int
+    experiment: Experiment,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    run: RunDir,
+    step: int,
+    world: World = ALONE,
 ) -> dict[str, float]:
     """Make train.updates_per_batch updates on `batch` and return the training metrics of `step`.
+
+    All ranks of `world` have the whole batch, share its backward passes, and make the same updates.
 
     If a loss or gradient is not finite, the batch is dumped into the run directory. Then the update is skipped, or the
     run ends with TrainingStopped, as train.on_nonfinite says.
@@ -72,14 +83,26 @@ def update(
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
-    micro_batches = split(batch, algo.loss_weights(batch.mask.sum(1)), has_gradient, train.micro_batch_size)
+    exact = experiment.parallel.exact
+    rows = torch.ones_like(has_gradient) if exact else rows_of_rank(batch.lengths, has_gradient, world)
+    loss_weights = algo.loss_weights(batch.mask.sum(1))
+    micro_batches = split(batch, loss_weights, has_gradient, rows, train.micro_batch_size)
     totals = StepAccumulator()
+    parts: dict[tuple[int, int], StepAccumulator] = {}  # by update and micro-batch
+    if world.size > 1:
+        torch.manual_seed(derive(experiment.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
-    for _ in range(train.updates_per_batch):
+    for number in range(train.updates_per_batch):
         optimizer.zero_grad(set_to_none=True)
+        gradients = GradientSum(policy.trainable, world, exact)
         try:
-            for micro_batch in micro_batches:
-                forward_backward(experiment, policy, micro_batch, totals)
+            for turn in turns(micro_batches, world, exact):
+                with world.together(NonFiniteError):
+                    for place, micro_batch in turn:
+                        part = parts[number, place] = StepAccumulator()
+                        forward_backward(experiment, policy, micro_batch, part)
+                gradients.add()
+            gradients.put()
             grad_norm = float(torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm))
             totals.grad_norms.append(grad_norm)
             if not math.isfinite(grad_norm):
@@ -94,6 +117,7 @@ def update(
         totals.applied += 1
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
+    totals.include({key: part for of_rank in world.gather(parts) for key, part in of_rank.items()})
     return {
         "train/taught_frac": metrics.taught_frac(batch.mask.sum(1), has_gradient),
         "lr": lr,
@@ -102,15 +126,17 @@ def update(
     }
 
 
-def split(batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, size: int) -> list[MicroBatch]:
-    """Micro-batches of at most `size` sequences: first those where `has_gradient` (B,), then the others.
+def split(
+    batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, rows: torch.Tensor, size: int
+) -> list[MicroBatch]:
+    """Micro-batches of at most `size` of the sequences `rows` (B,): first where `has_gradient` (B,), then the others.
 
     `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up.
     """
     return [
-        MicroBatch(batch.rows(rows), loss_weights[rows], has_gradient=value)
-        for value, selected in ((True, has_gradient), (False, ~has_gradient))
-        for rows in batch.micro_batches(size, selected)
+        MicroBatch(batch.rows(chosen), loss_weights[chosen], has_gradient=value)
+        for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))
+        for chosen in batch.micro_batches(size, selected)
     ]
 
 
@@ -221,6 +247,14 @@ class StepAccumulator:
         self.loss += loss.item()
         for name, column in columns.items():
             self.sums[name] = self.sums.get(name, 0.0) + column.detach()[mask].double().sum().item()
+
+    def include(self, parts: dict[tuple[int, int], StepAccumulator]) -> None:
+        """Add what was summed over micro-batches, in order of update and place."""
+        for _, part in sorted(parts.items()):
+            self.loss += part.loss
+            for name, value in part.sums.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value
+            self.tokens.extend(part.tokens)
 
     def metrics(self, updates: int, on_policy: bool) -> dict[str, float]:
         tokens = len(self.tokens["logprobs"])

@@ -104,6 +104,9 @@ class VLLMEngine:
     def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
         require_room(self.policy, prompts, sampling, self.max_model_len)
 
+    def prompts_at_once(self, samples: int) -> int:
+        return max(1, self.options.max_num_seqs // samples)
+
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
         prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]

@@ -1,0 +1,48 @@
+"""The engines of all ranks of a run as one: each samples a part of the prompts, and all get all completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.parallel import World
+from qerl_bench.records import Prompt, Rollout
+
+
+class SharedEngine:
+    """`engine`, which every rank of `world` has, used by all of them together.
+
+    Prompts are cut into portions that do not depend on who samples them; a rank takes the next one when it is done.
+    With `exact` they are what the engine of a single rank samples together, so that not even rounding differs.
+    """
+
+    def __init__(self, engine: RolloutEngine, world: World, exact: bool) -> None:
+        self.engine, self.world, self.exact = engine, world, exact
+
+    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
+        return self.engine.sync(prompts)
+
+    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
+        self.engine.require_room(prompts, sampling)
+
+    def prompts_at_once(self, samples: int) -> int:
+        return self.engine.prompts_at_once(samples)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        self.require_room(prompts, sampling)
+        size = self.prompts_at_once(sampling.samples)
+        if not self.exact:
+            size = min(size, max(1, -(-len(prompts) // self.world.size)))
+        portions = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        mine = {number: self.engine.generate(portions[number], sampling) for number in self.world.take(len(portions))}
+        by_number = {number: rollouts for of_rank in self.world.gather(mine) for number, rollouts in of_rank.items()}
+        return [rollout for number in range(len(portions)) for rollout in by_number[number]]
+
+    def sleep(self) -> dict[str, float]:
+        return self.engine.sleep()
+
+    def record(self) -> dict[str, Any]:
+        return self.engine.record() | {"engines": self.world.size}
+
+    def close(self) -> None:
+        self.engine.close()

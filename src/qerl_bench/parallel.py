@@ -1,0 +1,267 @@
+"""One run on several GPUs: the processes that torchrun starts, called ranks, and what they tell each other.
+
+Every rank holds the whole packed base and makes every step. They share out the sampling, the grading and the backward
+passes of a step, and give each other the results, so that each computes the same advantages, metrics and update. Rank 0
+writes the run; the others write to a folder that is deleted.
+
+A run in one process is a `World` of size 1, whose operations do nothing, without torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from qerl_bench.checks import ConfigError, TrainingStopped, check_fields, flag, require
+from qerl_bench.termination import Terminated
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+ANSWER_LIMIT_S = 7200.0  # for the slowest rank to arrive where the others wait for it
+LET_OTHERS_SPEAK_S = 1.0
+STARTED = "TORCHELASTIC_RUN_ID"  # set by torchrun
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+OF_TORCHRUN = (
+    *(*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """How the ranks of a run share its work."""
+
+    exact: bool
+
+    def __post_init__(self) -> None:
+        check_fields(self, "parallel", exact=flag)
+
+
+class RankLost(TrainingStopped):
+    """Another rank has ended, or does not answer."""
+
+    def __init__(self, waited_s: float) -> None:
+        slow = f", or has not answered for {ANSWER_LIMIT_S:g} s" if waited_s > ANSWER_LIMIT_S / 2 else ""
+        super().__init__(
+            f"another process of this run has ended{slow}; what it printed, or torchrun's report, says why. The same "
+            "command continues from the last checkpoint, with as many processes as there are then"
+        )
+
+
+class World:
+    """The ranks of a run as one of them sees them; this class is a run in one process.
+
+    All ranks call each method at the same place, in the same order.
+    """
+
+    rank = 0
+    size = 1
+    words: Sequence[str] = ()  # for Hydra, which would write into the run's folder
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run."""
+        return self.rank == 0
+
+    def folder(self, run_dir: Path) -> Path:
+        """Where this rank writes what belongs into `run_dir`."""
+        return run_dir
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of each rank, by rank."""
+        return [value]
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the `tensor` of each rank, bit for bit the same on all; `tensor` may be overwritten."""
+        return tensor
+
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The `tensor` of each rank, by rank; all have one shape."""
+        return [tensor]
+
+    def take(self, count: int) -> Iterator[int]:
+        """Each number below `count` goes to one rank, the next to whoever asks next."""
+        yield from range(count)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, where alone it is called. If it raises there, the others raise ConfigError."""
+        value = None
+        if self.first:
+            try:
+                value = make()
+            except Exception as error:
+                self.gather(error if isinstance(error, ConfigError) else ConfigError(str(error)))
+                raise
+        answer = self.gather(value)[0]
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer  # type: ignore[return-value]
+
+    @contextmanager
+    def together(self, kind: type[Exception]) -> Iterator[None]:
+        """An error of `kind` that ends this block on a rank is raised on all, that of the lowest rank."""
+        error = None
+        try:
+            yield
+        except kind as caught:
+            error = caught
+        for raised in self.gather(error):
+            if raised is not None:
+                raise raised
+
+    def split(self, work: Callable[[list[Item]], list[T]], items: list[Item]) -> list[T]:
+        """work(items), of which each rank does a slice; `work` gives one result for each item."""
+        ends = [len(items) * rank // self.size for rank in range(self.size + 1)]
+        results = self.gather(work(items[ends[self.rank] : ends[self.rank + 1]]))
+        return [result for of_rank in results for result in of_rank]
+
+
+ALONE = World()
+
+
+class Ranks(World):
+    """The processes that torchrun has started.
+
+    They talk through gloo, so that a rank waits for the others on the CPU, where it notices at once that one has died.
+    NCCL, which would not, adds up gradients only, when all ranks have arrived.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        import torch.distributed as distributed
+        from torch.distributed.rendezvous import rendezvous
+
+        store, self.rank, self.size = next(rendezvous("env://"))
+        self._wait_s = timedelta(seconds=ANSWER_LIMIT_S)
+        distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=self._wait_s)
+        self._distributed, self._store, self._scratch = distributed, store, scratch
+        self._nccl: Any = None
+        self._takes = 0
+        if not self.first:
+            self.words = (f"hydra.run.dir='{scratch}'",)
+
+    def folder(self, run_dir: Path) -> Path:
+        return run_dir if self.first else self._scratch / "run"
+
+    def gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.size
+        with self._answer():
+            self._distributed.all_gather_object(values, value)
+        return values
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        group = self._group_of(tensor)
+        with self._answer():
+            self._distributed.all_reduce(tensor, group=group)
+        return tensor
+
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        group, tensors = self._group_of(tensor), [tensor.new_empty(tensor.shape) for _ in range(self.size)]
+        with self._answer():
+            self._distributed.all_gather(tensors, tensor, group=group)
+        return tensors
+
+    def take(self, count: int) -> Iterator[int]:
+        self._takes += 1
+        counter = f"take/{self._takes}"
+        while (number := self._next(counter)) < count:
+            yield number
+
+    def _next(self, counter: str) -> int:
+        with self._answer():
+            return self._store.add(counter, 1) - 1
+
+    def _group_of(self, tensor: torch.Tensor) -> Any:
+        """None, which is gloo, for tensors of the CPU; NCCL for those of a GPU, after all ranks have arrived."""
+        if not tensor.is_cuda:
+            return None
+        self.gather(None)
+        if self._nccl is None:
+            self._nccl = self._distributed.new_group(backend="nccl", timeout=self._wait_s)
+        return self._nccl
+
+    @contextmanager
+    def _answer(self) -> Iterator[None]:
+        """Context of a request to other ranks. Raises RankLost if one does not answer."""
+        started = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ConnectionError) as error:
+            if type(error).__name__ == "OutOfMemoryError":
+                raise
+            raise RankLost(time.monotonic() - started) from error
+
+    def speaks(self) -> bool:
+        """Whether this rank is the first to end in an error. Ranks other than 0 let it speak first."""
+        if not self.first:
+            with suppress(Terminated):  # by torchrun, because another rank has ended
+                time.sleep(LET_OTHERS_SPEAK_S)
+        try:
+            return self._store.add("spoken", 1) == 1
+        except (RuntimeError, ConnectionError):  # torchrun has ended
+            return True
+
+    def leave(self) -> None:
+        self._distributed.destroy_process_group()
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """The world that this process belongs to. It ends with this block, and so does what torchrun has set for it.
+
+    Only rank 0 prints; of ranks that end in an error, one. Each sees one GPU, that of its place on the machine.
+    Raises ConfigError for variables of torchrun that torchrun has not set.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    given = [name for name in PLACE if name in os.environ]
+    require(
+        STARTED in os.environ or (size == "1" and os.environ.get("RANK", "0") == "0"),
+        f"{', '.join(f'{name}={os.environ[name]}' for name in given)} is set, and torchrun has not started this "
+        f"process. Several GPUs: torchrun --nproc-per-node N src/run.py ...; one process: env -u {' -u '.join(given)}",
+    )
+    if STARTED not in os.environ or size == "1":
+        yield ALONE
+        return
+    show_own_gpu(int(os.environ["LOCAL_RANK"]))
+    with tempfile.TemporaryDirectory(prefix="qerl-bench-rank-") as scratch:
+        ranks = Ranks(Path(scratch))
+        for name in [name for name in os.environ if name in OF_TORCHRUN or name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]  # programs that this one starts are no ranks
+        with one_voice(ranks):
+            yield ranks
+            ranks.leave()
+
+
+def show_own_gpu(local_rank: int) -> None:
+    """Hide all GPUs but that of this rank from CUDA, for child processes too. Call it before CUDA starts."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    own = [str(local_rank)] if visible is None else visible.split(",")[local_rank : local_rank + 1]
+    os.environ["CUDA_VISIBLE_DEVICES"] = "".join(own)
+
+
+@contextmanager
+def one_voice(ranks: Ranks) -> Iterator[None]:
+    """In this block ranks other than 0 print nothing. After an error one rank may print what it was."""
+    stdout, stderr = sys.stdout, sys.stderr
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - whoever prints the message comes after this block
+    if not ranks.first:
+        sys.stdout = sys.stderr = nowhere
+    try:
+        yield
+    except BaseException:
+        sys.stdout = sys.stderr = nowhere
+        if ranks.speaks():
+            sys.stdout, sys.stderr = stdout, stderr
+        raise
+    sys.stdout, sys.stderr = stdout, stderr
+    nowhere.close()

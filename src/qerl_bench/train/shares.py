@@ -1,0 +1,96 @@
+"""How the ranks of a run share the backward passes of an update, and how their gradients become one.
+
+With parallel.exact each rank takes whole micro-batches of a single rank, and all add up the gradients in its order.
+Else each makes micro-batches of every n-th sequence in order of length, so that all have about as many tokens, and
+gradients are added up once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TypeVar
+
+import torch
+
+from qerl_bench.checks import TrainingStopped
+from qerl_bench.parallel import World
+
+Item = TypeVar("Item")
+
+
+def rows_of_rank(lengths: torch.Tensor, has_gradient: torch.Tensor, world: World) -> torch.Tensor:
+    """Which sequences (B,) this rank trains on: every n-th in order of length, of those with a gradient and without."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    own = torch.zeros_like(has_gradient)
+    for selected in (has_gradient, ~has_gradient):
+        own[order[selected[order]][world.rank :: world.size]] = True
+    return own
+
+
+def turns(micro_batches: Sequence[Item], world: World, exact: bool) -> list[list[tuple[int, Item]]]:
+    """The micro-batches that this rank does between two sums of gradients, each with its place among those of all.
+
+    With `exact` the `micro_batches` are those of all ranks, else of this rank. All ranks have equally many turns.
+    """
+    if world.size == 1 or not exact:
+        return [list(zip(count(world.rank, world.size), micro_batches, strict=False))]
+    numbered = list(enumerate(micro_batches))
+    return [
+        numbered[start : start + world.size][world.rank : world.rank + 1]
+        for start in range(0, len(micro_batches), world.size)
+    ]
+
+
+class GradientSum:
+    """The sum of the gradients of all ranks; for a single rank it is what PyTorch has added up in the parameters."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], world: World, exact: bool) -> None:
+        self.parameters, self.world, self.exact = parameters, world, exact
+        self.sums: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add(self) -> None:
+        """Take the gradients from the parameters and add those of all ranks, with `exact` rank by rank."""
+        if self.world.size == 1:
+            return
+        gradients = [parameter.grad for parameter in self.parameters]
+        own = torch.cat(
+            [
+                torch.tensor([float(gradient is not None) for gradient in gradients], device=self.parameters[0].device),
+                *(
+                    (torch.zeros_like(parameter) if gradient is None else gradient).flatten().float()
+                    for parameter, gradient in zip(self.parameters, gradients, strict=True)
+                ),
+            ]
+        )
+        for parameter in self.parameters:
+            parameter.grad = None
+        sizes = [parameter.numel() for parameter in self.parameters]
+        for part in self.world.gather_tensors(own) if self.exact else [self.world.add(own)]:
+            given = part[: len(sizes)].tolist()
+            for number, flat in enumerate(part[len(sizes) :].split(sizes)):
+                if given[number] > 0:
+                    before = self.sums[number]
+                    self.sums[number] = flat.clone() if before is None else before + flat
+
+    def put(self) -> None:
+        """Give the parameters the sums as their gradients. One without a gradient on any rank keeps none."""
+        if self.world.size == 1:
+            return
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
+            parameter.grad = None if total is None else total.view_as(parameter).to(parameter.dtype)
+
+
+def require_equal_weights(model: torch.nn.Module, world: World) -> None:
+    """Raise TrainingStopped unless all ranks have the same parameters and buffers, by the sum of the bytes of each."""
+    if world.size == 1:
+        return
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    sums = [tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for _, tensor in tensors]
+    of_ranks = world.gather(torch.stack([total.cpu() for total in sums]).tolist())
+    for (name, _), values in zip(tensors, zip(*of_ranks, strict=True), strict=True):
+        if len({*values}) > 1:
+            raise TrainingStopped(
+                f"the processes of this run hold different weights, first {name}: a kernel on the way there gives "
+                "other numbers each time. The same command continues from the last checkpoint; one GPU avoids this"
+            )

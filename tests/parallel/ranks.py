@@ -1,0 +1,78 @@
+"""Runs in several processes, forked from one that has imported everything; variables and store are as torchrun's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+LIMIT_S = 600.0  # for a rank that hangs
+Sabotage = Callable[[int], object]  # called in each process with its rank, before the command
+IMPORTED = (
+    *("qerl_bench.experiment", "qerl_bench.engine.hf", "qerl_bench.study.table", "qerl_bench.figures.run"),
+    "transformers.models.qwen2.modeling_qwen2",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: the exit code of each rank, -N if signal N ended it, and what all have printed."""
+
+    codes: list[int | None]
+    said: str
+
+
+def run(words: Sequence[str], size: int, output: Path, sabotage: Sabotage | None = None) -> Ended:
+    """`qerl-bench run WORDS...` in `size` processes. What they print goes to the file `output`."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    output.write_text("")
+    ranks = [
+        context.Process(target=_rank, args=(rank, size, store.port, [*words], output, sabotage), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT_S)
+        process.kill()  # nothing for one that has ended
+        process.join()
+    return Ended([process.exitcode for process in ranks], output.read_text())
+
+
+def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabotage: Sabotage | None) -> None:
+    import torch
+
+    import qerl_bench.figures.run as figures
+    from qerl_bench.__main__ import main
+
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    if size > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.set_num_threads(1)
+    figures.run_figures = lambda path: None  # takes seconds
+    code: object = 1
+    try:
+        if sabotage is not None:
+            sabotage(rank)
+        sys.argv = ["qerl-bench", *words]
+        code = main(["run", *words])
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -1,0 +1,218 @@
+"""One run in two processes: the numbers of one process, the same every time, and an end in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.parallel import World, joined
+from tests.parallel.ranks import Ended, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+# Two chunks of sampling and, with sequences of unequal lengths, four micro-batches of a single process.
+WORDS = (
+    *("experiment=smoke", "device=cpu", "quant=nvfp4", "aqn=exp", "steps=4", "save_every=2", "name=run"),
+    *("model.layers=2", "model.hidden_size=32", "model.heads=2", "model.kv_heads=1", "model.intermediate_size=64"),
+    *("lora.rank=4", "rollout.prompts_per_step=3", "rollout.group_size=4", "engine.max_num_seqs=8"),
+    *("train.micro_batch_size=3", "train.updates_per_batch=2", "eval.questions=4", "task.max_completion_tokens=12"),
+)
+Run = Callable[..., tuple[Path, Ended]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def make_run(place: Path) -> Run:
+    """make_run("name", 2, "parallel.exact=true"): run, or continue, a run of that name in two processes."""
+
+    def make(name: str, size: int, *words: str, sabotage: Any = None) -> tuple[Path, Ended]:
+        ended = run([*WORDS, f"root={place / name}", *words], size, place / f"{name}.log", sabotage)
+        return place / name / "runs" / "run", ended
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(make_run: Run) -> Path:
+    folder, ended = make_run("alone", 1)
+    assert ended.codes == [0], ended.said
+    return folder
+
+
+@pytest.fixture(scope="module")
+def summed(make_run: Run) -> Path:
+    folder, ended = make_run("summed", 2)
+    assert ended.codes == [0, 0], ended.said
+    return folder
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time", "speed", "memory"))} for line in lines
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Adapter and AdamW's moments after the last step."""
+    last = folder / "checkpoints" / "step_000004"
+    optimizer = torch.load(last / "trainer.pt", weights_only=True)["optimizer"]["state"]
+    moments = {f"{number}.{name}": moment for number, of in optimizer.items() for name, moment in of.items()}
+    return load_file(last / "adapter" / "adapter_model.safetensors") | moments
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    """Bit for bit."""
+    assert records(one) == records(other)
+    expected, found = weights(one), weights(other)
+    assert expected.keys() == found.keys() and len(expected) > 40
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert (one / "rollouts.jsonl").read_text() == (other / "rollouts.jsonl").read_text()
+    pd.testing.assert_frame_equal(pd.read_parquet(one / "samples.parquet"), pd.read_parquet(other / "samples.parquet"))
+
+
+def kill_in_step_3(victim: int, rank: int) -> None:
+    import qerl_bench.experiment as loop
+
+    step = loop.train_step
+
+    def train_step(*arguments: Any) -> dict[str, float]:
+        if rank == victim and arguments[-1] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*arguments)
+
+    loop.train_step = train_step
+
+
+def nan_on_rank_1(rank: int) -> None:
+    import qerl_bench.train.update as training
+
+    forward_backward = training.forward_backward
+
+    def poisoned(experiment: Any, policy: Any, micro_batch: Any, part: Any) -> None:
+        if rank == 1:
+            micro_batch.loss_weights[:] = float("nan")
+        forward_backward(experiment, policy, micro_batch, part)
+
+    training.forward_backward = poisoned
+
+
+def another_adapter_on_rank_1(rank: int) -> None:
+    import qerl_bench.experiment as loop
+
+    step = loop.train_step
+
+    def train_step(experiment: Any, policy: Any, *others: Any) -> dict[str, float]:
+        metrics = step(experiment, policy, *others)
+        if rank == 1:
+            policy.trainable[0].data.view(-1)[0] += 1e-3
+        return metrics
+
+    loop.train_step = train_step
+
+
+def without_a_gpu(rank: int) -> None:
+    import qerl_bench.session as session
+
+    session.device_name = lambda wanted: ["NVIDIA H200, 140 GiB", "no GPU"][rank]
+
+
+def test_two_ranks_with_exact_are_one_process_to_the_bit(alone: Path, make_run: Run) -> None:
+    folder, ended = make_run("exact", 2, "parallel.exact=true")
+    assert ended.codes == [0, 0], ended.said
+    assert_equal(alone, folder)
+    assert any(record["train/taught_frac"] == 1 for record in records(folder) if record["kind"] == "train")
+    said = json.loads((folder / "env.json").read_text()), json.loads((folder / "engine.json").read_text())
+    assert (said[0]["ranks"], said[1]["engines"]) == (2, 2)
+
+
+def test_two_ranks_draw_the_tokens_of_one_and_train_alike_to_rounding(alone: Path, summed: Path) -> None:
+    texts = [
+        [json.loads(line)["completion"] for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+        for folder in (alone, summed)
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 16
+    for expected, found in zip(records(alone), records(summed), strict=True):
+        assert found.pop("kind") == expected.pop("kind")
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    expected, found = weights(alone), weights(summed)
+    assert any(not torch.equal(expected[name], found[name]) for name in expected)  # the sum rounds in another order
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=2e-5)
+
+
+def test_two_ranks_are_the_same_every_time(summed: Path, make_run: Run) -> None:
+    folder, ended = make_run("again", 2)
+    assert ended.codes == [0, 0], ended.said
+    assert_equal(summed, folder)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_all_in_words_and_any_number_continues(victim: int, alone: Path, make_run: Run) -> None:
+    name = f"killed-{victim}"
+    folder, ended = make_run(name, 2, "parallel.exact=true", sabotage=partial(kill_in_step_3, victim))
+    assert ended.codes[victim] == -signal.SIGKILL and ended.codes[1 - victim] == 1
+    assert ended.said.count("another process of this run has ended") == 1 and "Traceback" not in ended.said
+    assert not (folder / "done.json").exists()
+    folder, ended = make_run(name, [1, 2][victim], "parallel.exact=true")
+    assert {*ended.codes} == {0}, ended.said
+    assert_equal(alone, folder)
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_message(make_run: Run) -> None:
+    folder, ended = make_run("nan", 2, sabotage=nan_on_rank_1)
+    assert ended.codes == [1, 1] and ended.said.count("not finite") == 1, ended.said
+    assert (folder / "nonfinite" / "step_000001" / "batch.safetensors").exists()
+
+
+def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:
+    folder, ended = make_run("different", 2, "save_every=1", sabotage=another_adapter_on_rank_1)
+    assert ended.codes == [1, 1] and ended.said.count("different weights, first") == 1, ended.said
+    assert not [*folder.glob("checkpoints/step_*")]
+
+
+@pytest.mark.parametrize(
+    ("word", "sabotage", "key"),
+    [
+        ("rollout.prompts_per_step=1", None, "--nproc-per-node 1"),
+        ("seed=1", without_a_gpu, "process 1 has no GPU"),
+        ("-m", None, "leave torchrun out"),
+        ("lora.rank=x", None, "lora.rank"),
+        ("quant=x", None, "quant/x"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_once(word: str, sabotage: Any, key: str, make_run: Run) -> None:
+    _, ended = make_run("refused", 2, word, sabotage=sabotage)
+    assert ended.codes == [2, 2], ended.said
+    assert ended.said.count(key) == 1 and "Traceback" not in ended.said
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}])
+def test_variables_that_torchrun_has_not_set_are_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"RANK=.* --nproc-per-node .* -u RANK"), joined():
+        pass
+
+
+def test_one_process_is_a_world_without_torch_distributed() -> None:
+    with joined() as world:
+        assert type(world) is World
+        assert (world.rank, world.size, world.gather(3), [*world.take(2)]) == (0, 1, [3], [0, 1])
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,69 @@
+"""torchrun itself: a signal to it, and several GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.test_ranks import WORDS, assert_equal, records
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600.0
+GPUS = (  # wide enough for the fused kernels
+    *(*WORDS, "device=cuda", "model.hidden_size=128", "model.heads=4", "model.kv_heads=2"),
+    "model.intermediate_size=256",
+)
+
+
+def torchrun(size: int, *words: str) -> list[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return [sys.executable, *launch, str(ROOT / "src" / "run.py"), *words]
+
+
+def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+    words = [*WORDS, "steps=1000", "save_every=1000", f"root={tmp_path}"]
+    folder, said = tmp_path / "runs" / "run", tmp_path / "said"
+    with open(said, "w") as output:
+        patience = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LIMIT_S))}
+        process = subprocess.Popen(torchrun(2, *words), cwd=ROOT, env=patience, stdout=output, stderr=output)
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end and process.poll() is None and '"step": 1,' not in _text(folder / "metrics.jsonl"):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        process.wait(LIMIT_S)
+    assert said.read_text().count("SIGTERM: stopped; the same command continues") == 1, said.read_text()
+    last = records(folder)[-1]["step"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:06d}"]
+    assert json.loads((folder / "env.json").read_text())["ranks"] == 2
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_with_exact_are_one_to_the_bit_and_near_it_without(tmp_path: Path) -> None:
+    folders = {}
+    for name, size, exact in (("one", 1, "false"), ("again", 1, "false"), ("exact", 2, "true"), ("sum", 2, "false")):
+        words = [*GPUS, f"root={tmp_path / name}", f"parallel.exact={exact}"]
+        done = subprocess.run(torchrun(size, *words), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        folders[name] = tmp_path / name / "runs" / "run"
+    one = records(folders["one"])
+    if one == records(folders["again"]):  # the kernels repeat themselves
+        assert_equal(folders["one"], folders["exact"])
+    for name in ("exact", "sum"):
+        for expected, found in zip(one, records(folders[name]), strict=True):
+            if expected["kind"] == "train":
+                assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+                assert found["completions/tokens"] == pytest.approx(expected["completions/tokens"], rel=0.05)
