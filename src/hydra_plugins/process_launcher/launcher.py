@@ -179,17 +179,23 @@ def search_path(config: DictConfig) -> list[str]:
 
 def start(point: Point, slot: int, slots: int, gpus: list[str]) -> Child:
     """Start one run. Alone it talks to this terminal; runs side by side write to launch.log in their folders."""
-    environment = dict(os.environ)
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-    if slots > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
+    environment = environment_of(slot, slots, gpus)
     command = [*run_command(), *point.overrides]
     if slots == 1:
         return Child(command, environment)
     point.run_dir.mkdir(parents=True, exist_ok=True)
     with open(point.run_dir / "launch.log", "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def environment_of(slot: int, slots: int, gpus: list[str]) -> dict[str, str]:
+    """The variables of a process in one of several slots: its GPU, if there are any, and its share of the cores."""
+    environment = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    if slots > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
+    return environment
 
 
 def visible_gpus() -> list[str]:
