@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from qerl_bench.checks import check_fields, count, flag, number, require, text
+from qerl_bench.cli import Point
 from qerl_bench.config import Composer, fingerprint
+from qerl_bench.rundir import is_finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class Design:
 
     def option(self, arm: Arm, key: str) -> Any:
         """What the config of an arm has under a top-level key, for the first base."""
-        return self._composer.tree(self.base_words(arm, self.bases[0]))[key]
+        return _tree(*self.base_words(arm, self.bases[0]))[key]
 
     def format_of(self, arm: Arm) -> str:
         return self.option(arm, "quant")["name"]
@@ -125,13 +127,15 @@ class Design:
             *([f"aqn.sigma_of_base={sigma}"] if arm.dosed else []),
         ]
 
-    def run_dir(self, words: Sequence[str]) -> Path:
-        tree = self._composer.tree(words)
-        return Path(tree["root"], "runs", tree["name"])
+    def point(self, words: list[str]) -> Point:
+        """The run with these words, unchecked."""
+        tree = _tree(*words)
+        run_dir = Path(tree["root"], "runs", tree["name"])
+        return Point(words, tree["name"], run_dir, is_finished(run_dir))
 
     def probe_file(self, base: int) -> Path:
         """Where the probe of a base is kept; named by what decides its numbers, but for the formats and arms in it."""
-        tree = self._composer.tree(self.base_words(self.reference, base))
+        tree = _tree(*self.base_words(self.reference, base))
         decisive = {key: tree[key] for key in ("model", "task", "rollout", "quantizer", "engine", "kernel")}
         digest = fingerprint({**decisive, "probe": vars(self.probe), "dose": vars(self.dose)})
         return self.root / "probes" / f"{tree['model']['name']}-{base}-{digest}.json"
@@ -141,9 +145,16 @@ class Design:
         common = {word.partition("=")[0]: word for word in [*self.common, *words]}
         return replace(self, common=list(common.values()))
 
-    @cached_property
-    def _composer(self) -> Composer:
-        return Composer()
+
+@cache
+def _composer() -> Composer:
+    """One for all designs of this process, because Hydra takes a fifth of a second for the options of an arm."""
+    return Composer()
+
+
+@lru_cache(maxsize=4096)
+def _tree(*words: str) -> dict[str, Any]:
+    return _composer().tree(words)
 
 
 def check_words(key: str, words: object) -> None:

@@ -26,14 +26,14 @@ from typing import Any
 
 from hydra_plugins.process_launcher.launcher import POLL_S, Sweep, environment_of, visible_gpus
 from qerl_bench.arguments import KeyValueParser
-from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
-from qerl_bench.study.load import Run, load_run
+from qerl_bench.study.load import Run, find_runs, load_run
 
 log = logging.getLogger(__name__)
 PACKING_S = 30.0  # kept for the gates and the packing at the end
@@ -72,11 +72,11 @@ class Blocks(Sweep):
 
     def fits(self, block: Sequence[Point]) -> bool:
         """Whether `block` would end in time. True as long as nothing is known of the time of a run."""
-        if self.deadline.left <= 0:
-            return False
+        todo = sum(not point.finished for point in block)
+        if todo == 0 or self.deadline.left <= 0:
+            return todo == 0
         if not self.seconds:
             return True
-        todo = sum(not point.finished for point in block)
         rounds = (todo + len(self.running) / 2) / self.slots + 1  # of runs one after the other, at most
         return rounds * median(self.seconds) <= self.deadline.left
 
@@ -162,29 +162,32 @@ def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[t
 def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Runs:
     """The finished runs of the study below root, or those that the committed study `folder` holds."""
     found: dict[tuple[str, int, int], Run] = {}
+    kept = {path.name for path in find_runs(folder)} if folder is not None else set()
     for key, words in words_of_runs(design, probes).items():
-        path = design.run_dir(words)
-        path = path if folder is None else folder / path.name
-        try:
-            run = load_run(path) if folder is not None or is_finished(path) else None
-        except ConfigError:
-            run = None
-        if run is not None and run.finished:
-            found[key] = run
+        point = design.point(words)
+        if folder is None and point.finished:
+            found[key] = load_run(point.run_dir)
+        elif folder is not None and point.name in kept:
+            found[key] = load_run(folder / point.name)
     return found
 
 
 def blocks_of(
     design: Design, probes: Sequence[Mapping[str, Any]], arms_stopped: Mapping[str, Any]
 ) -> list[list[Point]]:
-    """The points of each block: tier by tier, within it base by base, all arms and seeds."""
+    """The points of each block: tier by tier, within it base by base, all arms and seeds.
+
+    Raises ConfigError if an arm cannot run; its runs differ in nothing that a check could refuse, so one is checked.
+    """
     words = words_of_runs(design, probes)
+    firsts = {key[0]: point for key, point in reversed(words.items()) if key[0] not in arms_stopped}
+    check_points([*firsts.values()])
     blocks = []
     for tier in sorted({arm.tier for arm in design.arms}):
         arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in arms_stopped]
         for record in probes:
             keys = [(arm.name, record["base"], seed) for seed in design.seeds for arm in arms]
-            blocks.append(check_points([words[key] for key in keys if key in words]))
+            blocks.append([design.point(words[key]) for key in keys if key in words])
     return blocks
 
 
