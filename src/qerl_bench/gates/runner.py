@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
+
 from hydra_plugins.process_launcher.launcher import POLL_S, Sweep, environment_of, visible_gpus
 from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import TrainingStopped, require
@@ -194,7 +196,8 @@ def blocks_of(
 def pack(design: Design, probes: Sequence[Mapping[str, Any]], results: Sequence[Result], out: Path) -> None:
     """Write the finished runs of the study, its probes, gates and design to `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "study.yaml").write_text(design.path.read_text())
+    as_run = yaml.safe_load(design.path.read_text()) | {"common": design.common}
+    (out / "study.yaml").write_text(yaml.safe_dump(as_run, sort_keys=False))
     (out / "probes.json").write_text(json.dumps(probes))
     (out / "gates.json").write_text(to_json(results, stopped(results)))
     (out / "gates.md").write_text(render(results) + "\n")
