@@ -244,12 +244,14 @@ def main(arguments: list[str] | None = None) -> None:
     print(render(results), flush=True)
     for name, failed in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(failed))
-    sweep = Blocks(blocks_of(design, probes, arms_stopped), slots, visible_gpus(), deadline)
-    failed_runs = sweep.run()
+    blocks = blocks_of(design, probes, arms_stopped)
+    failed_runs = Blocks(blocks, slots, visible_gpus(), deadline).run()
     results = gates(design, probes, finished_runs(design, probes))
     pack(design, probes, results, out)
     print(render(results), flush=True)
-    if sweep.blocks:
-        log.info("%d blocks are left to do: the same command continues", len(sweep.blocks))
+    left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
+    log.info(
+        "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
+    )
     if failed_runs:
         raise TrainingStopped("\n".join(f"{point.run_dir}: {reason}" for point, reason in failed_runs))
