@@ -38,7 +38,7 @@ Runs = Mapping[tuple[str, int, int], Run]  # by arm, base and seed
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was measured for one gate. `passed` is None without data; a failed gate stops the arms `stops`."""
+    """What was measured for one gate. `passed` is None as long as it is open; a failed gate stops the arms `stops`."""
 
     gate: str
     limit: str
@@ -167,7 +167,7 @@ def stopped(results: Iterable[Result], despite: Sequence[str] = ()) -> dict[str,
 
 def render(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
-    words = {True: "yes", False: "**no**", None: "no data"}
+    words = {True: "yes", False: "**no**", None: "open"}
     lines = ["| gate | limit | measured | interval | bases | passed | else stops |", "|---|---|---|---|---|---|---|"]
     for one in results:
         interval = "-" if math.isnan(one.low) else f"[{one.low:.4g}, {one.high:.4g}]"
