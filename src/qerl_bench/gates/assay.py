@@ -141,7 +141,7 @@ def late_rise(run: Run) -> float:
     """How much the accuracy of rollouts rises over the last fifth of the steps, by a straight line."""
     accuracy = run.series("train", "accuracy").dropna()
     late = accuracy.iloc[-max(2, round(LATE * len(accuracy))) :]
-    return float(np.polyfit(late.index, late, 1)[0] * (late.index[-1] - late.index[0]))
+    return float(np.polyfit(late.index.to_numpy(), late.to_numpy(), 1)[0] * (late.index[-1] - late.index[0]))
 
 
 def gain_on_longest(run: Run) -> float:
@@ -152,7 +152,7 @@ def gain_on_longest(run: Run) -> float:
     answers = run.answers("sampled")
     words = answers.index.to_series().str.count(" ")
     longest = answers[words >= words.quantile(1 - LONGEST)]
-    return float((longest[run.option("steps")] - longest[0]).mean())
+    return float(np.mean((longest[run.option("steps")] - longest[0]).to_numpy()))
 
 
 def stopped(results: Iterable[Result], despite: Sequence[str] = ()) -> dict[str, list[str]]:
