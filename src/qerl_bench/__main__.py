@@ -39,6 +39,16 @@ COMMANDS = {
     "score": Command("qerl_bench.eval.score", "grade completions made elsewhere", "stopped; nothing was written"),
     "export": Command("qerl_bench.quant.export", "pack a model for other programs to read"),
     "collect": Command("qerl_bench.study.command", "gather runs into a study that can be committed"),
+    "gates": Command(
+        "qerl_bench.gates.command",
+        "measure bases, and tell whether a study could show anything",
+        "stopped; the same command continues",
+    ),
+    "study": Command(
+        "qerl_bench.gates.runner",
+        "run a study of many bases within a time",
+        "stopped; the same command continues",
+    ),
     "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
     "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),
 }

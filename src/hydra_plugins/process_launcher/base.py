@@ -51,7 +51,7 @@ class SweepLauncher(Launcher):
 
     @abstractmethod
     def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
-        """Run the points `todo`; `before` more were finished already. The failed ones, each with the reason in a line."""
+        """Run the points `todo`; `before` more were finished already. The failed ones, with the reason in a line."""
 
 
 def not_running(todo: Sequence[Point]) -> list[Point]:

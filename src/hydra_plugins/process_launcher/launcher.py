@@ -200,17 +200,23 @@ def start(point: Point, slot: int, slots: int, gpus: list[str]) -> Child:
 
     The folder is made here, so that a run that is refused leaves the reason in it for this process to read.
     """
-    environment = dict(os.environ)
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-    if slots > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
+    environment = environment_of(slot, slots, gpus)
     command = [*run_command(), *point.overrides]
     point.run_dir.mkdir(parents=True, exist_ok=True)
     if slots == 1:
         return Child(command, environment)
     with open(point.run_dir / "launch.log", "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def environment_of(slot: int, slots: int, gpus: list[str]) -> dict[str, str]:
+    """The variables of a process in one of several slots: its GPU, if there are any, and its share of the cores."""
+    environment = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    if slots > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
+    return environment
 
 
 def visible_gpus() -> list[str]:

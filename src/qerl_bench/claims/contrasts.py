@@ -62,7 +62,7 @@ def noise(name: str = "exp") -> Contrast:
 
     Noise options may differ, since they have no effect without noise.
     """
-    names = ("exp", "exp_paper", "exp_repo") if name == "exp" else (name,)
+    names = ("exp", "exp_paper", "exp_repo", "matched") if name == "exp" else (name,)
     arms = (Arm(name, +1, (Filter("aqn.name", among=names),)), Arm("none", -1, (NO_NOISE,)))
     return Contrast(f"{name} - none", NOISE, arms)
 

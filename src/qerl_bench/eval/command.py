@@ -2,8 +2,8 @@
 
 The policy is the run's: same config, same packed base, the adapter of its last checkpoint, or of checkpoint=best or
 of a step. Only eval, task, engine, device and seed may differ; --config-dir DIR adds a folder of options. The base
-before training is evaluated first, as in the run, for the gain on the same questions. The run itself is not changed: the
-result goes to RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the
+before training is evaluated first, as in the run, for the gain on the same questions. The run itself is not changed:
+the result goes to RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the
 changes), env.json, preflight.json, eval.json, samples.parquet, seals.jsonl and done.json.
 """
 

@@ -29,7 +29,7 @@ Cell = tuple[str, int]  # base model and seed: runs of different settings are co
 
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
 IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
-BASE_KEYS = frozenset({"model.seed"})  # config keys that select the base model
+BASE_KEYS = frozenset({"model.seed", "aqn.sigma_of_base"})  # config keys that select the base model, or belong to it
 PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
 MEASURED = ("kind", "step", "metric", "value")

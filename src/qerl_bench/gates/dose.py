@@ -1,0 +1,42 @@
+"""Finds the noise with a wanted effect: bisection on a logarithmic scale of a function that rises with the noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+LEAST, MOST = 1e-4, 10.0  # of sigma; the scales it is added to are about 1
+STEPS = 10  # of the bisection, after the effect is bracketed
+TOLERANCE = 0.03  # of the effect, as a share of the wanted one
+DIGITS = 3  # of sigma, which stands in the config of a run
+
+
+def find_sigma(effect: Callable[[float], float], wanted: float, start: float) -> tuple[float | None, list[list[float]]]:
+    """The sigma with `effect(sigma)` near `wanted`, and all pairs (sigma, effect) that were tried.
+
+    None if no sigma from LEAST to MOST has it. `effect` should use the same random numbers for every sigma.
+    """
+    tried: list[list[float]] = []
+
+    def above(sigma: float) -> bool:
+        tried.append([sigma, effect(sigma)])
+        return tried[-1][1] > wanted
+
+    low = high = start
+    if above(start):
+        while above(low := low / 2):
+            high = low
+            if low < LEAST:
+                return None, tried
+    else:
+        while not above(high := high * 2):
+            low = high
+            if high > MOST:
+                return None, tried
+    for _ in range(STEPS):
+        if abs(tried[-1][1] - wanted) <= TOLERANCE * wanted:
+            break
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if above(middle) else (middle, high)
+    best = min(tried, key=lambda pair: abs(pair[1] - wanted))[0]
+    return float(f"{best:.{DIGITS}g}"), tried

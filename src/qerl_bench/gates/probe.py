@@ -1,0 +1,164 @@
+"""Measures one base before any arm is trained: its answers in every weight format, and the noise of each arm's dose.
+
+    python -m qerl_bench.gates.probe STUDY.yaml BASE [word ...]
+
+A process of its own for each base, which pretrains the base first if nobody has. The results, which later calls only
+complete, are in probes/ below root.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_bench.aqn.base import OpenLoop
+from qerl_bench.aqn.constant import Constant
+from qerl_bench.aqn.injector import NoiseInjector
+from qerl_bench.aqn.spec import NoiseSpec
+from qerl_bench.children import end_with_parent
+from qerl_bench.config import Experiment, build, compose
+from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.environment import versions
+from qerl_bench.gates.design import Arm, Design, read_design
+from qerl_bench.gates.dose import find_sigma
+from qerl_bench.metrics import mismatch_metrics
+from qerl_bench.model.digest import digest_of
+from qerl_bench.model.policy import Policy
+from qerl_bench.model_setup import base_checkpoint, build_policy
+from qerl_bench.records import Prompt, Rollout
+from qerl_bench.seeding import derive
+from qerl_bench.session import prepare_device
+from qerl_bench.train.batch import make_batch
+
+Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
+
+
+def probe_base(design: Design, base: int) -> None:
+    """Complete the record of a base: formats and doses that it lacks."""
+    file = design.probe_file(base)
+    record = json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
+    for quant in design.formats:
+        arms = [arm for arm in design.arms if design.format_of(arm) == quant]
+        dosed = [arm for arm in arms if arm.dosed and arm.name not in record["doses"]]
+        if quant in record["formats"] and not dosed:
+            continue
+        started = time.monotonic()
+        # the format alone: options of an arm such as its temperature would change what is compared
+        plain = Arm(name=quant, tier=1, words=[f"quant={quant}"])
+        experiment = build(compose(design.base_words(plain, base)))
+        device = prepare_device(experiment.device, experiment.quant)
+        checkpoint = base_checkpoint(experiment.model, experiment.task, experiment.root)
+        policy = build_policy(experiment, checkpoint, device)
+        with closing(experiment.engine.build(policy)) as engine:
+            if quant not in record["formats"]:
+                record["formats"][quant] = answers(design, experiment, policy, engine)
+            for arm in dosed:
+                noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
+                record["doses"][arm.name] = dose(design, noisy, policy, engine)
+        record |= {"digest": digest_of(experiment.model, checkpoint), "versions": versions(), "device": device}
+        print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
+        del policy, engine
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writing = file.with_suffix(".writing")
+    writing.write_text(json.dumps(record))
+    writing.replace(file)
+
+
+def answers(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
+    """How often each of the probe's questions, which RL could draw, is answered, and the entropy of the policy."""
+    size = design.probe
+    prompts = experiment.task.train_prompts(1, size.questions, derive("probe"))
+    rollouts = engine.generate(prompts, _sampling(experiment, size.samples, 1.0, "answers"))
+    right = [float(reward.correct) for reward in experiment.task.rewards(rollouts)]
+    by_question = [int(sum(right[i : i + size.samples])) for i in range(0, len(right), size.samples)]
+    return {"correct": by_question, "samples": size.samples, "entropy": _entropy(rollouts)}
+
+
+def dose(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
+    """The sigma that raises the entropy as wanted, and the rise and KL that it has on other prompts and draws."""
+    task, size = experiment.task, design.dose
+    search, check = (task.train_prompts(step, size.prompts, derive("dose")) for step in (1, 2))
+    quiet, _ = with_noise(experiment, policy, engine, search, 0.0, range(size.draws))
+
+    def rise(sigma: float) -> float:
+        return with_noise(experiment, policy, engine, search, sigma, range(size.draws))[0] / quiet - 1
+
+    sigma, tried = find_sigma(rise, size.rise, start=0.1)
+    if sigma is None:
+        return {"sigma": None, "tried": tried}
+    fresh = range(size.draws, 2 * size.draws)
+    before, _ = with_noise(experiment, policy, engine, check, 0.0, fresh)
+    entropy, kl = with_noise(experiment, policy, engine, check, sigma, fresh)
+    return {"sigma": sigma, "rise": entropy / before - 1, "kl": kl, "entropy": before, "tried": tried}
+
+
+def with_noise(
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    sigma: float,
+    draws: Sequence[int],
+) -> Noise:
+    """Entropy and KL of sampling with noise, as a step would log them, over several draws."""
+    rollout, quiet = experiment.rollout, policy.noise
+    everything: list[Rollout] = []
+    try:
+        for draw in draws:
+            policy.noise = injector(quiet, experiment.noise, sigma)
+            with policy.noise.for_rollout(1, draw):
+                engine.sync(prompts)
+                sampling = _sampling(experiment, rollout.group_size, rollout.temperature, draw)
+                everything += engine.generate(prompts, sampling)
+    finally:
+        policy.noise = quiet
+    engine.sleep()
+    return _entropy(everything), _kl(experiment, policy, everything)
+
+
+def injector(like: NoiseInjector, spec: NoiseSpec, sigma: float) -> NoiseInjector:
+    """Constant noise in the norms of `like`; the same draws for every sigma."""
+    controller = OpenLoop(Constant(name="constant", level=sigma), 1)
+    once = replace(spec, accumulate="none")  # draws are compared with each other, not added up
+    return NoiseInjector(once, controller, like.norms, like.offsets, like.final, derive("dose"))
+
+
+def _sampling(experiment: Experiment, samples: int, temperature: float, draw: int | str) -> Sampling:
+    longest = experiment.task.max_completion_tokens
+    return Sampling(samples=samples, temperature=temperature, max_tokens=longest, seed=derive("probe", draw))
+
+
+def _entropy(rollouts: Sequence[Rollout]) -> float:
+    return sum(sum(one.entropies) for one in rollouts) / sum(len(one.token_ids) for one in rollouts)
+
+
+def _kl(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> float:
+    """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now."""
+    sampler, trainer = [], []
+    for start in range(0, len(rollouts), experiment.train.micro_batch_size):
+        some = rollouts[start : start + experiment.train.micro_batch_size]
+        ids = [one.prompt_ids for one in some], [one.token_ids for one in some]
+        batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in some])
+        with torch.no_grad():
+            stats = policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
+        trainer.append(stats.logprobs[batch.mask].double().cpu())
+        sampler.append(batch.sampler_logprobs[batch.mask].double().cpu())
+    return mismatch_metrics(torch.cat(trainer), torch.cat(sampler))["mismatch/kl"]
+
+
+def main(words: list[str]) -> None:
+    path, base, *common = words
+    probe_base(read_design(Path(path)).with_words(common), int(base))
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    main(sys.argv[1:])

@@ -1,0 +1,257 @@
+"""Run a study within a time: bases and their probes, gates, then arms in order of priority.
+
+    qerl-bench study docs/studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
+
+Every base is pretrained and probed first (gates/probe.py), `slots` processes at a time, each on a GPU if there are
+any. The gates then stop the arms that could decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms
+of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study.
+What runs at the end of the time saves a checkpoint. The same command continues. Finished runs of the whole study and
+the gates are packed into `out`, which `qerl-bench claims` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from hydra_plugins.process_launcher.launcher import POLL_S, Sweep, environment_of, visible_gpus
+from qerl_bench.arguments import KeyValueParser
+from qerl_bench.checks import TrainingStopped, require
+from qerl_bench.children import Child, signal_of, stop
+from qerl_bench.cli import Point, check_points
+from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
+from qerl_bench.gates.design import Design, read_design
+from qerl_bench.rundir import is_finished
+from qerl_bench.study.collect import write_study
+from qerl_bench.study.load import Run, find_runs, load_run
+
+log = logging.getLogger(__name__)
+PACKING_S = 30.0  # kept for the gates and the packing at the end
+STOP_S = 60.0  # for running runs to reach the end of their step and save it
+
+
+class Deadline:
+    """The end of the session, in the seconds of time.monotonic()."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes - PACKING_S
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+class Blocks(Sweep):
+    """Runs whole blocks of points, one after the other, until the time is up.
+
+    The launcher's sweep asks for a point whenever a slot is free. The last block that began is finished, if the time
+    for it was estimated well; points that are running when the time is up are stopped with a checkpoint.
+    """
+
+    def __init__(self, blocks: Sequence[Sequence[Point]], slots: int, gpus: list[str], deadline: Deadline) -> None:
+        super().__init__([], slots, gpus)
+        self.blocks = deque(block for block in blocks if block)
+        self.deadline = deadline
+        self.seconds = [seconds for block in blocks for seconds in map(seconds_of, block) if seconds is not None]
+        self.open_blocks()
+
+    def open_blocks(self) -> None:
+        """Make the points of the next block the next to do, if none are left and there is time for it."""
+        while not self.todo and self.blocks and self.fits(self.blocks[0]):
+            self.todo.extend(point for point in self.blocks.popleft() if not point.finished)
+
+    def fits(self, block: Sequence[Point]) -> bool:
+        """Whether `block` would end in time. True as long as nothing is known of the time of a run."""
+        todo = sum(not point.finished for point in block)
+        if todo == 0 or self.deadline.left <= 0:
+            return todo == 0
+        if not self.seconds:
+            return True
+        rounds = (todo + len(self.running) / 2) / self.slots + 1  # of runs one after the other, at most
+        return rounds * median(self.seconds) <= self.deadline.left
+
+    def collect(self) -> None:
+        running = {started.point.name: started.point for started in self.running.values()}
+        super().collect()
+        ended = running.keys() - {started.point.name for started in self.running.values()}
+        self.seconds += [seconds for name in ended if (seconds := seconds_of(running[name])) is not None]
+        if self.deadline.left <= 0 and self.running:
+            log.info("the time is up: %d runs are stopped and can be continued", len(self.running))
+            stop([started.child for started in self.running.values()], signal.SIGTERM, STOP_S)
+            for left in (self.todo, self.running, self.elsewhere):
+                left.clear()
+        self.open_blocks()
+
+
+def seconds_of(point: Point) -> float | None:
+    """How long a finished run took."""
+    file = point.run_dir / "done.json"
+    return json.loads(file.read_text()).get("wall_s") if is_finished(point.run_dir) else None
+
+
+def probe(design: Design, words: Sequence[str], slots: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """The probes of all bases of the design; those that are missing or incomplete are made, `slots` at a time.
+
+    Bases that could not be probed in time, or whose probe failed, are left out with a warning.
+    """
+    gpus = visible_gpus()
+    todo = deque(base for base in design.bases if not probed(design, base))
+    running: dict[int, tuple[int, Child]] = {}
+    try:
+        while (todo and deadline.left > 0) or running:
+            for slot in range(slots):
+                if slot in running and running[slot][1].poll() is not None:
+                    base, child = running.pop(slot)
+                    log.info("probe of base %d ended with code %d", base, child.poll())
+                if slot not in running and todo and deadline.left > 0:
+                    base = todo.popleft()
+                    running[slot] = base, start_probe(design, words, base, environment_of(slot, slots, gpus))
+            if deadline.left <= 0:
+                stop([child for _, child in running.values()], signal.SIGTERM, STOP_S)
+                running.clear()
+            time.sleep(POLL_S)
+    except BaseException as error:
+        stop([child for _, child in running.values()], signal_of(error))
+        raise
+    missing = [base for base in design.bases if not probed(design, base)]
+    if missing:
+        log.warning("no probe of the bases %s; %s/probe-BASE.log says why", missing, design.probe_file(0).parent)
+    return [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
+
+
+def probed(design: Design, base: int) -> bool:
+    """Whether a base has been measured in every format, and has a dose, or none, for each arm."""
+    file = design.probe_file(base)
+    if not file.is_file():
+        return False
+    record = json.loads(file.read_text())
+    arms = {arm.name for arm in design.arms if arm.dosed}
+    return set(design.formats) <= record["formats"].keys() and arms <= record["doses"].keys()
+
+
+def start_probe(design: Design, words: Sequence[str], base: int, environment: dict[str, str]) -> Child:
+    folder = design.probe_file(base).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "qerl_bench.gates.probe", str(design.path), str(base), *words]
+    with open(folder / f"probe-{base}.log", "ab") as output:
+        return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], list[str]]:
+    """The words of each run whose base was probed, by arm, base and seed; without a dose there is no run."""
+    found: dict[tuple[str, int, int], list[str]] = {}
+    for arm in design.arms:
+        for record in probes:
+            sigma = record["doses"][arm.name]["sigma"] if arm.dosed else None
+            if not arm.dosed or sigma is not None:
+                for seed in design.seeds:
+                    found[arm.name, record["base"], seed] = design.words(arm, record["base"], seed, sigma)
+    return found
+
+
+def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Runs:
+    """The finished runs of the study below root, or those that the committed study `folder` holds."""
+    found: dict[tuple[str, int, int], Run] = {}
+    kept = {path.name for path in find_runs(folder)} if folder is not None else set()
+    for key, words in words_of_runs(design, probes).items():
+        point = design.point(words)
+        if folder is None and point.finished:
+            found[key] = load_run(point.run_dir)
+        elif folder is not None and point.name in kept:
+            found[key] = load_run(folder / point.name)
+    return found
+
+
+def blocks_of(
+    design: Design, probes: Sequence[Mapping[str, Any]], arms_stopped: Mapping[str, Any]
+) -> list[list[Point]]:
+    """The points of each block: tier by tier, within it base by base, all arms and seeds.
+
+    Raises ConfigError if an arm cannot run; its runs differ in nothing that a check could refuse, so one is checked.
+    """
+    words = words_of_runs(design, probes)
+    firsts = {key[0]: point for key, point in reversed(words.items()) if key[0] not in arms_stopped}
+    check_points([*firsts.values()])
+    blocks = []
+    for tier in sorted({arm.tier for arm in design.arms}):
+        arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in arms_stopped]
+        for record in probes:
+            keys = [(arm.name, record["base"], seed) for seed in design.seeds for arm in arms]
+            blocks.append([design.point(words[key]) for key in keys if key in words])
+    return blocks
+
+
+def pack(design: Design, probes: Sequence[Mapping[str, Any]], results: Sequence[Result], out: Path) -> None:
+    """Write the finished runs of the study, its probes, gates and design to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    as_run = yaml.safe_load(design.path.read_text()) | {"common": design.common}
+    (out / "study.yaml").write_text(yaml.safe_dump(as_run, sort_keys=False))
+    (out / "probes.json").write_text(json.dumps(probes))
+    (out / "gates.json").write_text(to_json(results, stopped(results)))
+    (out / "gates.md").write_text(render(results) + "\n")
+    paths = [run.path for run in finished_runs(design, probes).values()]
+    if paths:
+        runs, _, rows = write_study(paths, out, mixed_code=True, metrics=("study",))
+        log.info("%d runs, %d numbers: %s", runs, rows, out)
+
+
+def parser_of(description: str | None) -> KeyValueParser:
+    parser = KeyValueParser(description)
+    parser.add_argument("study", type=Path, help="the YAML file of the study (gates/design.py)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="when to end (default: when all is done)")
+    parser.add_argument("--slots", type=int, default=None, help="processes at a time (default: one per GPU, or one)")
+    parser.add_argument("--bases", type=int, nargs="+", default=None, help="only these bases, such as bases=0,1,2,3")
+    parser.add_argument("--words", nargs="+", default=[], help="in place of common words of the same keys")
+    parser.add_argument("--despite", nargs="+", default=[], help="beginnings of the names of gates that stop nothing")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the packed results (default: ROOT/study)")
+    return parser
+
+
+def prepared(options: Any) -> tuple[Design, int, Deadline]:
+    """What the options of a command line ask for. Raises ConfigError for values that cannot be."""
+    require(options.minutes > 0, f"minutes must be above 0, got {options.minutes:g}")
+    require(options.slots is None or options.slots > 0, f"slots must be above 0, got {options.slots}")
+    design = read_design(options.study).with_words(options.words)
+    if options.bases is not None:
+        unknown = sorted({*options.bases} - {*design.bases})
+        require(not unknown, f"{options.study} has no bases {unknown}: it has {design.bases[0]} to {design.bases[-1]}")
+        design = replace(design, bases=tuple(options.bases))
+    return design, options.slots or max(1, len(visible_gpus())), Deadline(options.minutes)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    for package in ("qerl_bench", "hydra_plugins"):
+        logging.getLogger(package).setLevel(logging.INFO)
+    options = parser_of(__doc__).parse_args(arguments)
+    design, slots, deadline = prepared(options)
+    out = options.out or design.root / "study"
+    probes = probe(design, options.words, slots, deadline)
+    results = gates(design, probes, finished_runs(design, probes))
+    arms_stopped = stopped(results, options.despite)
+    print(render(results), flush=True)
+    for name, failed in arms_stopped.items():
+        log.info("arm %s is stopped by: %s", name, ", ".join(failed))
+    blocks = blocks_of(design, probes, arms_stopped)
+    failed_runs = Blocks(blocks, slots, visible_gpus(), deadline).run()
+    results = gates(design, probes, finished_runs(design, probes))
+    pack(design, probes, results, out)
+    print(render(results), flush=True)
+    left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
+    log.info(
+        "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
+    )
+    if failed_runs:
+        raise TrainingStopped("\n".join(f"{point.run_dir}: {reason}" for point, reason in failed_runs))

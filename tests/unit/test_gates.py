@@ -1,0 +1,296 @@
+"""The gates of a study: numbers against a second calculation, states at the limits, doses, designs, blocks in time."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from hydra_plugins.process_launcher import launcher
+from qerl_bench.checks import ConfigError
+from qerl_bench.cli import Point
+from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
+from qerl_bench.gates.design import Design, read_design
+from qerl_bench.gates.dose import find_sigma
+from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
+from qerl_bench.study.load import Run
+
+if TYPE_CHECKING:
+    from qerl_bench.config import Experiment
+    from qerl_bench.model.policy import Policy
+
+STUDY = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"
+
+
+@pytest.fixture(scope="module")
+def design() -> Design:
+    return replace(read_design(STUDY), bases=(0, 1, 2, 3))
+
+
+def probes(design: Design, lost: int = 2, **dose: Any) -> list[dict[str, Any]]:
+    """Bases that pass: of 64 samples half of the questions have 1 or 2 right, the others 20 or more."""
+    good = [1, 2, 2, 20, 24, 30] * 5
+    hurt = [max(0, count - lost) for count in good]
+    found = {"sigma": 0.12, "rise": 0.1, "kl": 0.03, **dose}
+    return [
+        {
+            "base": base,
+            "formats": {
+                quant: {"correct": good if quant == "bf16" else hurt, "samples": 64, "entropy": 0.4}
+                for quant in design.formats
+            },
+            "doses": {arm.name: found for arm in design.arms if arm.dosed},
+        }
+        for base in design.bases
+    ]
+
+
+def run(design: Design, arm: str, base: int, end: float, late: float = 0.02) -> Run:
+    """A run that ends with the accuracy `end` on short and long questions alike, from 0.2, and rises to the last."""
+    steps = np.arange(1, 101)
+    accuracy = np.where(steps <= 80, 0.3, 0.3 + late * (steps - 80) / 20) + 1e-3 * base * (steps % 2)
+    metrics = pd.DataFrame({"kind": "train", "step": steps, "metric": "accuracy", "value": accuracy})
+    questions = ["a b c", "a b c d", "a b c d e", "a b c d e f"]
+    answers = [
+        {"mode": "sampled", "question": question, "step": step, "correct": round(1000 * share), "samples": 1000}
+        for question in questions
+        for step, share in ((0, 0.2), (250, end + 0.002 * base))
+    ]
+    return Run(Path(f"{arm}-{base}"), {"name": arm, "steps": 250}, {}, True, {}, metrics, pd.DataFrame(answers))
+
+
+def results(design: Design, records: Sequence[dict[str, Any]], runs: Runs | None = None) -> dict[str, Result]:
+    return {one.gate: one for one in gates(design, records, runs or {})}
+
+
+def test_the_gates_of_bases_are_what_counting_all_choices_gives(design: Design) -> None:
+    counts = [3, 0, 5]
+    record = probes(design)[0]
+    record["formats"]["bf16"] = {"correct": counts, "samples": 8, "entropy": 0.4}
+    small = replace(design, probe=replace(design.probe, samples=8), arms=design.arms[:1])
+    measured = results(small.with_words(["rollout.group_size=4"]), [record])
+    samples = [[i < count for i in range(8)] for count in counts]
+    hit = [np.mean([any(chosen) for chosen in combinations(row, 4)]) for row in samples]
+    assert measured["pass@1 of the base"].value == pytest.approx(8 / 24)
+    assert measured["pass@8"].value == pytest.approx(2 / 3)
+    assert measured["groups of 4 without success"].value == pytest.approx(1 - np.mean(hit))
+
+
+def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: Design) -> None:
+    passing = results(design, probes(design))
+    assert {name for name, one in passing.items() if one.passed is False} == set()
+    assert passing["headroom"].passed is None and math.isnan(passing["headroom"].value)
+    assert passing["damage by nf4"].value == pytest.approx(np.mean([1, 2, 2, 2, 2, 2]) / 64)
+
+    unharmed = results(design, probes(design, lost=0))
+    assert set(stopped(unharmed.values())) == {"nvfp4", "nvfp4-noise", "nf4", "mxfp4"}
+    assert stopped(unharmed.values(), despite=["damage"]) == {}
+    weak = results(design, probes(design, rise=0.01, kl=1e-4))
+    assert set(stopped(weak.values())) == {"nvfp4-noise", "bf16-noise"}
+    assert results(design, probes(design, sigma=None))["KL, nats, bf16-noise"].passed is False
+    hopeless = probes(design)
+    for record in hopeless:
+        record["formats"]["bf16"]["correct"] = [0] * 30
+    assert set(stopped(results(design, hopeless).values())) == {arm.name for arm in design.arms}
+
+
+def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: Design) -> None:
+    def judged(end: float, late: float, control: float) -> dict[str, Result]:
+        runs = {("bf16", base, 0): run(design, "bf16", base, end, late) for base in design.bases}
+        for arm in (arm for arm in design.arms if arm.control):
+            moved = control if arm.name == "bf16-hot" else 0.0
+            runs |= {(arm.name, b, 0): run(design, arm.name, b, end + moved + 0.001 * (b % 2)) for b in design.bases}
+        return results(design, probes(design), runs)
+
+    good = judged(0.5, 0.05, 0.04)
+    assert [good[name].passed for name in ("headroom", "rise in the last fifth", "control bf16-hot")] == [True] * 3
+    assert good["headroom"].value == pytest.approx(1 - 0.503)
+    assert good["gain on the longest questions"].value == pytest.approx(0.303) and good["control bf16-bonus"].passed
+    assert good["control bf16-hot"].value == pytest.approx(0.0405) and good["control bf16-hot"].bases == 4
+    flat, full, dull = judged(0.5, 0.0, 0.04), judged(0.9, 0.05, 0.04), judged(0.5, 0.05, 0.005)
+    assert flat["rise in the last fifth"].passed is False and full["headroom"].passed is False
+    assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}
+    unlearned = judged(0.22, 0.05, 0.04)
+    assert unlearned["gain on the longest questions"].passed is False
+
+
+def test_the_table_and_the_json_hold_every_gate(design: Design) -> None:
+    found = gates(design, probes(design, sigma=None), {})
+    written = json.loads(to_json(found, stopped(found)))
+    assert [row["gate"] for row in written["gates"]] == [one.gate for one in found]
+    assert all(row["value"] is None or math.isfinite(row["value"]) for row in written["gates"])
+    assert all(one.gate in line for one, line in zip(found, render(found).splitlines()[2:], strict=True))
+
+
+@pytest.mark.parametrize("start", [1e-3, 0.1, 9.0])
+def test_the_dose_is_found_from_above_and_from_below(start: float) -> None:
+    sigma, tried = find_sigma(lambda sigma: 5 * sigma**2, 0.1, start)
+    assert sigma is not None and 5 * sigma**2 == pytest.approx(0.1, rel=0.05)
+    assert sigma == float(f"{sigma:.3g}") and len(tried) < 25
+
+
+def test_no_dose_is_found_where_noise_does_nothing_or_everything() -> None:
+    assert find_sigma(lambda sigma: 0.05 * sigma / (1 + sigma), 0.1, 0.1)[0] is None
+    assert find_sigma(lambda sigma: 1.0, 0.1, 0.1)[0] is None
+
+
+def test_noise_is_measured_and_taken_back(
+    make_experiment: Callable[..., Experiment], make_policy: Callable[..., Policy]
+) -> None:
+    import torch
+
+    from qerl_bench.gates.probe import with_noise
+
+    experiment, policy = make_experiment("quant=nvfp4"), make_policy(sharp=True)
+    engine, quiet = experiment.engine.build(policy), policy.noise
+    scales = {name: norm.weight.clone() for name, norm in policy.norms.items()}  # type: ignore[operator]
+    prompts = experiment.task.train_prompts(1, 2, seed=0)
+    measured = [with_noise(experiment, policy, engine, prompts, sigma, range(1)) for sigma in (0.0, 0.1, 0.4)]
+    kls = [kl for _, kl in measured]
+    assert kls[0] < 1e-6 < kls[1] < kls[2]
+    assert measured[0] == with_noise(experiment, policy, engine, prompts, 0.0, range(1))
+    assert policy.noise is quiet
+    assert all(torch.equal(norm.weight, scales[name]) for name, norm in policy.norms.items())  # type: ignore[arg-type]
+
+
+# --- the design ------------------------------------------------------------------------------------------------------
+
+
+def test_every_arm_of_the_committed_design_and_every_world_can_run(design: Design) -> None:
+    blocks = blocks_of(design, probes(design), {})
+    points = [point for block in blocks for point in block]
+    assert len({point.name for point in points}) == len(points) == 4 * 2 * len(design.arms)
+    tiers = [sum(arm.tier == tier for arm in design.arms) for tier in (1, 2, 3)]
+    assert [len(block) for block in blocks] == [2 * count for count in tiers for _ in design.bases]
+    dosed = [point for point in points if "aqn=matched" in point.overrides]
+    assert all("aqn.sigma_of_base=0.12" in point.overrides for point in dosed) and len(dosed) == 16
+    few = blocks_of(replace(design, arms=design.arms[1:3]), probes(design), {"nvfp4-noise": ["a gate"]})
+    assert [len(block) for block in few] == [2] * len(design.bases)
+    for world in (CONF_DIR / "experiment" / "worlds").glob("*.yaml"):
+        build(compose([f"experiment=worlds/{world.stem}"]))
+
+
+def test_words_of_the_command_line_replace_common_ones(design: Design) -> None:
+    other = design.with_words(["experiment=worlds/rare", "task.hit=0.7"])
+    assert other.common == ["experiment=worlds/rare", "task.hit=0.7"]
+    assert other.probe_file(0) != design.probe_file(0) != design.probe_file(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"common": ["experiment=worlds/base", "seed=3"]}, "common has seed=3"),
+        ({"seeds": 0}, "seeds must be .* got 0"),
+        ({"more": 1}, r"exactly the keys .*more"),
+        ({"arms": {"a": {"tier": 1, "words": ["quant=bf16"], "dose": 1}}}, r"arms.a must .*dose"),
+        ({"arms": {"a": {"tier": 0, "words": ["quant=bf16"]}}}, "arms.a.tier"),
+        ({"arms": {"a": {"tier": 1, "words": []}, "b": {"tier": 1, "words": ["task=dag"]}}}, "model or task"),
+    ],
+)
+def test_a_wrong_design_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(STUDY.read_text()) | change))
+    with pytest.raises(ConfigError, match=says):
+        read_design(path)
+
+
+# --- blocks in time --------------------------------------------------------------------------------------------------
+
+STUB = """
+import sys, time
+from pathlib import Path
+from qerl_bench.children import end_with_parent
+end_with_parent()
+folder, code = Path(sys.argv[1]), sys.argv[2]
+with open(folder.parent / "order", "a") as file:
+    file.write(folder.name + " ")
+exec(code)
+"""
+TAKES = "(folder / 'done.json').write_text('{{\"wall_s\": {}}}')"
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(CONF_DIR.parent / "src"))
+    monkeypatch.setattr(launcher, "run_command", lambda: [sys.executable, "-c", STUB])
+
+
+def block(folder: Path, *names: str, code: str = TAKES.format(100)) -> list[Point]:
+    for name in names:
+        (folder / name).mkdir()
+    return [Point([str(folder / name), code], name, folder / name, finished=False) for name in names]
+
+
+@pytest.mark.usefixtures("stub")
+def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(tmp_path: Path) -> None:
+    first, second = block(tmp_path, "a1", "a2"), block(tmp_path, "b1", "b2")
+    assert Blocks([first, second], 1, [], Deadline(10)).run() == []
+    assert (tmp_path / "order").read_text().split() == ["a1", "a2", "b1", "b2"]
+    done = [replace(point, finished=True) for point in first]  # says that a run takes 100 s
+    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (5, 6)}  # less PACKING_S
+    assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and one to spare: 300 s
+    assert [len(one.todo) for one in left.values()] == [0, 2]
+    assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
+
+
+@pytest.mark.usefixtures("stub")
+def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
+    waits = "(folder / 'started').touch(); time.sleep(600)"
+    sweep = Blocks([block(tmp_path, "a1", "a2", code=waits), block(tmp_path, "b1")], 1, [], Deadline(1))
+    started = tmp_path / "a1" / "started"
+    collect = sweep.collect
+
+    def collected() -> None:
+        if started.exists():
+            sweep.deadline.end = 0.0
+        collect()
+
+    sweep.collect = collected  # type: ignore[method-assign]
+    assert sweep.run() == []
+    assert (tmp_path / "order").read_text().split() == ["a1"] and len(sweep.blocks) == 1
+
+
+# --- the world -------------------------------------------------------------------------------------------------------
+
+
+def test_outliers_change_what_rounding_costs_and_nothing_else() -> None:
+    import torch
+
+    from qerl_bench.model.load import load_packed
+
+    ids = torch.randint(0, 200, (4, 12), generator=torch.Generator().manual_seed(0))
+    shape = ("hidden_size=64", "layers=2", "heads=4", "kv_heads=2", "intermediate_size=96", "warm_start_steps=0")
+    logits = {}
+    for quant, outliers in [(quant, outliers) for quant in ("bf16", "nvfp4") for outliers in (0.0, 1.0)]:
+        words = [*(f"model.{word}" for word in shape), f"model.outliers={outliers}", f"quant={quant}"]
+        one = build(compose(["model=small/2m", "task=countdown", *words]))
+        model, _, _ = load_packed(one.model, one.quant, one.quantizer, one.task, None, "cpu")
+        with torch.no_grad():
+            logits[quant, outliers] = model(ids).logits
+    assert torch.equal(logits["bf16", 0.0], logits["bf16", 1.0])
+    errors = [(logits["nvfp4", outliers] - logits["bf16", 0.0]).square().mean() for outliers in (0.0, 1.0)]
+    assert errors[1] > 3 * errors[0] > 0
+
+
+def test_matched_noise_is_exponential_and_its_size_belongs_to_the_base() -> None:
+    words = ["aqn=matched", "aqn.sigma_of_base=0.2"]
+    matched, decay = (build(compose(w)).aqn for w in (words, ["aqn=exp", "aqn.sigma_start=0.2", "aqn.sigma_end=0.01"]))
+    assert [matched.sigma(s, 40) for s in range(1, 41)] == pytest.approx([decay.sigma(s, 40) for s in range(1, 41)])
+    one, other = (
+        Run(Path("x"), dict(compose(["aqn=matched", f"aqn.sigma_of_base={sigma}"])), {}, True, {}, pd.DataFrame())  # type: ignore[arg-type]
+        for sigma in (0.1, 0.2)
+    )
+    assert one.setting_items == other.setting_items
+    with pytest.raises(ConfigError, match=r"aqn.sigma_of_base must be .* got 0"):
+        build(compose(["aqn=matched", "aqn.sigma_of_base=0"]))
