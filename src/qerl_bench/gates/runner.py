@@ -61,10 +61,12 @@ class Blocks(Sweep):
     """
 
     def __init__(self, blocks: Sequence[Sequence[Point]], slots: int, gpus: list[str], deadline: Deadline) -> None:
-        super().__init__([], slots, gpus)
+        points = [point for block in blocks for point in block]
+        super().__init__([], slots, gpus, before=sum(point.finished for point in points))
+        self.total = len(points)
         self.blocks = deque(block for block in blocks if block)
         self.deadline = deadline
-        self.seconds = [seconds for block in blocks for seconds in map(seconds_of, block) if seconds is not None]
+        self.seconds = [seconds for seconds in map(seconds_of, points) if seconds is not None]
         self.open_blocks()
 
     def open_blocks(self) -> None:
