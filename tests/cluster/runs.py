@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.aqn.base import Schedule
-from tests.faults.run import WORDS
+from tests.faults.run import WORDS, numbers
 
 ROOT = Path(__file__).parents[2]
 TINY = [word for word in WORDS[1:] if not word.startswith(("name=", "aqn="))]
@@ -101,6 +101,13 @@ class Sweeps:
 
 def finished(folder: Path) -> bool:
     return (folder / "done.json").exists()
+
+
+def require_numbers(folder: Path, expected: dict[str, Any]) -> None:
+    """A run that was stopped has one more checkpoint, where it was stopped; all else is equal bit for bit."""
+    found = numbers(folder)
+    kept = {name: adapter for name, adapter in found["adapters"].items() if name in expected["adapters"]}
+    assert {**found, "adapters": kept} == expected
 
 
 def python_path() -> str:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.runs import Expected, Sweeps, finished, wait_until
-from tests.faults.run import numbers
+from tests.cluster.runs import Expected, Sweeps, finished, require_numbers, wait_until
 
 pytest.importorskip("ray", reason="the extra `ray`, which make test-cluster installs")
 pytestmark = pytest.mark.cluster
@@ -79,7 +78,7 @@ def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hu
     code, said = sweeps.run("seed=0,1,2", "steps=4")
     assert code == 0 and "2 finished before, 1 to do" in said, said
     for seed in range(3):
-        assert numbers(sweeps.folder(seed)) == expected(4, seed)
+        require_numbers(sweeps.folder(seed), expected(4, seed))
 
 
 @pytest.mark.parametrize(
@@ -116,4 +115,4 @@ def test_what_happens_to_the_launcher_and_to_a_node_costs_no_numbers(
     assert code == 0, said
     for seed in range(2):
         assert finished(sweeps.folder(seed))
-        assert numbers(sweeps.folder(seed)) == expected(40, seed)
+        require_numbers(sweeps.folder(seed), expected(40, seed))

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import slurm as fake
-from tests.cluster.runs import Expected, Sweeps, finished, wait_until
+from tests.cluster.runs import Expected, Sweeps, finished, require_numbers, wait_until
 from tests.cluster.slurm import Slurm
-from tests.faults.run import numbers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(fake.missing() != "", reason=fake.missing())]
 LAUNCHER = ("hydra/launcher=slurm", "hydra.launcher.cpus=1", "hydra.launcher.mem_gb=0.5")
@@ -53,7 +52,7 @@ def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hu
     code, said = sweeps.run("seed=0,1,2", "steps=4")
     assert code == 0 and "2 finished before, 1 to do" in said, said
     for seed in range(3):
-        assert numbers(sweeps.folder(seed)) == expected(4, seed)
+        require_numbers(sweeps.folder(seed), expected(4, seed))
 
 
 def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
@@ -91,7 +90,7 @@ def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, exp
     code, said = sweeps.run(*words)
     assert code == 0 and "2 finished before, 1 to do" in said, said
     for seed in range(3):
-        assert numbers(sweeps.folder(seed)) == expected(40, seed)
+        require_numbers(sweeps.folder(seed), expected(40, seed))
         attempts = len([*sweeps.folder(seed).glob("env*.json")])
         assert attempts == {0: 3, 1: 2, 2: 2}[seed]
 
@@ -113,7 +112,7 @@ def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweep
     code, said = launcher.ended()
     slurm.start(lost)
     assert code == 0 and {word.rstrip(",") for word in said.split() if word in ("n1,", "n2,")} == {"n1", "n2"}, said
-    assert numbers(sweeps.folder(0)) == expected(40, 0)
+    require_numbers(sweeps.folder(0), expected(40, 0))
 
 
 @pytest.mark.parametrize(
