@@ -15,7 +15,7 @@ from qerl_bench.config import build, compose
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model=shape/tiny", "device=cpu", "steps=3", "rollout.prompts_per_step=3", "rollout.group_size=4",
-    "task.prompt_tokens=20", "lora.rank=4", "train.micro_batch_size=5",
+    "task.prompt_tokens=20", "lora.rank=4", "train.micro_batch_tokens=400",
 )  # fmt: skip
 
 

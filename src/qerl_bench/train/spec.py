@@ -13,6 +13,7 @@ from qerl_bench.checks import (
     learning_rate,
     number,
     one_of,
+    optional,
     positive,
     require_completions,
     require_package,
@@ -73,9 +74,10 @@ class TrainSpec:
     """How to train on one batch of rollouts."""
 
     updates_per_batch: int
-    micro_batch_size: int
+    micro_batch_tokens: int | None
     packing: bool
-    gradient_checkpointing: bool
+    recompute: str
+    mismatch_share: float
     entropy_coef: float
     on_nonfinite: str
 
@@ -84,9 +86,10 @@ class TrainSpec:
             self,
             "train",
             updates_per_batch=at_most(MAX_UPDATES, count()),
-            micro_batch_size=count(),
+            micro_batch_tokens=optional(count()),
             packing=flag,
-            gradient_checkpointing=flag,
+            recompute=one_of("none", "selective", "full"),
+            mismatch_share=number(above=0, most=1),
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
         )

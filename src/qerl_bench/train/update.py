@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from random import Random
 
 import torch
 
@@ -25,11 +27,14 @@ from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.loss import step_loss
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
-from qerl_bench.model.lm_head import TokenStats
+from qerl_bench.model.lm_head import TokenStats, require_logprobs
+from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
 from qerl_bench.rundir import RunDir
+from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
+from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
 from qerl_bench.train.spec import OptimSpec
 
@@ -39,14 +44,18 @@ BETAS = (0.9, 0.99)  # as in QeRL's scripts
 
 @dataclass
 class MicroBatch:
-    """A micro-batch and the numbers that stay fixed through all updates on it."""
+    """A micro-batch on the policy's device, and the numbers that stay fixed through all updates on it."""
 
     batch: Batch
+    layout: Packing  # of its mask
+    completed: torch.Tensor  # (C,) the rows with completion tokens
     loss_weights: torch.Tensor  # (B,) how much each token of a completion counts in the loss of the step
     has_gradient: bool  # False: the loss is 0 whatever the policy, so it needs no backward pass
+    logprobs: torch.Tensor | None = None  # (B, T) of the latest pass, without gradient
     old_logprobs: torch.Tensor | None = None  # (B, T), None before the first update
     reference_logprobs: torch.Tensor | None = None  # (B, T)
     importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
+    measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
 
 
 def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
@@ -69,19 +78,31 @@ def update(
     lr = optim.lr_at(step, experiment.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
+    batch = batch.to(torch.device("cpu"))  # what is decided about it waits for no GPU
+    lengths = batch.mask.sum(1)
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
-    micro_batches = split(batch, algo.loss_weights(batch.mask.sum(1)), has_gradient, train.micro_batch_size)
+    longest = int(batch.lengths.max())
+    tokens = micro_batch_tokens(train, policy, optimizer, longest, run)
+    micro_batches = split(batch, algo.loss_weights(lengths), has_gradient, tokens, policy.device)
+    sample_measured(micro_batches, train.mismatch_share, derive(experiment.seed, "mismatch", step))
     totals = StepAccumulator()
     policy.train_mode(True)
     for _ in range(train.updates_per_batch):
         optimizer.zero_grad(set_to_none=True)
+        with shortage_in_words(train, tokens, longest, run):
+            passes = [(part, forward_backward(experiment, policy, part, totals)) for part in micro_batches]
+            computed = [(part, loss) for part, loss in passes if loss is not None]
+            gradients = [parameter.grad for parameter in policy.trainable if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).to(policy.device)
+            losses, grad_norm = totals.read([loss for _, loss in computed], norm)  # the only wait for the GPU
         try:
-            for micro_batch in micro_batches:
-                forward_backward(experiment, policy, micro_batch, totals)
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm))
-            totals.grad_norms.append(grad_norm)
+            bad = next(
+                (part for (part, _), loss in zip(computed, losses, strict=True) if not math.isfinite(loss)), None
+            )
+            if bad is not None:
+                raise loss_error(policy, experiment.rollout.temperature, bad)
             if not math.isfinite(grad_norm):
                 raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
         except NonFiniteError as error:
@@ -90,40 +111,71 @@ def update(
                 raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
             log.warning("%s. This update is skipped.", message)
             continue
+        torch.nn.utils.clip_grads_with_norm_(policy.trainable, optim.max_grad_norm, norm)
         optimizer.step()
         totals.applied += 1
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
     return {
-        "train/taught_frac": metrics.taught_frac(batch.mask.sum(1), has_gradient),
+        "train/taught_frac": metrics.taught_frac(lengths, has_gradient),
+        "train/micro_batches": len(micro_batches),
         "lr": lr,
         "updates_skipped": train.updates_per_batch - totals.applied,
         **totals.metrics(train.updates_per_batch, algo.on_policy),
     }
 
 
-def split(batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, size: int) -> list[MicroBatch]:
-    """Micro-batches of at most `size` sequences: first those where `has_gradient` (B,), then the others.
+def split(
+    batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, tokens: int, device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches of at most `tokens` tokens: first those where `has_gradient` (B,), then the others.
 
-    `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up.
+    `batch` and the other tensors are on the host. `loss_weights` (B,) are made from the lengths of the whole batch, so
+    the losses of micro-batches add up.
     """
     return [
-        MicroBatch(batch.rows(rows), loss_weights[rows], has_gradient=value)
+        MicroBatch(
+            part.to(device),
+            Packing.from_mask(part.mask).to(device),
+            part.mask.any(1).nonzero()[:, 0].to(device),
+            loss_weights[rows].to(device),
+            has_gradient=value,
+        )
         for value, selected in ((True, has_gradient), (False, ~has_gradient))
-        for rows in batch.micro_batches(size, selected)
+        for rows in batch.micro_batches(tokens, selected)
+        for part in [batch.rows(rows)]
     ]
 
 
-def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroBatch, totals: StepAccumulator) -> None:
-    """Add the gradient and the metrics of one micro-batch. Raises NonFiniteError if its loss is not finite."""
+def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) -> None:
+    """Let `share` of the micro-batches, drawn by `seed`, at least one, measure the mismatch that noise makes."""
+    count = max(1, math.ceil(share * len(micro_batches)))
+    drawn = Random(seed).sample(range(len(micro_batches)), min(count, len(micro_batches)))
+    for index, micro_batch in enumerate(micro_batches):
+        micro_batch.measures_noise = index in drawn
+
+
+def forward_backward(
+    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, totals: StepAccumulator
+) -> torch.Tensor | None:
+    """Add the gradient and the metrics of one micro-batch; returns its loss, a scalar on the device.
+
+    None if nothing was computed: its loss is 0, and its metrics were recorded in the first update.
+    """
     batch, temperature, entropy_coef = micro_batch.batch, experiment.rollout.temperature, experiment.train.entropy_coef
+    layout = micro_batch.layout
     is_first_update = micro_batch.old_logprobs is None
     if not (micro_batch.has_gradient or is_first_update):
-        return  # its loss is 0, and its metrics were recorded in the first update
+        return None
     train_with_noise = experiment.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
-    with torch.set_grad_enabled(micro_batch.has_gradient), training_noise(), policy.routing(batch.mask) as experts:
-        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0)
+    with (
+        torch.set_grad_enabled(micro_batch.has_gradient),
+        training_noise(),
+        policy.routing(batch.mask, layout) as experts,
+    ):
+        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0, layout)
+    micro_batch.logprobs = stats.logprobs.detach()
     if is_first_update:
         before_first_update(experiment, policy, micro_batch, stats, experts, totals.tokens)
     assert micro_batch.old_logprobs is not None
@@ -138,20 +190,24 @@ def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroB
     loss, columns = step_loss(experiment.algo, experiment.kl, inputs, micro_batch.loss_weights)
     if entropy_coef > 0:
         loss = loss - entropy_coef * (micro_batch.loss_weights[:, None] * stats.entropy).sum()
-    totals.add(loss, columns, batch.mask)
-    if not bool(loss.isfinite()):
-        first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
-        tensors = {
-            "weights": micro_batch.loss_weights,
-            "old_logprobs": micro_batch.old_logprobs,
-            "logprobs": stats.logprobs,
-        }
-        if micro_batch.importance_weights is not None:
-            tensors["importance"] = micro_batch.importance_weights
-        raise NonFiniteError("loss", first, batch.tensors() | tensors)
+    totals.add({name: layout.completion(column) for name, column in columns.items()})
     if micro_batch.has_gradient:
-        with training_noise():  # gradient checkpointing repeats the forward pass
+        with training_noise():  # recomputation repeats the forward pass
             loss.backward()
+    return loss.detach()
+
+
+def loss_error(policy: Policy, temperature: float, micro_batch: MicroBatch) -> NonFiniteError:
+    """What to raise for a micro-batch whose loss is not finite."""
+    batch = micro_batch.batch
+    first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
+    tensors = {
+        "weights": micro_batch.loss_weights,
+        "old_logprobs": micro_batch.old_logprobs,
+        "logprobs": micro_batch.logprobs,
+        "importance": micro_batch.importance_weights,
+    }
+    return NonFiniteError("loss", first, batch.tensors() | {name: x for name, x in tensors.items() if x is not None})
 
 
 @torch.no_grad()
@@ -167,48 +223,54 @@ def before_first_update(
 
     `stats` and `experts` are those of the training pass. Another forward pass is made only if an option needs it.
     """
-    batch, algo, noise = micro_batch.batch, experiment.algo, experiment.noise
+    batch, layout, algo, noise = micro_batch.batch, micro_batch.layout, experiment.algo, experiment.noise
     importance_sampling = experiment.importance_sampling
     records_split = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
 
     def forward() -> TokenStats:
-        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
+        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature, False, layout)
 
     trainer_logprobs, clean = stats.logprobs.detach(), stats
     noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
+    measured = True
     other_experts = experts  # with the noise if those of the training pass are without it, and the other way round
     if noise.site == "rollout_and_training":
-        with policy.routing(batch.mask) as other_experts:
+        with policy.routing(batch.mask, layout) as other_experts:
             clean = forward()
     elif noise.site == "rollout_and_old_logprobs" or (records_split and policy.noise.present):
-        with policy.noise.for_training(), policy.routing(batch.mask) as other_experts:
-            noisy_logprobs = forward().logprobs
+        measured = noise.site == "rollout_and_old_logprobs" or micro_batch.measures_noise
+        if measured:
+            with policy.noise.for_training(), policy.routing(batch.mask, layout) as other_experts:
+                noisy_logprobs = forward().logprobs
     micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
     if experiment.kl.coef > 0:
         with policy.without_adapter():
             micro_batch.reference_logprobs = forward().logprobs
     tokens.add(
-        batch.mask,
-        logprobs=trainer_logprobs,
-        sampler_logprobs=batch.sampler_logprobs,
-        entropy=clean.entropy,
-        entropy_t1=clean.entropy_t1,
+        logprobs=layout.completion(trainer_logprobs),
+        sampler_logprobs=layout.completion(batch.sampler_logprobs),
+        entropy=layout.completion(clean.entropy),
+        entropy_t1=layout.completion(clean.entropy_t1),
     )
     gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
-    tokens.add(batch.mask.any(1), sequence_gap=gap.sum(1))
+    tokens.add(sequence_gap=gap.sum(1).index_select(0, micro_batch.completed))
     if records_split:
-        tokens.add(batch.mask, noisy_logprobs=noisy_logprobs)
+        if measured:
+            tokens.add(noisy_logprobs=layout.completion(noisy_logprobs))
+        tokens.add(noisy_measured=torch.full_like(layout.scored, measured))
     if experts and (other_experts is not experts or not policy.noise.present):
-        changed = changed_choices(experts, other_experts)
-        tokens.add(torch.ones_like(changed), router_changed=changed)
+        tokens.add(router_changed=changed_choices(experts, other_experts))
     if importance_sampling.mode != "none":
         raw = importance_sampling.importance_weights(micro_batch.old_logprobs, batch.sampler_logprobs, batch.mask)
         micro_batch.importance_weights = importance_sampling.clip_or_mask(raw)
-        tokens.add(batch.mask, importance=micro_batch.importance_weights, importance_raw=raw)
+        tokens.add(importance=layout.completion(micro_batch.importance_weights), importance_raw=layout.completion(raw))
 
 
 class StepAccumulator:
-    """Sums over all updates of a step. Every average is over all tokens, including those without gradient."""
+    """Sums over all updates of a step. Every average is over all tokens, including those without gradient.
+
+    Numbers stay on the device until `read`, once an update.
+    """
 
     def __init__(self) -> None:
         self.tokens = metrics.TokenTable()  # per-token numbers of the policy before the first update
@@ -216,11 +278,24 @@ class StepAccumulator:
         self.sums: dict[str, float] = {}
         self.grad_norms: list[float] = []
         self.applied = 0
+        self._pending: list[tuple[str, torch.Tensor]] = []
 
-    def add(self, loss: torch.Tensor, columns: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
-        self.loss += loss.item()
-        for name, column in columns.items():
-            self.sums[name] = self.sums.get(name, 0.0) + column.detach()[mask].double().sum().item()
+    def add(self, columns: dict[str, torch.Tensor]) -> None:
+        """Add columns (M,) of the tokens of a micro-batch."""
+        self._pending += [(name, column.detach().double().sum()) for name, column in columns.items()]
+
+    def read(self, losses: Sequence[torch.Tensor], grad_norm: torch.Tensor) -> tuple[list[float], float]:
+        """Bring everything to the host with one wait: the losses of the micro-batches and the norm, as numbers."""
+        names = [name for name, _ in self._pending]
+        values = self.tokens.fetch(*losses, grad_norm, *(value for _, value in self._pending))
+        *loss, norm = (float(value) for value in values[: len(losses) + 1])
+        for name, value in zip(names, values[len(losses) + 1 :], strict=True):
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        self._pending = []
+        self.loss += sum(loss)
+        self.grad_norms.append(norm)
+        require_logprobs(self.tokens["logprobs"])
+        return loss, norm
 
     def metrics(self, updates: int, on_policy: bool) -> dict[str, float]:
         tokens = len(self.tokens["logprobs"])
