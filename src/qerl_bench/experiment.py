@@ -123,6 +123,7 @@ def train_step(
         with timer("train"):
             step_metrics |= update(experiment, policy, optimizer, batch, run, step)
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
+    step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share
     step_metrics["speed/train_tok_s"] = int(batch.lengths.sum()) / timer.seconds["train"]
     if algo.on_policy:

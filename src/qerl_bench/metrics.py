@@ -95,6 +95,7 @@ TRAIN = {
     "entropy_clean": Metric("nats/token", "as entropy on the same tokens, noise off, before the update"),
     "entropy_t1": Metric("nats/token", "as entropy_clean at temperature 1"),
     "time/train_s": Metric("s", "forward, backward and optimiser"),
+    "time/idle_s": Metric("s", "the rest of time/step_s: metrics, records, making the batch; a GPU has nothing to do"),
     "time/step_s": Metric("s", "the whole step, logging and checkpoint excluded"),
     "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens over time/train_s"),
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),

@@ -56,7 +56,6 @@ class Operators(TorchDispatchMode):
     ("algo", "words"),
     [
         ("sft", ()),
-        ("sft", ("train.packing=false",)),
         ("grpo", ("aqn=constant", "aqn.level=0.1", "train.mismatch_share=1")),
         ("dapo", ("kl.coef=0.1", "importance_sampling.mode=truncate", "train.recompute=selective")),
         ("gspo", ("train.updates_per_batch=3", "train.entropy_coef=0.1", "train.recompute=full")),

@@ -165,7 +165,9 @@ def flash(
     else:  # it multiplies by D^-0.5
         query = query * (kind.scaling * query.shape[-1] ** 0.5)
     ends, longest = packing.offsets, packing.longest
-    return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    attended = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    assert isinstance(attended, torch.Tensor)  # not a pair, for which nothing asks
+    return attended
 
 
 BACKENDS = {"flash": flash, "padded": padded, "masked": masked}

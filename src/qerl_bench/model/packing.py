@@ -46,7 +46,8 @@ class Packing:
         scored = host.flatten().nonzero()[:, 0]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
         places = (real.cumsum(0) - 1)[scored]
-        packing = cls(*host.shape, int(lengths.max()), real.nonzero()[:, 0], offsets, scored, places)
+        batch, width = host.shape
+        packing = cls(batch, width, int(lengths.max()), real.nonzero()[:, 0], offsets, scored, places)
         return packing.to(mask.device)
 
     def to(self, device: torch.device) -> Packing:

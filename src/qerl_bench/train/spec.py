@@ -78,6 +78,7 @@ class TrainSpec:
     packing: bool
     recompute: str
     mismatch_share: float
+    capture: str
     entropy_coef: float
     on_nonfinite: str
 
@@ -90,6 +91,7 @@ class TrainSpec:
             packing=flag,
             recompute=one_of("none", "selective", "full"),
             mismatch_share=number(above=0, most=1),
+            capture=one_of("auto", "off"),
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
         )

@@ -24,7 +24,6 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.algo.loss import step_loss
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
 from qerl_bench.model.lm_head import TokenStats, require_logprobs
@@ -36,7 +35,9 @@ from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
+from qerl_bench.train.objective import objective
 from qerl_bench.train.spec import OptimSpec
+from qerl_bench.train.static import StaticInputs, StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
 BETAS = (0.9, 0.99)  # as in QeRL's scripts
@@ -55,6 +56,7 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None = None  # (B, T), None before the first update
     reference_logprobs: torch.Tensor | None = None  # (B, T)
     importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
+    static: StaticInputs | None = None  # with fixed shapes, if its pass can be recorded
     measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
 
 
@@ -85,15 +87,19 @@ def update(
         has_gradient = batch.advantages != 0
     longest = int(batch.lengths.max())
     tokens = micro_batch_tokens(train, policy, optimizer, longest, run)
-    micro_batches = split(batch, algo.loss_weights(lengths), has_gradient, tokens, policy.device)
+    passes = static_passes(experiment, policy) if bool(has_gradient.any()) else None
+    trained = has_gradient if passes is None else torch.ones_like(has_gradient)  # a recorded pass trains on every row
+    micro_batches = split(batch, algo.loss_weights(lengths), trained, tokens, policy.device)
+    if passes is not None:
+        add_static(micro_batches, policy)
     sample_measured(micro_batches, train.mismatch_share, derive(experiment.seed, "mismatch", step))
     totals = StepAccumulator()
     policy.train_mode(True)
     for _ in range(train.updates_per_batch):
         optimizer.zero_grad(set_to_none=True)
         with shortage_in_words(train, tokens, longest, run):
-            passes = [(part, forward_backward(experiment, policy, part, totals)) for part in micro_batches]
-            computed = [(part, loss) for part, loss in passes if loss is not None]
+            done = [(part, forward_backward(experiment, policy, part, totals, passes)) for part in micro_batches]
+            computed = [(part, loss) for part, loss in done if loss is not None]
             gradients = [parameter.grad for parameter in policy.trainable if parameter.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients).to(policy.device)
             losses, grad_norm = totals.read([loss for _, loss in computed], norm)  # the only wait for the GPU
@@ -147,6 +153,13 @@ def split(
     ]
 
 
+def add_static(micro_batches: list[MicroBatch], policy: Policy) -> None:
+    """Give each micro-batch its tensors in fixed shapes."""
+    for part in micro_batches:
+        on_host = part.batch.to(torch.device("cpu"))
+        part.static = StaticInputs.of(on_host, part.loss_weights.cpu(), policy.pad_id).to(policy.device)
+
+
 def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) -> None:
     """Let `share` of the micro-batches, drawn by `seed`, at least one, measure the mismatch that noise makes."""
     count = max(1, math.ceil(share * len(micro_batches)))
@@ -156,7 +169,11 @@ def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) ->
 
 
 def forward_backward(
-    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, totals: StepAccumulator
+    experiment: Experiment,
+    policy: Policy,
+    micro_batch: MicroBatch,
+    totals: StepAccumulator,
+    passes: StaticPasses | None = None,
 ) -> torch.Tensor | None:
     """Add the gradient and the metrics of one micro-batch; returns its loss, a scalar on the device.
 
@@ -167,6 +184,12 @@ def forward_backward(
     is_first_update = micro_batch.old_logprobs is None
     if not (micro_batch.has_gradient or is_first_update):
         return None
+    if passes is not None and micro_batch.static is not None:
+        stats, loss, columns = passes(micro_batch.static)
+        micro_batch.logprobs = stats.logprobs
+        before_first_update(experiment, policy, micro_batch, stats, [], totals.tokens)
+        totals.add({name: layout.completion(column) for name, column in columns.items()})
+        return loss
     train_with_noise = experiment.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
     with (
@@ -187,9 +210,7 @@ def forward_backward(
         reference_logprobs=micro_batch.reference_logprobs,
         importance_weights=micro_batch.importance_weights,
     )
-    loss, columns = step_loss(experiment.algo, experiment.kl, inputs, micro_batch.loss_weights)
-    if entropy_coef > 0:
-        loss = loss - entropy_coef * (micro_batch.loss_weights[:, None] * stats.entropy).sum()
+    loss, columns = objective(experiment, inputs, micro_batch.loss_weights, stats.entropy)
     totals.add({name: layout.completion(column) for name, column in columns.items()})
     if micro_batch.has_gradient:
         with training_noise():  # recomputation repeats the forward pass
