@@ -114,7 +114,7 @@ def training_pass(policy: Policy, rows: int, width: int) -> None:
     ids = torch.zeros(rows, width, dtype=torch.long, device=policy.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
         policy.train_mode(True)
         policy.token_stats(ids, mask, 1.0).logprobs.sum().backward()
         policy.train_mode(False)

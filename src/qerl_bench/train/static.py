@@ -17,6 +17,7 @@ import torch
 
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.config import Experiment
+from qerl_bench.memory import shortage
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
@@ -112,6 +113,7 @@ class StaticPasses:
 
     def __init__(self, experiment: Experiment, policy: Policy) -> None:
         self.experiment, self.policy = experiment, policy
+        self.records = policy.device.type == "cuda"
         self.recorded: dict[tuple[int, ...], tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]] = {}
 
     def __call__(self, inputs: StaticInputs) -> tuple[TokenStats, torch.Tensor, dict[str, torch.Tensor]]:
@@ -127,7 +129,7 @@ class StaticPasses:
                 sums.append(parameter.grad)
                 parts.append(gradient)
         if sums:
-            torch._foreach_add_(sums, parts)
+            torch._foreach_add_(sums, parts)  # pyright: ignore[reportPrivateImportUsage]
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[: inputs.rows, : inputs.width].detach().clone()
@@ -137,12 +139,17 @@ class StaticPasses:
         return stats, outputs.loss.clone(), {name: own(column) for name, column in outputs.columns.items()}
 
     def _outputs(self, inputs: StaticInputs) -> StaticOutputs:
-        if self.policy.device.type != "cuda" or (
-            inputs.shape not in self.recorded and len(self.recorded) >= MOST_GRAPHS
-        ):
-            return self.compute(inputs)
         if inputs.shape not in self.recorded:
-            self.recorded[inputs.shape] = self._record(inputs)
+            if not self.records or len(self.recorded) >= MOST_GRAPHS:
+                return self.compute(inputs)
+            try:
+                self.recorded[inputs.shape] = self._record(inputs)
+            except RuntimeError as error:
+                if shortage(error) is not None:
+                    raise
+                log.warning("training passes are computed one by one, since recording one failed: %s", error)
+                self.records = False
+                return self.compute(inputs)
         place, graph, outputs = self.recorded[inputs.shape]
         for name, tensor in inputs.tensors.items():
             place.tensors[name].copy_(tensor)

@@ -89,9 +89,8 @@ def update(
     tokens = micro_batch_tokens(train, policy, optimizer, longest, run)
     passes = static_passes(experiment, policy) if bool(has_gradient.any()) else None
     trained = has_gradient if passes is None else torch.ones_like(has_gradient)  # a recorded pass trains on every row
-    micro_batches = split(batch, algo.loss_weights(lengths), trained, tokens, policy.device)
-    if passes is not None:
-        add_static(micro_batches, policy)
+    pad_id = None if passes is None else policy.pad_id
+    micro_batches = split(batch, algo.loss_weights(lengths), trained, tokens, policy.device, pad_id)
     sample_measured(micro_batches, train.mismatch_share, derive(experiment.seed, "mismatch", step))
     totals = StepAccumulator()
     policy.train_mode(True)
@@ -132,12 +131,17 @@ def update(
 
 
 def split(
-    batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, tokens: int, device: torch.device
+    batch: Batch,
+    loss_weights: torch.Tensor,
+    has_gradient: torch.Tensor,
+    tokens: int,
+    device: torch.device,
+    pad_id: int | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `tokens` tokens: first those where `has_gradient` (B,), then the others.
+    """Micro-batches of at most `tokens` tokens on `device`: first those where `has_gradient` (B,), then the others.
 
     `batch` and the other tensors are on the host. `loss_weights` (B,) are made from the lengths of the whole batch, so
-    the losses of micro-batches add up.
+    the losses of micro-batches add up. With `pad_id` they have their tensors in fixed shapes too.
     """
     return [
         MicroBatch(
@@ -146,18 +150,12 @@ def split(
             part.mask.any(1).nonzero()[:, 0].to(device),
             loss_weights[rows].to(device),
             has_gradient=value,
+            static=None if pad_id is None else StaticInputs.of(part, loss_weights[rows], pad_id).to(device),
         )
         for value, selected in ((True, has_gradient), (False, ~has_gradient))
         for rows in batch.micro_batches(tokens, selected)
         for part in [batch.rows(rows)]
     ]
-
-
-def add_static(micro_batches: list[MicroBatch], policy: Policy) -> None:
-    """Give each micro-batch its tensors in fixed shapes."""
-    for part in micro_batches:
-        on_host = part.batch.to(torch.device("cpu"))
-        part.static = StaticInputs.of(on_host, part.loss_weights.cpu(), policy.pad_id).to(policy.device)
 
 
 def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) -> None:
