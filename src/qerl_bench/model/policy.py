@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -76,6 +77,7 @@ class Policy:
             f"{type(model).__name__} has none. Use lora.train_norms=false",
         )
         self.experts = routed_experts(model, structure)
+        self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -191,14 +190,11 @@ class StaticPasses:
         return StaticOutputs(stats, loss.detach(), columns, [*gradients])
 
 
-_passes: WeakKeyDictionary[Policy, StaticPasses | None] = WeakKeyDictionary()
-
-
 def static_passes(experiment: Experiment, policy: Policy) -> StaticPasses | None:
     """Those of `policy`, made at the first call; None, and a word in the log, if its passes have no fixed shapes."""
-    if policy not in _passes:
+    if "passes" not in policy.kept:
         reason = why_not(experiment, policy)
         if reason is not None and experiment.train.capture == "auto":
             log.info("training passes are not recorded: %s", reason)
-        _passes[policy] = None if reason is not None else StaticPasses(experiment, policy)
-    return _passes[policy]
+        policy.kept["passes"] = None if reason is not None else StaticPasses(experiment, policy)
+    return policy.kept["passes"]
