@@ -1,4 +1,5 @@
-"""Times of the kernels other than the decode GEMM: dequantize, training linear, loss head, sampling. Needs a GPU.
+"""Times of the kernels other than the decode GEMM: dequantize, training linear, loss head, attention, sampling.
+Needs a GPU.
 
     python kernels/bench/training.py [--out FILE] [--seconds 0.1] [--quick]
 
@@ -18,6 +19,8 @@ import timing
 import torch
 from timing import LAYERS, Call, copies, floor_us, quantiles, random_weight
 
+from qerl_bench.model import attention
+from qerl_bench.model.packing import Packing
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.loss_head import linear_scores
 from qerl_kernels.sampling import draw, draw_seeded
@@ -108,6 +111,31 @@ def head_cases(tokens: Sequence[int]) -> Iterator[Case]:
             yield Case(f"loss head, {name}", "bf16", "lm_head", rows, [ours], "its bare matmuls", [peer], 0, floor)
 
 
+def attention_cases(sequences: Sequence[tuple[int, int]]) -> Iterator[Case]:
+    """Packed attention of 7B (28 query heads on 4), forward and backward, half of the sequences a fifth as long.
+
+    The peer is the padded rectangle. The floor is the causal half of two matmuls forward and five backward.
+    """
+    for count, longest in sequences:
+        lengths = torch.tensor([longest if i % 2 == 0 else longest // 5 for i in range(count)])
+        packing = Packing.from_mask((torch.arange(longest) < lengths[:, None]).cuda())
+        tokens, kind = int(lengths.sum()), attention.Kind(128**-0.5)
+        shapes = [(1, heads, tokens, 128) for heads in (28, 4, 4)]
+        leaves = [torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+        grad = torch.randn(tokens, 28, 128, device="cuda", dtype=torch.bfloat16)
+
+        def train(
+            backend: str, leaves: Any = leaves, grad: Any = grad, kind: Any = kind, packing: Any = packing
+        ) -> None:
+            torch.autograd.grad(
+                attention.BACKENDS[backend](leaves[0], leaves[1], leaves[2], None, kind, packing), leaves, grad
+            )
+
+        flops = 3.5 * 2 * 2 * 28 * 128 * float(lengths.double().square().sum()) / 2
+        runs = [partial(train, "flash")], [partial(train, "padded")]
+        yield Case("attention", "bf16", f"{count} x {longest}", tokens, runs[0], "padded", runs[1], 0, flops)
+
+
 def sampling_cases(batches: Sequence[int]) -> Iterator[Case]:
     vocabulary = 152064
     for batch in batches:
@@ -148,6 +176,7 @@ def all_cases(quick: bool) -> Iterator[Case]:
     yield from dequantize_cases(("nvfp4", "mxfp4", "nf4"))
     yield from training_cases((2048, 8192, 32768), [name for name in TRAINED if not quick or "gate_up" not in name])
     yield from head_cases((4096,) if quick else (1024, 8192))
+    yield from attention_cases(((32, 512), (4, 4096)))
     yield from sampling_cases((1, 64, 256))
 
 

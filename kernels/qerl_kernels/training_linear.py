@@ -8,13 +8,18 @@ which are frozen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 RowScales = Sequence[tuple[slice, float]]
+Kept = deque[tuple[torch.Tensor, int]]  # outputs, with their versions, by which a change in place shows
+_kept: ContextVar[tuple[Kept | None, bool]] = ContextVar("kept", default=(None, False))
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,44 @@ def packed_linear(
     return y.view(*x.shape[:-1], y.shape[1])
 
 
+@contextmanager
+def keeping(outputs: Kept) -> Iterator[None]:
+    """Context in which the output of every `packed_linear` is appended to `outputs`."""
+    with _keep(outputs, reuse=False):
+        yield
+
+
+@contextmanager
+def reusing(outputs: Kept) -> Iterator[None]:
+    """Context that repeats what was computed in `keeping(outputs)`: outputs are taken from there, not computed."""
+    try:
+        with _keep(outputs, reuse=True):
+            yield
+    finally:
+        outputs.clear()
+
+
+@contextmanager
+def _keep(outputs: Kept, *, reuse: bool) -> Iterator[None]:
+    token = _kept.set((outputs, reuse))
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def _matmul(rows: torch.Tensor, weight: torch.Tensor, row_scales: RowScales, bias: torch.Tensor | None) -> torch.Tensor:
+    """(M, K) x (N, K)^T, each range of rows of `weight` times its scale, plus `bias`."""
+    parts = []
+    for part, scale in row_scales:
+        if bias is None:
+            y = torch.addmm(rows.new_empty(1), rows, weight[part].t(), beta=0, alpha=scale)
+        else:
+            y = torch.addmm(bias[part].to(rows.dtype), rows, weight[part].t(), alpha=scale)
+        parts.append(y)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -63,21 +106,19 @@ class _PackedLinear(torch.autograd.Function):
         scaling: float,
     ) -> torch.Tensor:
         ctx.operand, ctx.row_scales, ctx.scaling = operand, row_scales, scaling
-        weight = operand(rows.dtype)  # (N, K)
-        parts = []
-        for part, scale in row_scales:
-            if bias is None:
-                y = torch.addmm(rows.new_empty(1), rows, weight[part].t(), beta=0, alpha=scale)
-            else:
-                y = torch.addmm(bias[part].to(rows.dtype), rows, weight[part].t(), alpha=scale)
-            parts.append(y)
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if a is None or b is None:
-            ctx.save_for_backward()
+        outputs, reuse = _kept.get()
+        down = None if a is None else rows @ a.to(rows.dtype).t()  # (M, r)
+        if outputs is not None and reuse:
+            y, version = outputs.popleft()
+            if y._version != version:
+                raise RuntimeError("a kept output was changed in place, so it cannot be reused")
         else:
-            down = rows @ a.to(rows.dtype).t()  # (M, r)
-            y.addmm_(down, b.to(rows.dtype).t(), alpha=scaling)
-            ctx.save_for_backward(rows, down, a, b)
+            y = _matmul(rows, operand(rows.dtype), row_scales, bias)
+            if down is not None and b is not None:
+                y.addmm_(down, b.to(rows.dtype).t(), alpha=scaling)
+            if outputs is not None:
+                outputs.append((y.detach(), y._version))
+        ctx.save_for_backward(*(() if down is None else (rows, down, a, b)))
         return y
 
     @staticmethod

@@ -168,6 +168,12 @@ class Experiment:
                 f"rollout.group_size must be at least 2, got {self.rollout.group_size}: algo={self.algo.name} compares "
                 "the completions of a prompt with each other",
             )
+            tokens, longest = self.train.micro_batch_tokens, self.task.max_completion_tokens
+            require(
+                tokens is None or tokens > longest,
+                f"train.micro_batch_tokens={tokens} cannot hold a completion of task.max_completion_tokens={longest} "
+                f"and its prompt; set it to more than {longest} (it counts tokens, not completions), or to null",
+            )
             return
         mode = self.importance_sampling.mode
         require(

@@ -42,6 +42,7 @@ class PhaseTimer:
         self.device = device
         self.seconds: dict[str, float] = {}
         self.peak_gib: dict[str, float] = {}
+        self.reserved_gib: dict[str, float] = {}  # on a GPU: what PyTorch's allocator held at most, in use or not
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -51,6 +52,9 @@ class PhaseTimer:
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - started
         self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak_gib(self.device))
+        if self.device == "cuda":
+            held = torch.cuda.max_memory_reserved() / 2**30
+            self.reserved_gib[name] = max(self.reserved_gib.get(name, 0.0), held)
 
 
 def now(device: str) -> float:

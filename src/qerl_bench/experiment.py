@@ -46,6 +46,7 @@ from qerl_bench.train.shares import require_equal_weights
 from qerl_bench.train.update import make_optimizer, update
 
 log = logging.getLogger(__name__)
+HOST = torch.device("cpu")  # where a batch is made and split; its parts go to the GPU
 
 
 def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE) -> None:
@@ -155,6 +156,7 @@ def train_step(
         with timer("train"):
             step_metrics |= update(experiment, policy, optimizer, batch, run, step, world)
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
+    step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share
     step_metrics["speed/train_tok_s"] = int(batch.lengths.sum()) / timer.seconds["train"]
     if algo.on_policy:
@@ -163,6 +165,8 @@ def train_step(
         step_metrics["memory/rollout_gib"] = timer.peak_gib["rollout"]
     step_metrics["memory/train_gib"] = timer.peak_gib["train"]
     step_metrics["memory/peak_gib"] = max(timer.peak_gib.values())
+    held = {phase: gib for phase, gib in timer.reserved_gib.items() if phase in ("rollout", "train")}
+    step_metrics |= {f"memory/{phase}_reserved_gib": gib for phase, gib in held.items()}
     return step_metrics
 
 
@@ -247,7 +251,7 @@ def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch
         [rollout.prompt_ids for rollout in rollouts],
         [rollout.token_ids for rollout in rollouts],
         policy.pad_id,
-        policy.device,
+        HOST,
         [rollout.logprobs for rollout in rollouts],
         algo.advantages(rewards, lengths).flatten(),
     )
@@ -256,7 +260,7 @@ def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch
 def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Batch:
     """The batch of one supervised step."""
     demonstrations = experiment.task.demonstrations(step, experiment.rollout.prompts_per_step, experiment.seed)
-    return make_batch(*policy.demonstration_ids(demonstrations), policy.pad_id, policy.device)
+    return make_batch(*policy.demonstration_ids(demonstrations), policy.pad_id, HOST)
 
 
 def evaluate_and_log(

@@ -14,7 +14,7 @@ from qerl_bench.checks import TrainingStopped
 REMEDIES = {  # of each phase
     "setup": "a quant of fewer bits or a smaller model",
     "rollout": "a smaller engine.max_num_seqs, engine.cache_gib, rollout.group_size or task.max_completion_tokens",
-    "train": "a smaller train.micro_batch_size, or train.gradient_checkpointing=true",
+    "train": "a smaller train.micro_batch_tokens, or train.recompute=full",
     "evaluation": "a smaller eval.questions or eval.samples",
 }
 # PyTorch on a CPU, C++, memory that cannot be mapped, and threads of Rust (tokenizers) that get no stack.

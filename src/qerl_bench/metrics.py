@@ -68,6 +68,10 @@ WEIGHT_SYNC = {
         "count", "norms whose scale in every worker of the engine differs from the checkpoint's"
     ),
 }
+GPU_MEMORY = {  # on a GPU
+    "memory/rollout_reserved_gib": Metric("GiB", "peak during sampling of what PyTorch holds, in use or not"),
+    "memory/train_reserved_gib": Metric("GiB", "peak during training of what PyTorch holds, in use or not"),
+}
 VLLM_MEMORY = {  # with engine=vllm on a GPU
     "memory/device_rollout_gib": Metric("GiB", "in use on the GPU by all processes at the end of sampling"),
     "memory/device_train_gib": Metric("GiB", "in use on the GPU by all processes before training, the engine asleep"),
@@ -86,6 +90,7 @@ NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/saturated": Metric("-", "1 if more than sigma_max is wanted, -1 if less than sigma_min, else 0"),
 }
 TRAIN = {
+    "train/micro_batches": Metric("count", "forward passes that training made of the batch, for one update"),
     "train/taught_frac": Metric(
         "share", "completion tokens trained on whose completion was in a backward pass: its loss can have a gradient"
     ),
@@ -97,6 +102,7 @@ TRAIN = {
     "entropy_clean": Metric("nats/token", "as entropy on the same tokens, noise off, before the update"),
     "entropy_t1": Metric("nats/token", "as entropy_clean at temperature 1"),
     "time/train_s": Metric("s", "forward, backward and optimiser"),
+    "time/idle_s": Metric("s", "the rest of time/step_s: metrics, records, making the batch; a GPU has nothing to do"),
     "time/step_s": Metric("s", "the whole step, logging and checkpoint excluded"),
     "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens over time/train_s"),
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
@@ -104,6 +110,7 @@ TRAIN = {
 }
 # Three policies score the same sampled tokens: the engine (noise in), the trainer with the sampler's noise, and the
 # trainer as it trains. The first two differ by their kernels, the last two by the noise.
+# If that takes a pass of its own, it is made for a sample of the micro-batches (train.mismatch_share).
 MISMATCH_SPLIT = {  # only with importance_sampling.split_mismatch and one draw of noise to a step
     "mismatch/kernel_kl": Metric("nats/token", "mismatch/kl of engine and trainer, same noise in both"),
     "mismatch/kernel_logp_abs_max": Metric("nats", "mismatch/logp_abs_max of engine and trainer, same noise in both"),
@@ -113,6 +120,7 @@ MISMATCH_SPLIT = {  # only with importance_sampling.split_mismatch and one draw 
         "nats", "mismatch/logp_abs_max of the trainer, with the sampler's noise and as it trains"
     ),
     "mismatch/noise_ess": Metric("share", "mismatch/ess of the trainer, with the sampler's noise and as it trains"),
+    "mismatch/measured_frac": Metric("share", "completion tokens trained on that mismatch/kernel_* and noise_* are of"),
 }
 ROUTING = {  # with experts, if the trainer makes a pass with noise and one without; as for MISMATCH_SPLIT
     "router/changed_frac": Metric(
@@ -186,6 +194,7 @@ LM_EVAL = {
 TABLES = (
     ROLLOUT,
     WEIGHT_SYNC,
+    GPU_MEMORY,
     VLLM_MEMORY,
     ENGINE_HF,
     NOISE_CONTROLLER,
@@ -210,15 +219,15 @@ LOOP_WINDOW = 8  # tokens
 
 
 class TokenTable:
-    """Columns of per-token numbers, collected from micro-batches."""
+    """Columns of per-token numbers, collected from micro-batches where they are."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[torch.Tensor]] = {}
 
-    def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
-        """Append to each column the entries of a (B, T) tensor where `mask` (B, T) is true."""
+    def add(self, **values: torch.Tensor) -> None:
+        """Append a tensor (n,) to each column; it stays on its device."""
         for name, value in values.items():
-            self.columns.setdefault(name, []).append(value.detach()[mask].double().cpu())
+            self.columns.setdefault(name, []).append(value.detach())
 
     def extend(self, other: TokenTable) -> None:
         """Append the columns of `other`."""
@@ -228,7 +237,7 @@ class TokenTable:
     def __getitem__(self, name: str) -> torch.Tensor:
         import torch
 
-        return torch.cat(self.columns[name])
+        return torch.cat(self.columns[name]).double()
 
     def names(self) -> list[str]:
         return list(self.columns)
@@ -239,7 +248,7 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
 
     `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
     `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`. These
-    metrics are left out without them.
+    metrics are left out without them. `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
     """
     values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not on_policy:
@@ -247,7 +256,10 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     trainer, sampler, columns = table["logprobs"], table["sampler_logprobs"], table.names()
     values |= mismatch_metrics(trainer, sampler) | {"mismatch/ess_sequence": ess(table["sequence_gap"])}
     if "noisy_logprobs" in columns:
-        parts = {"kernel": (table["noisy_logprobs"], sampler), "noise": (trainer, table["noisy_logprobs"])}
+        measured = table["noisy_measured"].bool()
+        noisy, trainer, sampler = table["noisy_logprobs"], trainer[measured], sampler[measured]
+        values["mismatch/measured_frac"] = measured.double().mean().item()
+        parts = {"kernel": (noisy, sampler), "noise": (trainer, noisy)}
         for part, (later, earlier) in parts.items():
             gap = mismatch_metrics(later, earlier)
             values |= {f"mismatch/{part}_{name}": gap[f"mismatch/{name}"] for name in ("kl", "logp_abs_max", "ess")}

@@ -23,6 +23,7 @@ from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, probe
 from qerl_bench.own_options import words_in_use
 from qerl_bench.quant.error_decomposition import LayerReport
@@ -88,10 +89,9 @@ def build_policy(experiment: Experiment, base: Path | None, device: str) -> Poli
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
     structure = probe(model)
-    if train.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_blocks(model, train.recompute)
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
-    return Policy(
+    policy = Policy(
         model,
         tokenizer,
         layers,
@@ -103,6 +103,9 @@ def build_policy(experiment: Experiment, base: Path | None, device: str) -> Poli
         train_norms=experiment.lora.train_norms,
         template=spec.template,
     )
+    if train.recompute == "selective":
+        keep_matmuls(model)
+    return policy
 
 
 def build_noise(

@@ -18,10 +18,12 @@ RENAMED = {  # config keys, and groups whose other keys kept their names
     "offpolicy.split": "importance_sampling.split_mismatch",
     "offpolicy": "importance_sampling",
     "optim.updates": "train.updates_per_batch",
-    "optim.micro_batch": "train.micro_batch_size",
+    "optim.micro_batch": "train.micro_batch_tokens",
+    "train.micro_batch_size": "train.micro_batch_tokens",
     "optim.packing": "train.packing",
     "optim.entropy_coef": "train.entropy_coef",
-    "optim.gradient_checkpointing": "train.gradient_checkpointing",
+    "optim.gradient_checkpointing": "train.recompute",
+    "train.gradient_checkpointing": "train.recompute",
     "optim.on_nonfinite": "train.on_nonfinite",
     "rollout.prompts": "rollout.prompts_per_step",
     "inject.batch_prompts": "noise.prompts_per_draw",
@@ -37,6 +39,8 @@ RENAMED = {  # config keys, and groups whose other keys kept their names
 }
 RENAMED_VALUES = {
     "recipe": {"shipped": "as_released"},
+    "train.micro_batch_tokens": {"a number of completions": "one of tokens"},
+    "train.recompute": {"true": "full", "false": "none"},
     "noise.site": {"sampler": "rollout", "old": "rollout_and_old_logprobs", "trainer": "rollout_and_training"},
 }
 

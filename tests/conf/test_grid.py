@@ -284,7 +284,7 @@ def test_runs_of_other_science_do_not() -> None:
         "optim.weight_decay=0.01",
         "lora.rank=16",
         "optim.max_grad_norm=2",
-        "train.micro_batch_size=32",
+        "train.micro_batch_tokens=3200",
         "lora.alpha=64",
         "lora.dropout=0.1",
         "lora.targets=[q_proj]",

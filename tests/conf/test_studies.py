@@ -354,7 +354,7 @@ SPEED = [study for study in STUDIES if study.startswith("speed/")]
 
 
 @pytest.mark.parametrize(
-    ("study", "points"), [("rollout", 45), ("step", 9), ("memory", 12), ("ragged", 9)], ids=lambda value: str(value)
+    ("study", "points"), [("rollout", 45), ("step", 27), ("memory", 18)], ids=lambda value: str(value)
 )
 def test_a_speed_study_is_as_large_as_it_says(composed: dict[str, Any], study: str, points: int) -> None:
     assert len(composed["studies"][f"speed/{study}"]["points"]) == points
@@ -365,15 +365,15 @@ def test_a_speed_study_is_as_large_as_it_says(composed: dict[str, Any], study: s
 def test_a_speed_study_measures_steps_that_train(study: str) -> None:
     run = build(compose([f"experiment={study}"]))
     assert (run.task.name, run.model.name, run.eval.name, run.aqn.name) == ("shape", "shape-7b", "none", "none")
-    assert run.steps - math.ceil(WARM_UP * run.steps) >= 10 and run.save_every == run.steps
+    measured = run.steps - math.ceil(WARM_UP * run.steps)
+    assert measured >= (5 if study == "speed/step" else 10) and run.save_every == run.steps  # a step takes a minute
     assert run.algo.on_policy and "shape-7b" in run.name
     for prompt in run.task.train_prompts(1, run.rollout.prompts_per_step, seed=0):
         assert set(prompt.answer) == {"0", "1"} and len(prompt.answer) == run.rollout.group_size
 
 
 def test_speed_studies_share_runs(composed: dict[str, Any]) -> None:
-    assert names(composed, ["speed/step"]) < names(composed, ["speed/rollout"])
-    assert len(names(composed, ["speed/memory"]) & names(composed, ["speed/rollout"])) == 3
+    assert len(names(composed, ["speed/memory"]) & names(composed, ["speed/rollout"])) == 6
 
 
 # --- sweeps ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +18,7 @@ from qerl_bench.config import build, compose
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model=shape/tiny", "device=cpu", "steps=3", "rollout.prompts_per_step=3", "rollout.group_size=4",
-    "task.prompt_tokens=20", "lora.rank=4", "train.micro_batch_size=5",
+    "task.prompt_tokens=20", "lora.rank=4", "train.micro_batch_tokens=150",
 )  # fmt: skip
 
 
@@ -34,12 +37,12 @@ def trained(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("study", "quant", "lengths"),
     [
-        ("step", "nf4", ("task.completion_tokens=9",)),
-        ("ragged", "nvfp4", ("task.completion_tokens=9", "task.max_completion_tokens=30")),
+        ("rollout", "nf4", ("task.completion_tokens=9",)),
+        ("step", "nvfp4", ("task.completion_tokens=9", "task.max_completion_tokens=30")),
     ],
 )
 def test_a_speed_study_trains_on_completions_of_its_lengths(
-    tmp_path: Path, study: str, quant: str, lengths: tuple[str, ...]
+    tmp_path: Path, analysis_script: Callable[[str], ModuleType], study: str, quant: str, lengths: tuple[str, ...]
 ) -> None:
     words = [f"experiment=speed/{study}", *SMALL, f"quant={quant}", *lengths, f"root={tmp_path}"]
     done = run(*words)
@@ -52,7 +55,7 @@ def test_a_speed_study_trains_on_completions_of_its_lengths(
     for step, line in enumerate(steps, start=1):
         prompts = experiment.task.train_prompts(step, 3, seed=0)
         asked = [length for prompt in prompts for length in prompt.new_tokens or ()]
-        assert (len(set(asked)) == 1) == (study == "step")
+        assert (len(set(asked)) == 1) == (study == "rollout")
         assert line["completions/tokens"] == sum(asked)
         assert line["completions/mean_length"] == pytest.approx(sum(asked) / 12)
         # prompt and completion tokens over seconds: no prompt is shorter or longer than asked
@@ -62,6 +65,16 @@ def test_a_speed_study_trains_on_completions_of_its_lengths(
     assert "train/taught_frac = 0" not in done.stderr
     (row,) = (line for line in done.stdout.splitlines() if line.startswith(folder.name))
     assert row.split()[-2] == "1.00"
+    analysis_script("step_times").main([str(tmp_path / "runs"), "--out", str(tmp_path)])
+    (found,) = csv.DictReader((tmp_path / "step_times.csv").read_text().splitlines())
+    assert (found["format"], found["rank"], found["steps"], found["taught_frac"]) == (quant, "4", "2", "1")
+    for part in ("step", "rollout", "reward", "sync", "train", "idle"):
+        measured = sorted(line[f"time/{part}_s"] for line in steps[1:])
+        assert float(found[part]) == pytest.approx(sum(measured) / 2, rel=1e-5)
+        assert float(found[f"{part}_p80"]) == pytest.approx(0.2 * measured[0] + 0.8 * measured[1], rel=1e-5)
+    for line in steps:
+        parts = sum(line[f"time/{part}_s"] for part in ("rollout", "reward", "sync", "train", "idle"))
+        assert parts == pytest.approx(line["time/step_s"]) and line["time/idle_s"] >= 0
 
 
 def test_a_run_that_did_not_train_says_so(tmp_path: Path) -> None:

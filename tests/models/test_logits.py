@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.model import attention
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.kernels import choose_kernels
 from qerl_bench.model.lm_head import decoder_of, head_of, hidden_states, token_scores, token_stats
@@ -59,7 +60,7 @@ def _own(model: Any, temperature: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", known())
-def test_the_trainer_computes_the_models_own_logits(name: str) -> None:
+def test_the_trainer_computes_the_models_own_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the whole vocabulary, with padding and, where layers allow it, without; sequences exceed the window."""
     model, batch = _model(name), _batch()
     predicts = batch.mask.roll(-1, dims=1)
@@ -73,6 +74,12 @@ def test_the_trainer_computes_the_models_own_logits(name: str) -> None:
             hidden = hidden_states(model, batch.input_ids, batch.mask, predicts, packing)
             found = head(hidden).float().log_softmax(-1)
             torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)
+        if can_pack:  # the reference of attention without padding, which gets the windows that flash gets
+            seen = []
+            monkeypatch.setattr(attention, "packed_backend", lambda *_: seen.append(1) or "masked")
+            hidden = hidden_states(model, batch.input_ids, batch.mask, predicts, True)
+            torch.testing.assert_close(head(hidden).float().log_softmax(-1), wanted, rtol=0, atol=ROUNDING)
+            assert len(seen) == decoder_of(model).config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2", "falcon_h1"])

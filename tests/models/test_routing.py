@@ -79,7 +79,13 @@ def test_experts_are_those_of_the_largest_router_logits(world: Callable[..., Any
 @pytest.mark.parametrize("site", ["rollout", "rollout_and_old_logprobs", "rollout_and_training"])
 def test_noise_changes_choices_by_the_share_that_is_reported(world: Callable[..., Any], site: str) -> None:
     """Over two micro-batches, against two forward passes of the whole batch."""
-    words = ("aqn=constant", "aqn.level=0.3", f"noise.site={site}", "train.micro_batch_size=2")
+    words = (
+        "aqn=constant",
+        "aqn.level=0.3",
+        f"noise.site={site}",
+        "train.micro_batch_tokens=49",
+        "train.mismatch_share=1",
+    )
     experiment, policy, batch = world("qwen3_moe", *words)
     passes = []
     with torch.no_grad():

@@ -25,7 +25,7 @@ WORDS = (
     *("experiment=smoke", "device=cpu", "quant=nvfp4", "aqn=exp", "steps=4", "save_every=2", "name=run"),
     *("model.layers=2", "model.hidden_size=32", "model.heads=2", "model.kv_heads=1", "model.intermediate_size=64"),
     *("lora.rank=4", "rollout.prompts_per_step=3", "rollout.group_size=4", "engine.max_num_seqs=8"),
-    *("train.micro_batch_size=3", "train.updates_per_batch=2", "eval.questions=4", "task.max_completion_tokens=12"),
+    *("train.micro_batch_tokens=80", "train.updates_per_batch=2", "eval.questions=4", "task.max_completion_tokens=12"),
 )
 Run = Callable[..., tuple[Path, Ended]]
 
@@ -103,10 +103,10 @@ def nan_on_rank_1(rank: int) -> None:
 
     forward_backward = training.forward_backward
 
-    def poisoned(experiment: Any, policy: Any, micro_batch: Any, part: Any) -> None:
+    def poisoned(experiment: Any, policy: Any, micro_batch: Any, passes: Any) -> Any:
         if rank == 1:
             micro_batch.loss_weights[:] = float("nan")
-        forward_backward(experiment, policy, micro_batch, part)
+        return forward_backward(experiment, policy, micro_batch, passes)
 
     training.forward_backward = poisoned
 

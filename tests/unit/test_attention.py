@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl_bench.model.attention import softcapped, with_sinks
+from qerl_bench.model import attention
+from qerl_bench.model.attention import Kind, softcapped, with_sinks
+from qerl_bench.model.packing import Packing
 
 SCALING, SOFTCAP, SIZE, KEYS = 0.3, 1.5, 8, 9
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
@@ -50,3 +52,94 @@ def test_sinks_and_soft_caps(kind: str, case: str) -> None:
     gradients = [torch.autograd.grad((x * pull).sum(), leaves) for x in (found, wanted)]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=10 * rounding)
+
+
+# --- packed rows -----------------------------------------------------------------------------------------------------
+
+
+def _row(device: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], Packing, torch.Tensor]:
+    """Four query heads on two key heads of 15 tokens in sequences of 1, 6, 3 and 5, and a pull on the output."""
+    mask = torch.zeros(4, 7, dtype=torch.bool, device=device)
+    for row, length in enumerate((1, 6, 3, 5)):
+        mask[row, 1:length] = True
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(1, heads, 15, 16, generator=generator) for heads in (4, 2, 2, 4)]
+    *leaves, pull = (x.to(device, dtype) for x in draw)
+    return [leaf.requires_grad_() for leaf in leaves], Packing.from_mask(mask), pull[0].transpose(0, 1)
+
+
+KINDS = {
+    "causal": Kind(SCALING),
+    "window": Kind(SCALING, window=3),
+    "softcap": Kind(SCALING, softcap=SOFTCAP),
+    "sinks": Kind(SCALING, sinks=SINKS.float()),
+    "window, sinks": Kind(SCALING, sinks=SINKS.float(), window=3),
+}
+
+
+def _rectangle(kind: Kind) -> torch.Tensor | None:
+    return None if kind.window is None else torch.ones(1, 1, 7, 7, dtype=torch.bool).tril().triu(1 - kind.window)
+
+
+def _outputs(backend: str, kind: Kind, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """The output and the gradients of query, key and value, in FP32 on the host."""
+    leaves, packing, pull = _row(device, dtype)
+    mask = _rectangle(kind)
+    found = attention.BACKENDS[backend](*leaves, mask if mask is None else mask.to(device), kind, packing)
+    gradients = torch.autograd.grad((found * pull).float().sum(), leaves)
+    return [x.detach().float().cpu() for x in (found, *gradients)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_packed_backends_agree(name: str) -> None:
+    """Values and gradients, by the rectangle and by a mask over the row, to the rounding of FP32."""
+    for one, other in zip(_outputs("padded", KINDS[name]), _outputs("masked", KINDS[name]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+def test_flash_gets_what_the_reference_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both generations of PyTorch's function: offsets, lengths, windows, scaling and shared key heads."""
+    from torch.nn.attention import varlen
+
+    def of_2_13(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_k: torch.Tensor, most: int,
+        most_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (ends.tolist(), ends.dtype, most, most_k) == ([0, 1, 7, 10, 15], torch.int32, 6, 6) and enable_gqa
+        out = torch.empty_like(q)
+        for start, end in zip(ends[:-1].tolist(), ends_k[1:].tolist(), strict=True):
+            size = end - start
+            seen = torch.ones(size, size, dtype=torch.bool).tril()
+            seen = seen if window_size[0] < 0 else seen.triu(-window_size[0])
+            one, key, value = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            part = attention._sdpa(one, key, value, seen[None, None], False, scale)
+            out = out.index_copy(0, torch.arange(start, end), part[0].transpose(0, 1))
+        return out
+
+    def of_2_10(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, ends_k: torch.Tensor, most: int,
+        most_k: int, is_causal: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        assert is_causal and k.shape == q.shape
+        k, v = k[:, ::2], v[:, ::2]
+        return of_2_13(q, k, v, ends, ends_k, most, most_k, scale=0.25, window_size=(-1, 0), enable_gqa=True)
+
+    for function, names in ((of_2_13, ("causal", "window")), (of_2_10, ("causal",))):
+        monkeypatch.setattr(varlen, "varlen_attn", function)
+        for name in names:
+            for one, other in zip(_outputs("flash", KINDS[name]), _outputs("masked", KINDS[name]), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_flash_on_a_gpu(name: str) -> None:
+    kind = KINDS[name]
+    leaves, _, _ = _row("cuda", torch.bfloat16)
+    mask = _rectangle(kind)
+    if not attention._varlen(mask is not None):
+        pytest.skip("this PyTorch has no varlen attention of this kind")
+    assert attention.packed_backend(leaves[0], leaves[2], mask, kind) == "flash"
+    for one, other in zip(_outputs("flash", kind, "cuda", torch.bfloat16), _outputs("masked", kind), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.03)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,23 +50,25 @@ def test_demonstrations_have_no_sampler_and_no_advantage() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=9),
-    size=st.integers(1, 10),
+    tokens=st.integers(1, 40),
     left_out=st.sets(st.integers(0, 8)),
 )
 def test_micro_batches_hold_every_sequence_once_and_no_column_too_many(
-    lengths: list[tuple[int, int]], size: int, left_out: set[int]
+    lengths: list[tuple[int, int]], tokens: int, left_out: set[int]
 ) -> None:
     prompts = [[100 * row + i for i in range(p)] for row, (p, _) in enumerate(lengths)]
     completions = [[100 * row + 50 + i for i in range(c)] for row, (_, c) in enumerate(lengths)]
     logprobs = [[-float(token) - 1 for token in completion] for completion in completions]
     batch = make_batch(prompts, completions, -7, CPU, logprobs, torch.arange(len(lengths)))
     selected = torch.tensor([row not in left_out for row in range(len(lengths))])
-    micro = [batch.rows(rows) for rows in batch.micro_batches(size, selected)]
-    assert len(micro) == math.ceil(int(selected.sum()) / size)
+    micro = [batch.rows(rows) for rows in batch.micro_batches(tokens, selected)]
+    for part, following in pairwise(micro):  # no larger than allowed, and the next row would not have fitted
+        assert len(part.lengths) == 1 or part.input_ids.numel() <= tokens
+        assert part.input_ids.numel() + part.input_ids.shape[1] > tokens
+        assert int(part.lengths.min()) >= int(following.lengths.max())
     seen = []
     for part in micro:
         assert part.input_ids.shape == part.mask.shape == part.sampler_logprobs.shape
-        assert 1 <= len(part.lengths) <= size
         assert part.input_ids.shape[1] == part.lengths.max()
         for row in range(len(part.lengths)):
             index, length = int(part.advantages[row]), int(part.lengths[row])
@@ -114,19 +117,20 @@ def _update(experiment: Any, policy: Any, optimizer: Any, batch: Any, step: int 
 def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], algo: str
 ) -> None:
-    results = []
-    for size in (7, 1, 2, 3, 100):
+    results, passes = [], []
+    for tokens in (1000, 21, 30, 60):
         policy = make_policy(adapted=True)
-        experiment = _experiment(make_experiment, algo, f"train.micro_batch_size={size}")
+        experiment = _experiment(make_experiment, algo, f"train.micro_batch_tokens={tokens}")
         # SGD would do, but AdamW's first step is the sign of the gradient: compare the gradient through its momentum.
         optimizer = make_optimizer(policy, experiment.optim)
         found = _update(experiment, policy, optimizer, _batch(policy))
+        passes.append(found.pop("train/micro_batches"))
         moments = torch.cat(
             [optimizer.state[parameter]["exp_avg"].flatten().double() for parameter in policy.trainable]
         )
         results.append((found, moments))
     first, moments = results[0]
-    assert moments.abs().max() > 1e-4
+    assert moments.abs().max() > 1e-4 and len(set(passes)) == 4
     for found, other in results[1:]:
         assert found == pytest.approx(first, rel=1e-5, abs=1e-6)
         assert torch.allclose(other, moments, rtol=0, atol=1e-6 * float(moments.abs().max()) + 1e-9)
@@ -255,7 +259,7 @@ def test_metrics_of_an_update_are_those_before_it(
 ) -> None:
     policy = make_policy(adapted=True)
     batch = _batch(policy)
-    experiment = _experiment(make_experiment, "grpo", "rollout.temperature=0.7", "train.micro_batch_size=3", lr=0.1)
+    experiment = _experiment(make_experiment, "grpo", "rollout.temperature=0.7", "train.micro_batch_tokens=50", lr=0.1)
     with torch.no_grad():
         stats = policy.token_stats(batch.input_ids, batch.mask, 0.7)
     found = _update(experiment, policy, make_optimizer(policy, experiment.optim), batch)
@@ -272,4 +276,4 @@ def test_a_supervised_update_says_nothing_about_a_sampler(
     experiment = _experiment(make_experiment, "sft")
     found = _update(experiment, policy, make_optimizer(policy, experiment.optim), _batch(policy))
     others = {"loss", "grad_norm", "lr", "updates_skipped", "entropy_clean", "entropy_t1"}
-    assert set(found) == {"train/taught_frac", *others}
+    assert set(found) == {"train/taught_frac", "train/micro_batches", *others}

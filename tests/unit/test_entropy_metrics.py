@@ -74,7 +74,7 @@ def test_entropy_bonus_is_the_gradient_of_the_mean_token_entropy(
 ) -> None:
     """Advantages are zero, so the whole gradient is the bonus's: compare with finite differences of the brute force."""
     coefficient, moved = 0.5, 1e-3
-    words = ("quant=bf16", "algo=dapo", f"train.entropy_coef={coefficient}", "train.micro_batch_size=2")
+    words = ("quant=bf16", "algo=dapo", f"train.entropy_coef={coefficient}", "train.micro_batch_tokens=400")
     experiment = make_experiment(*words)  # DAPO weighs every token alike
     policy = make_policy(quant="bf16", sharp=True, adapted=True)
     rollouts = experiment.engine.build(policy).generate(

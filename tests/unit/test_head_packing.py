@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qerl_bench.model import lm_head
+from qerl_bench.model import lm_head, recompute
+from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.model.lm_head import plain_scores, token_scores
 from qerl_bench.model.packing import Packing, packed_hidden
 from qerl_bench.train.batch import make_batch
@@ -180,14 +182,12 @@ def _ragged(policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_packed_training_equals_padded_training(
-    make_policy: Callable[..., Any], quant: str, checkpointing: str
-) -> None:
-    """Log-probabilities, entropies and every gradient; in training mode, where gradient checkpointing is at work."""
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_packed_training_equals_padded_training(make_policy: Callable[..., Any], quant: str, mode: str) -> None:
+    """Log-probabilities, entropies and every gradient; in training mode, where recomputation is at work."""
     found = {}
-    for packing, checkpoint in (("false", "false"), ("true", checkpointing)):
-        words = (f"train.packing={packing}", f"train.gradient_checkpointing={checkpoint}")
+    for packing, again in (("false", "none"), ("true", mode)):
+        words = (f"train.packing={packing}", f"train.recompute={again}")
         policy = make_policy(*words, quant=quant, sharp=True, adapted=True)
         assert policy.packing == (packing == "true")
         batch = _ragged(policy)
@@ -232,16 +232,58 @@ def test_a_packed_sequence_does_not_see_its_neighbours(make_policy: Callable[...
     assert torch.equal(before[12:], after[12:])
 
 
-def test_gradient_checkpointing_gives_the_same_gradient(make_policy: Callable[..., Any]) -> None:
-    """To the bit: the backward pass computes the very same numbers a second time."""
-    gradients = []
-    for on in ("false", "true"):
-        policy = make_policy(f"train.gradient_checkpointing={on}", adapted=True)
-        batch = _ragged(policy)
+@pytest.mark.parametrize(("mode", "blocks", "matmuls"), [("none", 1, 2), ("selective", 2, 2), ("full", 2, 3)])
+def test_what_is_computed_again_gives_the_same_gradient(
+    make_policy: Callable[..., Any], mode: str, blocks: int, matmuls: int
+) -> None:
+    """To the bit: the backward pass computes the very same numbers a second time, of selective without the matmuls."""
+    found = []
+    for again in ("none", mode):
+        policy = make_policy(f"train.recompute={again}", adapted=True)
+        batch, mlp = _ragged(policy), policy.model.model.layers[0].mlp
+        for module in policy.model.modules():
+            if isinstance(module, LoRALinear):
+                module.fused = True  # as selective and kernels on a GPU need it
         policy.train_mode(True)
-        calls = []
-        policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        policy.token_stats(batch.input_ids, batch.mask, 1.0).logprobs.sum().backward()
-        assert len(calls) == (2 if on == "true" else 1)
-        gradients.append([parameter.grad for parameter in policy.trainable])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+        calls, operands, base = [], [], mlp.gate_proj.get_base_layer()
+        mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        plain = base.operand
+        base.operand = lambda dtype, operands=operands, plain=plain: (operands.append(1), plain(dtype))[1]
+        stats = policy.token_stats(batch.input_ids, batch.mask, 1.0)
+        stats.logprobs.sum().backward()
+        found.append((len(calls), len(operands), [parameter.grad for parameter in policy.trainable]))
+    (_, _, gradients), (*counts, others) = found
+    assert counts == [blocks, matmuls]
+    assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+    assert max(float(gradient.abs().max()) for gradient in gradients) > 1e-3
+
+
+def test_each_mode_keeps_less_of_the_forward_pass(
+    make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are held between forward and backward: all, inputs of blocks and matmuls, inputs of blocks."""
+    kept, outputs = {}, []
+
+    def contexts() -> Any:
+        outputs.append(deque())
+        return recompute.keeping(outputs[-1]), recompute.reusing(outputs[-1])
+
+    monkeypatch.setattr(recompute, "matmuls_kept", contexts)
+    for mode in ("none", "selective", "full"):
+        policy = make_policy(f"train.recompute={mode}", "model.layers=4", adapted=True)
+        batch, held = _ragged(policy), {}
+        own = {tensor.untyped_storage().data_ptr() for tensor in policy.model.state_dict().values()}
+        policy.train_mode(True)
+
+        def pack(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            stats = policy.token_stats(batch.input_ids, batch.mask, 1.0)
+        held |= {y.data_ptr(): y.untyped_storage().nbytes() for block in outputs for y, _ in block}
+        outputs.clear()
+        kept[mode] = sum(size for place, size in held.items() if place not in own)
+        assert stats.logprobs.requires_grad
+    assert kept["full"] < 0.7 * kept["selective"] < 0.7 * 0.7 * kept["none"]

@@ -135,7 +135,7 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
             name: torch.randn(shape, generator=generator)
             for name in ("entropy", "entropy_t1", "logprobs", "sampler_logprobs")
         }
-        table.add(mask, **columns)
+        table.add(**{name: values[mask] for name, values in columns.items()})
         gaps_of_rows = [
             math.fsum(
                 columns["logprobs"][i, j].item() - columns["sampler_logprobs"][i, j].item()
@@ -147,7 +147,7 @@ def test_metrics_of_tokens_against_loops(seed: int, parts: int) -> None:
         ]
         sequences += gaps_of_rows
         summed = torch.tensor(gaps_of_rows, dtype=torch.float64)
-        table.add(torch.ones(len(summed), dtype=torch.bool), sequence_gap=summed)
+        table.add(sequence_gap=summed)
         for name, values in columns.items():
             for i in range(shape[0]):
                 rows.setdefault(name, []).extend(float(values[i, j]) for j in range(shape[1]) if mask[i, j])
@@ -249,7 +249,8 @@ NOISY = (
     "aqn=exp",
     "aqn.sigma_start=0.5",
     "aqn.stages=3",
-    "train.micro_batch_size=5",
+    "train.micro_batch_tokens=600",
+    "train.mismatch_share=1",
     "rollout.temperature=0.8",
 )
 
@@ -269,7 +270,7 @@ def sampled(
 def sft(
     make_experiment: Callable[..., Any], make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Step:
-    words = ("quant=nvfp4", "algo=sft", "train.micro_batch_size=2")
+    words = ("quant=nvfp4", "algo=sft", "train.micro_batch_tokens=400")
     return Step(make_experiment(*words), make_config(*words), tmp_path_factory.mktemp("sft"))
 
 

@@ -115,7 +115,7 @@ def test_the_loss_with_weights_by_hand(make_experiment: Maker) -> None:
 def _world(make_policy: Maker, make_experiment: Maker, *words: str, sigma: float = 0.3) -> tuple[Any, Any, Batch]:
     """A noisy experiment, its policy, and what an engine with small errors of its own sampled under the noise."""
     noise = ("aqn=constant", f"aqn.level={sigma}") if sigma else ()
-    words = ("train.micro_batch_size=4", "rollout.temperature=0.8", *noise, *words)
+    words = ("train.micro_batch_tokens=100", "train.mismatch_share=1", "rollout.temperature=0.8", *noise, *words)
     experiment = make_experiment("quant=nvfp4", *words)
     policy = make_policy(*words, adapted=True)
     generator = torch.Generator().manual_seed(0)
@@ -132,6 +132,7 @@ def _world(make_policy: Maker, make_experiment: Maker, *words: str, sigma: float
 def _run(experiment: Any, policy: Any, batch: Batch) -> tuple[dict[str, float], torch.Tensor]:
     optimizer = make_optimizer(policy, experiment.optim)
     found = update(experiment, policy, optimizer, batch, NO_RUN, 1)
+    del found["train/micro_batches"]
     moments = torch.cat([optimizer.state[p]["exp_avg"].flatten() for p in policy.trainable])
     return found, moments
 
@@ -256,8 +257,8 @@ def test_a_step_with_weights_is_the_same_however_it_is_split(
     make_policy: Maker, make_experiment: Maker, bounds: tuple[str, ...], algo: str
 ) -> None:
     results = []
-    for size in (6, 1, 4):
-        words = (*bounds, f"algo={algo}", f"train.micro_batch_size={size}", "optim.max_grad_norm=1e9")
+    for tokens in (1000, 20, 60):
+        words = (*bounds, f"algo={algo}", f"train.micro_batch_tokens={tokens}", "optim.max_grad_norm=1e9")
         experiment, policy, batch = _world(make_policy, make_experiment, *words)
         results.append(_run(experiment, policy, batch))
     (first, moments), *others = results
@@ -304,6 +305,22 @@ def test_the_weights_of_a_step_from_scratch(
         rel=1e-4,
     )
     assert found["importance_sampling/changed_frac"] > 0
+
+
+def test_a_sample_of_the_micro_batches_measures_noise_and_says_how_much(
+    make_policy: Maker, make_experiment: Maker
+) -> None:
+    """Of six micro-batches of one completion each, half: the numbers are those of these three alone."""
+    words = ("train.micro_batch_tokens=20", "optim.max_grad_norm=1e9")
+    full, whole = _run(*_world(make_policy, make_experiment, *words))
+    half, sampled = _run(*_world(make_policy, make_experiment, *words, "train.mismatch_share=0.5"))
+    least, _ = _run(*_world(make_policy, make_experiment, *words, "train.mismatch_share=0.01"))
+    assert torch.equal(whole, sampled) and full["mismatch/measured_frac"] == 1
+    assert 0 < least["mismatch/measured_frac"] < half["mismatch/measured_frac"] < 1
+    moved = {name for name in full if half[name] != full[name]}
+    assert {"mismatch/measured_frac", "mismatch/noise_kl"} <= moved <= set(metrics.MISMATCH_SPLIT)
+    for found in (half, least):
+        assert 0 < found["mismatch/noise_logp_abs_max"] <= full["mismatch/noise_logp_abs_max"]
 
 
 # --- the warning -----------------------------------------------------------------------------------------------------

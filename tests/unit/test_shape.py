@@ -291,7 +291,7 @@ def test_the_seed_and_the_name_of_a_parameter_decide_its_values() -> None:
 
 def test_a_deep_model_in_bfloat16_stays_in_bounds() -> None:
     """As many blocks as a 72B model has: finite, near-uniform over the vocabulary, and with a gradient that is too."""
-    words = ("model.layers=80", "model.dtype=bfloat16", "model.tied=false", "train.gradient_checkpointing=true")
+    words = ("model.layers=80", "model.dtype=bfloat16", "model.tied=false", "train.recompute=full")
     policy = build_policy(_experiment("quant=nvfp4", *words), None, "cpu")
     ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros_like(ids, dtype=torch.bool)

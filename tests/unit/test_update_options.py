@@ -48,7 +48,7 @@ def test_three_updates_are_three_steps_against_the_same_old_policy(
 ) -> None:
     words = (
         "train.updates_per_batch=3",
-        "train.micro_batch_size=2",
+        "train.micro_batch_tokens=24",
         "optim.lr=3e-3",
         f"kl.coef={coef}",
         f"algo={algo}",
@@ -275,7 +275,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(
     make_policy: Maker, make_experiment: Maker, run: Any, what: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, name = _broken(make_policy, what)
-    words = ("quant=bf16", "algo=grpo", "train.micro_batch_size=2", f"train.on_nonfinite={mode}")
+    words = ("quant=bf16", "algo=grpo", "train.micro_batch_tokens=24", f"train.on_nonfinite={mode}")
     experiment = make_experiment(*words)
     before = _state(policy)
     optimizer = make_optimizer(policy, experiment.optim)

@@ -128,15 +128,16 @@ def mean_between(metric: str, start: float, end: float) -> RunMetric:
 
 
 def median_after_warmup(metric: str) -> RunMetric:
-    """The median over the steps with a gradient, without the first tenth of the run."""
+    """The median of `warm_steps`."""
+    return lambda run: float(warm_steps(run, metric).median())
 
-    def of_run(run: Run) -> float:
-        steps = run.series("train", metric).index
-        kept = _trained_steps(run, metric).drop(steps[: math.ceil(WARM_UP * len(steps))], errors="ignore")
-        require(not kept.empty, f"{run.name} has no step with a gradient after its first tenth")
-        return float(kept.median())
 
-    return of_run
+def warm_steps(run: Run, metric: str) -> pd.Series:
+    """The values in the steps with a gradient, without the first tenth of the run."""
+    steps = run.series("train", metric).index
+    kept = _trained_steps(run, metric).drop(steps[: math.ceil(WARM_UP * len(steps))], errors="ignore")
+    require(not kept.empty, f"{run.name} has no step with a gradient after its first tenth")
+    return kept
 
 
 def peak(metric: str) -> RunMetric:

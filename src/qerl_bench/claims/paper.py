@@ -86,7 +86,7 @@ TRAINED = (learned, stable)
 
 MAIN = "python src/run.py experiment=tiny/main -m"
 TABLE_1 = "python src/run.py experiment=paper/table1"
-SPEED = "python src/run.py experiment=speed/step rollout.prompts_per_step=1 -m"
+SPEED = "python src/run.py experiment=speed/rollout rollout.prompts_per_step=1 -m"
 
 CLAIMS = (
     Claim(

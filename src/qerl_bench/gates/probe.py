@@ -38,6 +38,7 @@ from qerl_bench.seeding import derive
 from qerl_bench.session import prepare_device
 from qerl_bench.train.batch import make_batch
 
+KL_TOKENS = 32_768  # of a forward pass
 Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
 
 
@@ -143,14 +144,14 @@ def _entropy(rollouts: Sequence[Rollout]) -> float:
 def _kl(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> float:
     """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now."""
     sampler, trainer = [], []
-    for start in range(0, len(rollouts), experiment.train.micro_batch_size):
-        some = rollouts[start : start + experiment.train.micro_batch_size]
-        ids = [one.prompt_ids for one in some], [one.token_ids for one in some]
-        batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in some])
+    ids = [one.prompt_ids for one in rollouts], [one.token_ids for one in rollouts]
+    batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in rollouts])
+    for rows in batch.micro_batches(KL_TOKENS, torch.ones_like(batch.lengths, dtype=torch.bool)):
+        part = batch.rows(rows)
         with torch.no_grad():
-            stats = policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
-        trainer.append(stats.logprobs[batch.mask].double().cpu())
-        sampler.append(batch.sampler_logprobs[batch.mask].double().cpu())
+            stats = policy.token_stats(part.input_ids, part.mask, experiment.rollout.temperature)
+        trainer.append(stats.logprobs[part.mask].double().cpu())
+        sampler.append(part.sampler_logprobs[part.mask].double().cpu())
     return mismatch_metrics(torch.cat(trainer), torch.cat(sampler))["mismatch/kl"]
 
 

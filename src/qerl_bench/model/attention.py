@@ -1,11 +1,22 @@
 """Attention of the policy's text decoder, in training and in sampling through transformers.
 
 PyTorch's SDPA, with two things that it leaves out: sinks (a logit per head that takes part in the softmax and has no
-value: gpt-oss) and soft-capped scores (Gemma 2). With a `packing` it also accepts the row of a packed micro-batch.
+value: gpt-oss) and soft-capped scores (Gemma 2). With a `packing` it also accepts the row of a packed micro-batch, for
+which `packed_backend` chooses between
+
+- flash: PyTorch's varlen attention, which reads the row as it is: 16 bits on a GPU, causal attention and windows;
+- padded: the right-padded rectangle, on which causal attention needs no mask and any mask is that of transformers;
+- masked: the row as one sequence with a block-diagonal mask, whose memory grows with the square of the tokens. The
+  reference for flash.
+
+Left out: kernels for sinks and soft caps without padding.
 """
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,17 +62,115 @@ def attention(
     sinks, softcap = options.get("s_aux"), options.get("softcap")
     if packing is None and sinks is None and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if packing is not None:
-        query, key, value = (packing.unpack(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))
-    scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    if softcap is not None:
-        attended = softcapped(query, key, value, attention_mask, scaling, softcap)
-    elif sinks is not None:
-        attended = with_sinks(query, key, value, attention_mask, scaling, sinks)
+    kind = Kind(options.get("scaling") or query.shape[-1] ** -0.5, sinks, softcap, options.get("sliding_window"))
+    if packing is None:
+        return attend(query, key, value, attention_mask, kind).transpose(1, 2).contiguous(), None
+    backend = BACKENDS[packed_backend(query, value, attention_mask, kind)]
+    return backend(query, key, value, attention_mask, kind, packing)[None], None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What distinguishes the attention of a layer."""
+
+    scaling: float
+    sinks: torch.Tensor | None = None  # (H,)
+    softcap: float | None = None
+    window: int | None = None  # tokens that a token sees, itself included, where the mask is not causal
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kind: Kind
+) -> torch.Tensor:
+    """Attention (B, H, T, D) of query (B, H, T, D) to key and value (B, KV, S, D); causal without a mask."""
+    if kind.softcap is not None:
+        return softcapped(query, key, value, mask, kind.scaling, kind.softcap)
+    if kind.sinks is not None:
+        return with_sinks(query, key, value, mask, kind.scaling, kind.sinks)
+    return _sdpa(query, key, value, mask, mask is None, kind.scaling)
+
+
+def packed_backend(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, kind: Kind) -> str:
+    """The backend for a packed row on this device; `mask` (1, 1, T, T) is that of the rectangle."""
+    size = query.shape[-1]
+    fits = query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] and size % 8 == 0 and size <= 256
+    plain = kind.sinks is None and kind.softcap is None and (mask is None or kind.window is not None)
+    return "flash" if query.is_cuda and fits and plain and _varlen(mask is not None) else "padded"
+
+
+@cache
+def _varlen(windows: bool) -> bool:
+    """Whether this PyTorch has varlen attention, with windows if needed."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    known = inspect.signature(varlen_attn).parameters
+    return "window_size" in known or (not windows and "is_causal" in known)
+
+
+def padded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kind: Kind,
+    packing: Packing,
+) -> torch.Tensor:
+    """Attention (N, H, D) within the sequences of a row (1, H, N, D), by way of the rectangle."""
+    query, key, value = (packing.unpack(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, key, value))
+    return packing.pack(attend(query, key, value, mask, kind).transpose(1, 2))
+
+
+def masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kind: Kind,
+    packing: Packing,
+) -> torch.Tensor:
+    """The same with a mask (N, N), made from what flash gets where that is enough."""
+    places = torch.arange(query.shape[2], device=query.device, dtype=torch.int32)
+    sequence = torch.bucketize(places, packing.offsets[1:], right=True)
+    seen = (sequence[:, None] == sequence) & (places[:, None] >= places)
+    if mask is not None and kind.window is not None:
+        seen &= places[:, None] - places < kind.window
+    elif mask is not None:
+        seen &= mask[0, 0][packing.positions[:, None], packing.positions]
+    return attend(query, key, value, seen[None, None], kind)[0].transpose(0, 1)
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kind: Kind,
+    packing: Packing,
+) -> torch.Tensor:
+    """The same by PyTorch's varlen attention, whose arguments changed from release to release."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    before = -1 if mask is None or kind.window is None else kind.window - 1
+    options: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, H, D)
+    if "enable_gqa" in known:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
-        attended = _sdpa(query, key, value, attention_mask, attention_mask is None, scaling)
-    attended = attended.transpose(1, 2)
-    return attended.contiguous() if packing is None else packing.pack(attended)[None], None
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    if "scale" in known:
+        options["scale"] = kind.scaling
+    else:  # it multiplies by D^-0.5
+        query = query * (kind.scaling * query.shape[-1] ** 0.5)
+    ends, longest = packing.offsets, packing.longest
+    attended = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    assert isinstance(attended, torch.Tensor)  # not a pair, for which nothing asks
+    return attended
+
+
+BACKENDS = {"flash": flash, "padded": padded, "masked": masked}
 
 
 def with_sinks(

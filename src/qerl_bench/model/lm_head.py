@@ -106,17 +106,24 @@ def token_stats(
     entropy_gradient: bool = False,
     packing: bool = False,
     fused: bool = False,
+    layout: Packing | None = None,
 ) -> TokenStats:
     """Log-probability and entropy of each masked token of right-padded `input_ids` (B, T), given the tokens before it.
 
-    `head` is `head_of(model)`; it runs only where `mask` (B, T) is true.
+    `head` is `head_of(model)`; it runs only where `mask` (B, T) is true. With `layout`, that of `mask` on the device of
+    `input_ids`, nothing here waits for a GPU.
     """
-    predicts = mask.roll(-1, dims=1)  # (B, T) position t predicts token t + 1; column 0 of `mask` is never true
-    hidden = hidden_states(model, input_ids, mask, predicts, packing)
+    layout = Packing.from_mask(mask) if layout is None else layout
+    decoder = decoder_of(model)
+    if packing:  # column 0 of `mask` is never true, so that every completion token has one before it
+        hidden = packed_hidden(decoder, input_ids, layout).index_select(0, layout.places - 1)
+    else:
+        padded = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = padded.flatten(0, 1).index_select(0, layout.scored - 1)
     vocabulary = model.config.get_text_config().vocab_size
-    scores = token_scores(head, hidden, input_ids[mask], temperature, vocabulary, entropy_gradient, fused=fused)
-    zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    return TokenStats(*(zeros.masked_scatter(mask, score) for score in scores))
+    targets = layout.completion(input_ids)
+    scores = token_scores(head, hidden, targets, temperature, vocabulary, entropy_gradient, fused=fused)
+    return TokenStats(*map(layout.spread, scores))
 
 
 def token_scores(
@@ -152,8 +159,14 @@ def token_scores(
             parts = [chunk_scores(*chunk) for chunk in chunks]
         scores = tuple(torch.cat(part) for part in zip(*parts, strict=True))
     logprobs, entropy, entropy_t1, likeliest = scores
-    assert not bool((logprobs > 0).any()), "a log-probability above 0: the softmax is broken"
+    if not logprobs.is_cuda:  # there, it would wait for the GPU; `update` checks the log-probabilities of a step
+        require_logprobs(logprobs)
     return logprobs, entropy, entropy_t1, likeliest
+
+
+def require_logprobs(logprobs: torch.Tensor) -> None:
+    """An invariant: a probability above 1 would mean that the softmax is broken."""
+    assert not bool((logprobs > 0).any()), "a log-probability above 0: the softmax is broken"
 
 
 def _is_frozen_matrix(head: torch.nn.Linear, dtype: torch.dtype) -> bool:

@@ -1,15 +1,14 @@
 """Training without padding: the sequences of a micro-batch are concatenated to one row.
 
-Only attention needs to know where a sequence ends. It gets the right-padded rectangle back: full causal attention on it
-needs no mask, so it can use the fast kernels, and windows and chunks have the mask that transformers makes for the
-rectangle. All other layers, which do nearly all of the arithmetic, never see padding. Left out: packing across
-micro-batches, attention without padding, for which PyTorch has no portable kernel, and layers that carry a state from
-token to token (linear attention, convolutions), which would carry it across sequences: `mixes_sequences` finds them.
+Only attention needs to know where a sequence ends (`attention.py`). Its windows and chunks have the mask that
+transformers makes for the right-padded rectangle. All other layers, which do nearly all of the arithmetic, never see
+padding. Left out: packing across micro-batches, and layers that carry a state from token to token (linear attention,
+convolutions), which would carry it across sequences: `mixes_sequences` finds them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,19 +23,36 @@ LOCAL_MASKS = {
 
 @dataclass(frozen=True)
 class Packing:
-    """The positions of the N real tokens of right-padded (B, T) sequences."""
+    """Where the N real tokens of right-padded (B, T) sequences are, and the M completion tokens among them.
+
+    Made on the host, so that nothing on the way from batch to optimizer waits for the GPU.
+    """
 
     batch: int
     width: int
+    longest: int  # tokens of the longest sequence
     indices: torch.Tensor  # (N,) index b * T + t of each real token, in order
+    offsets: torch.Tensor  # (B + 1,) int32: the place among them of each sequence's first token, and N
+    scored: torch.Tensor  # (M,) index b * T + t of each completion token, in order
+    places: torch.Tensor  # (M,) its place among the real tokens; the token before it is the one that predicts it
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> Packing:
         """From the completion mask (B, T). A sequence ends with its last completion token, or else its first token."""
-        batch, width = mask.shape
-        columns = torch.arange(width, device=mask.device)
-        lengths = ((columns + 1) * mask).amax(1).clamp(min=1)  # (B,)
-        return cls(batch, width, (columns < lengths[:, None]).flatten().nonzero()[:, 0])
+        host = mask.cpu()
+        columns = torch.arange(host.shape[1])
+        lengths = ((columns + 1) * host).amax(1).clamp(min=1)  # (B,)
+        real = (columns < lengths[:, None]).flatten()
+        scored = host.flatten().nonzero()[:, 0]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        places = (real.cumsum(0) - 1)[scored]
+        batch, width = host.shape
+        packing = cls(batch, width, int(lengths.max()), real.nonzero()[:, 0], offsets, scored, places)
+        return packing.to(mask.device)
+
+    def to(self, device: torch.device) -> Packing:
+        tensors = ("indices", "offsets", "scored", "places")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
     @property
     def positions(self) -> torch.Tensor:
@@ -49,8 +65,19 @@ class Packing:
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """(N, ...) -> (B, T, ...), 0 at padding."""
-        shape = (self.batch * self.width, *packed.shape[1:])
-        return packed.new_zeros(shape).index_copy(0, self.indices, packed).unflatten(0, (self.batch, self.width))
+        return self._rectangle(packed, self.indices)
+
+    def completion(self, padded: torch.Tensor) -> torch.Tensor:
+        """(B, T, ...) -> (M, ...)."""
+        return padded.flatten(0, 1).index_select(0, self.scored)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(M, ...) -> (B, T, ...), 0 off the completions."""
+        return self._rectangle(values, self.scored)
+
+    def _rectangle(self, values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        shape = (self.batch * self.width, *values.shape[1:])
+        return values.new_zeros(shape).index_copy(0, indices, values).unflatten(0, (self.batch, self.width))
 
 
 def packed_hidden(decoder: PreTrainedModel, input_ids: torch.Tensor, packing: Packing) -> torch.Tensor:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -76,6 +77,7 @@ class Policy:
             f"{type(model).__name__} has none. Use lora.train_norms=false",
         )
         self.experts = routed_experts(model, structure)
+        self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
@@ -147,19 +149,24 @@ class Policy:
                 norm.weight = scale
 
     def token_stats(
-        self, input_ids: torch.Tensor, mask: torch.Tensor, temperature: float, entropy_gradient: bool = False
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float,
+        entropy_gradient: bool = False,
+        layout: Packing | None = None,
     ) -> TokenStats:
         """`lm_head.token_stats` of this policy as it is now, with its adapter and noise."""
         return token_stats(
-            self.model, self.head, input_ids, mask, temperature, entropy_gradient, self.packing, self.fused
+            self.model, self.head, input_ids, mask, temperature, entropy_gradient, self.packing, self.fused, layout
         )
 
-    def routing(self, mask: torch.Tensor) -> AbstractContextManager[list[torch.Tensor]]:
+    def routing(self, mask: torch.Tensor, layout: Packing | None = None) -> AbstractContextManager[list[torch.Tensor]]:
         """`chosen_experts` of a forward pass for tokens where `mask` (B, T) is true; nothing without experts."""
         if not self.experts:
             return nullcontext([])
-        rows = Packing.from_mask(mask).pack(mask) if self.packing else mask.flatten()
-        return chosen_experts(self.experts, rows)
+        layout = Packing.from_mask(mask) if layout is None else layout
+        return chosen_experts(self.experts, layout.places if self.packing else layout.scored)
 
     def name_base(self, name: str, digest: str | None) -> None:
         """Say of which base the adapter is: `name`, a hub id or the name of a model, and the digest of its weights."""

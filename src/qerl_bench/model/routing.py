@@ -16,13 +16,13 @@ MAX_TOKENS = 1024  # of a forward pass
 
 
 @contextmanager
-def chosen_experts(experts: Sequence[torch.nn.Module], rows: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+def chosen_experts(experts: Sequence[torch.nn.Module], places: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Context for one forward pass. Gives, for each of the modules `experts`, the experts (R, k) of some of its tokens.
 
-    `rows` (tokens,) is true for those that count; the first MAX_TOKENS of them are recorded.
+    `places` (M,) are the tokens that count; the first MAX_TOKENS of them are recorded.
     """
     chosen: list[torch.Tensor] = []
-    some = rows.nonzero()[:MAX_TOKENS, 0]
+    some = places[:MAX_TOKENS]
 
     def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]

@@ -22,11 +22,21 @@ class Batch:
         """All fields by name, for a dump."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def micro_batches(self, size: int, selected: torch.Tensor) -> list[torch.Tensor]:
-        """The rows where `selected` (B,) is true, longest first, as index tensors of at most `size` rows."""
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def micro_batches(self, tokens: int, selected: torch.Tensor) -> list[torch.Tensor]:
+        """The rows where `selected` (B,) is true, longest first, as index tensors.
+
+        Each but one of a single row takes at most `tokens` tokens: rows x length of the longest.
+        """
         order = torch.argsort(self.lengths, descending=True, stable=True)
         rows = order[selected[order]]
-        return list(rows.split(size)) if len(rows) > 0 else []
+        lengths, parts, start = self.lengths[rows].tolist(), [], 0
+        while start < len(rows):
+            parts.append(rows[start : start + max(1, tokens // lengths[start])])
+            start += len(parts[-1])
+        return parts
 
     def rows(self, rows: torch.Tensor) -> Batch:
         """The sequences `rows`, cut to the longest of them."""

@@ -74,9 +74,11 @@ class TrainSpec:
     """How to train on one batch of rollouts."""
 
     updates_per_batch: int
-    micro_batch_size: int
+    micro_batch_tokens: int | None
     packing: bool
-    gradient_checkpointing: bool
+    recompute: str
+    mismatch_share: float
+    capture: str
     entropy_coef: float
     on_nonfinite: str
 
@@ -85,9 +87,11 @@ class TrainSpec:
             self,
             "train",
             updates_per_batch=at_most(MAX_UPDATES, count()),
-            micro_batch_size=count(),
+            micro_batch_tokens=optional(count()),
             packing=flag,
-            gradient_checkpointing=flag,
+            recompute=one_of("none", "selective", "full"),
+            mismatch_share=number(above=0, most=1),
+            capture=one_of("auto", "off"),
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
         )

@@ -15,26 +15,31 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from random import Random
 
 import torch
 
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.algo.loss import step_loss
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
-from qerl_bench.model.lm_head import TokenStats
+from qerl_bench.model.lm_head import TokenStats, require_logprobs
+from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
+from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
+from qerl_bench.train.objective import objective
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
 from qerl_bench.train.spec import OptimSpec
+from qerl_bench.train.static import StaticInputs, StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
 BETAS = (0.9, 0.99)  # as in QeRL's scripts
@@ -42,14 +47,28 @@ BETAS = (0.9, 0.99)  # as in QeRL's scripts
 
 @dataclass
 class MicroBatch:
-    """A micro-batch and the numbers that stay fixed through all updates on it."""
+    """A micro-batch on the policy's device, and the numbers that stay fixed through all updates on it."""
 
     batch: Batch
+    layout: Packing  # of its mask
+    completed: torch.Tensor  # (C,) the rows with completion tokens
     loss_weights: torch.Tensor  # (B,) how much each token of a completion counts in the loss of the step
     has_gradient: bool  # False: the loss is 0 whatever the policy, so it needs no backward pass
+    logprobs: torch.Tensor | None = None  # (B, T) of the latest pass, without gradient
     old_logprobs: torch.Tensor | None = None  # (B, T), None before the first update
     reference_logprobs: torch.Tensor | None = None  # (B, T)
     importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
+    static: StaticInputs | None = None  # with fixed shapes, if its pass can be recorded
+    measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
+
+
+@dataclass
+class Part:
+    """What one micro-batch adds to the numbers of a step: tensors on its device, and after `to_host` floats and FP64."""
+
+    loss: float | torch.Tensor
+    sums: Mapping[str, float | torch.Tensor]  # over its tokens
+    tokens: metrics.TokenTable  # columns of per-token numbers, of the policy before the first update
 
 
 def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
@@ -80,31 +99,45 @@ def update(
     lr = optim.lr_at(step, experiment.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
+    batch = batch.to(torch.device("cpu"))  # what is decided about it waits for no GPU
+    lengths = batch.mask.sum(1)
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
+    longest = int(batch.lengths.max())
+    tokens = world.from_first(lambda: micro_batch_tokens(train, policy, optimizer, longest, run))
+    passes = static_passes(experiment, policy) if bool(has_gradient.any()) else None
+    trained = has_gradient if passes is None else torch.ones_like(has_gradient)  # a recorded pass trains on every row
     exact = experiment.parallel.exact
-    rows = torch.ones_like(has_gradient) if exact else rows_of_rank(batch.lengths, has_gradient, world)
-    loss_weights = algo.loss_weights(batch.mask.sum(1))
-    micro_batches = split(batch, loss_weights, has_gradient, rows, train.micro_batch_size)
+    rows = torch.ones_like(trained) if exact else rows_of_rank(batch.lengths, trained, world)
+    pad_id = None if passes is None else policy.pad_id
+    micro_batches = split(batch, algo.loss_weights(lengths), trained, rows, tokens, policy.device, pad_id)
+    sample_measured(micro_batches, train.mismatch_share, derive(experiment.seed, "mismatch", step))
     totals = StepAccumulator()
-    parts: dict[tuple[int, int], StepAccumulator] = {}  # by update and micro-batch
+    parts: dict[tuple[int, int], Part] = {}  # by update and place of the micro-batch among those of all ranks
     if world.size > 1:
         torch.manual_seed(derive(experiment.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
     for number in range(train.updates_per_batch):
         optimizer.zero_grad(set_to_none=True)
         gradients = GradientSum(policy.trainable, world, exact)
-        try:
+        done: list[tuple[MicroBatch, Part]] = []
+        with shortage_in_words(train, tokens, longest, run):
             for turn in turns(micro_batches, world, exact):
-                with world.together(NonFiniteError):
-                    for place, micro_batch in turn:
-                        part = parts[number, place] = StepAccumulator()
-                        forward_backward(experiment, policy, micro_batch, part)
+                for place, micro_batch in turn:
+                    if (part := forward_backward(experiment, policy, micro_batch, passes)) is not None:
+                        parts[number, place] = part
+                        done.append((micro_batch, part))
                 gradients.add()
             gradients.put()
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(policy.trainable, optim.max_grad_norm))
-            totals.grad_norms.append(grad_norm)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
+            grad_norm = to_host([part for _, part in done], norm.to(policy.device))  # the only wait for the GPU
+        totals.grad_norms.append(grad_norm)
+        try:
+            with world.together(NonFiniteError):
+                for micro_batch, part in done:
+                    if not math.isfinite(part.loss):
+                        raise loss_error(policy, experiment.rollout.temperature, micro_batch)
             if not math.isfinite(grad_norm):
                 raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
         except NonFiniteError as error:
@@ -113,13 +146,16 @@ def update(
                 raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
             log.warning("%s. This update is skipped.", message)
             continue
+        torch.nn.utils.clip_grads_with_norm_(policy.trainable, optim.max_grad_norm, norm)
         optimizer.step()
         totals.applied += 1
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
-    totals.include({key: part for of_rank in world.gather(parts) for key, part in of_rank.items()})
+    everywhere = {key: part for of_rank in world.gather(parts) for key, part in of_rank.items()}
+    totals.include(everywhere[key] for key in sorted(everywhere))
     return {
-        "train/taught_frac": metrics.taught_frac(batch.mask.sum(1), has_gradient),
+        "train/taught_frac": metrics.taught_frac(lengths, has_gradient),
+        "train/micro_batches": sum(world.gather(len(micro_batches))) if not exact else len(micro_batches),
         "lr": lr,
         "updates_skipped": train.updates_per_batch - totals.applied,
         **totals.metrics(train.updates_per_batch, algo.on_policy),
@@ -127,31 +163,72 @@ def update(
 
 
 def split(
-    batch: Batch, loss_weights: torch.Tensor, has_gradient: torch.Tensor, rows: torch.Tensor, size: int
+    batch: Batch,
+    loss_weights: torch.Tensor,
+    has_gradient: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: int,
+    device: torch.device,
+    pad_id: int | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `size` of the sequences `rows` (B,): first where `has_gradient` (B,), then the others.
+    """Micro-batches of at most `tokens` tokens on `device` of the sequences `rows` (B,).
 
-    `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up.
+    First those where `has_gradient` (B,), then the others. `batch` and the other tensors are on the host.
+    `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up. With
+    `pad_id` they have their tensors in fixed shapes too.
     """
     return [
-        MicroBatch(batch.rows(chosen), loss_weights[chosen], has_gradient=value)
+        MicroBatch(
+            part.to(device),
+            Packing.from_mask(part.mask).to(device),
+            part.mask.any(1).nonzero()[:, 0].to(device),
+            loss_weights[chosen].to(device),
+            has_gradient=value,
+            static=None if pad_id is None else StaticInputs.of(part, loss_weights[chosen], pad_id).to(device),
+        )
         for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))
-        for chosen in batch.micro_batches(size, selected)
+        for chosen in batch.micro_batches(tokens, selected)
+        for part in [batch.rows(chosen)]
     ]
 
 
-def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroBatch, totals: StepAccumulator) -> None:
-    """Add the gradient and the metrics of one micro-batch. Raises NonFiniteError if its loss is not finite."""
+def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) -> None:
+    """Let `share` of the micro-batches, drawn by `seed`, at least one, measure the mismatch that noise makes."""
+    count = max(1, math.ceil(share * len(micro_batches)))
+    drawn = Random(seed).sample(range(len(micro_batches)), min(count, len(micro_batches)))
+    for index, micro_batch in enumerate(micro_batches):
+        micro_batch.measures_noise = index in drawn
+
+
+def forward_backward(
+    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, passes: StaticPasses | None = None
+) -> Part | None:
+    """Add the gradient of one micro-batch, and return its numbers.
+
+    None if nothing was computed: its loss is 0, and its metrics were recorded in the first update.
+    """
     batch, temperature, entropy_coef = micro_batch.batch, experiment.rollout.temperature, experiment.train.entropy_coef
+    layout = micro_batch.layout
     is_first_update = micro_batch.old_logprobs is None
     if not (micro_batch.has_gradient or is_first_update):
-        return  # its loss is 0, and its metrics were recorded in the first update
+        return None
+    tokens = metrics.TokenTable()
+    if passes is not None and micro_batch.static is not None:
+        stats, loss, columns = passes(micro_batch.static)
+        micro_batch.logprobs = stats.logprobs
+        before_first_update(experiment, policy, micro_batch, stats, [], tokens)
+        return Part(loss, sums_of(columns, layout), tokens)
     train_with_noise = experiment.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
-    with torch.set_grad_enabled(micro_batch.has_gradient), training_noise(), policy.routing(batch.mask) as experts:
-        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0)
+    with (
+        torch.set_grad_enabled(micro_batch.has_gradient),
+        training_noise(),
+        policy.routing(batch.mask, layout) as experts,
+    ):
+        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0, layout)
+    micro_batch.logprobs = stats.logprobs.detach()
     if is_first_update:
-        before_first_update(experiment, policy, micro_batch, stats, experts, totals.tokens)
+        before_first_update(experiment, policy, micro_batch, stats, experts, tokens)
     assert micro_batch.old_logprobs is not None
     inputs = LossInputs(
         logprobs=stats.logprobs,
@@ -161,23 +238,46 @@ def forward_backward(experiment: Experiment, policy: Policy, micro_batch: MicroB
         reference_logprobs=micro_batch.reference_logprobs,
         importance_weights=micro_batch.importance_weights,
     )
-    loss, columns = step_loss(experiment.algo, experiment.kl, inputs, micro_batch.loss_weights)
-    if entropy_coef > 0:
-        loss = loss - entropy_coef * (micro_batch.loss_weights[:, None] * stats.entropy).sum()
-    totals.add(loss, columns, batch.mask)
-    if not bool(loss.isfinite()):
-        first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
-        tensors = {
-            "weights": micro_batch.loss_weights,
-            "old_logprobs": micro_batch.old_logprobs,
-            "logprobs": stats.logprobs,
-        }
-        if micro_batch.importance_weights is not None:
-            tensors["importance"] = micro_batch.importance_weights
-        raise NonFiniteError("loss", first, batch.tensors() | tensors)
+    loss, columns = objective(experiment, inputs, micro_batch.loss_weights, stats.entropy)
+    sums = sums_of(columns, layout)
     if micro_batch.has_gradient:
-        with training_noise():  # gradient checkpointing repeats the forward pass
+        with training_noise():  # recomputation repeats the forward pass
             loss.backward()
+    return Part(loss.detach(), sums, tokens)
+
+
+def sums_of(columns: dict[str, torch.Tensor], layout: Packing) -> dict[str, torch.Tensor]:
+    """The sum of each column (B, T) over the completion tokens, a scalar in FP64 on the device."""
+    return {name: layout.completion(column).detach().double().sum() for name, column in columns.items()}
+
+
+def to_host(parts: Sequence[Part], grad_norm: torch.Tensor) -> float:
+    """Bring the numbers of `parts` to the host, in place, and the norm, which is returned: one transfer, one wait."""
+    columns = [column for part in parts for column in part.tokens.columns.values()]
+    scalars = [torch.as_tensor(number) for part in parts for number in (part.loss, *part.sums.values())]
+    tensors = [grad_norm, *scalars, *(tensor for column in columns for tensor in column)]
+    sizes = [tensor.numel() for tensor in tensors]
+    host = iter(torch.cat([tensor.detach().double().flatten() for tensor in tensors]).cpu().split(sizes))
+    norm = float(next(host))
+    for part in parts:
+        part.loss = float(next(host))
+        part.sums = {name: float(next(host)) for name in part.sums}
+    for column in columns:
+        column[:] = [next(host) for _ in column]
+    return norm
+
+
+def loss_error(policy: Policy, temperature: float, micro_batch: MicroBatch) -> NonFiniteError:
+    """What to raise for a micro-batch whose loss is not finite."""
+    batch = micro_batch.batch
+    first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
+    tensors = {
+        "weights": micro_batch.loss_weights,
+        "old_logprobs": micro_batch.old_logprobs,
+        "logprobs": micro_batch.logprobs,
+        "importance": micro_batch.importance_weights,
+    }
+    return NonFiniteError("loss", first, batch.tensors() | {name: x for name, x in tensors.items() if x is not None})
 
 
 @torch.no_grad()
@@ -193,44 +293,47 @@ def before_first_update(
 
     `stats` and `experts` are those of the training pass. Another forward pass is made only if an option needs it.
     """
-    batch, algo, noise = micro_batch.batch, experiment.algo, experiment.noise
+    batch, layout, algo, noise = micro_batch.batch, micro_batch.layout, experiment.algo, experiment.noise
     importance_sampling = experiment.importance_sampling
     records_split = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
 
     def forward() -> TokenStats:
-        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature)
+        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature, False, layout)
 
     trainer_logprobs, clean = stats.logprobs.detach(), stats
     noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
+    measured = True
     other_experts = experts  # with the noise if those of the training pass are without it, and the other way round
     if noise.site == "rollout_and_training":
-        with policy.routing(batch.mask) as other_experts:
+        with policy.routing(batch.mask, layout) as other_experts:
             clean = forward()
     elif noise.site == "rollout_and_old_logprobs" or (records_split and policy.noise.present):
-        with policy.noise.for_training(), policy.routing(batch.mask) as other_experts:
-            noisy_logprobs = forward().logprobs
+        measured = noise.site == "rollout_and_old_logprobs" or micro_batch.measures_noise
+        if measured:
+            with policy.noise.for_training(), policy.routing(batch.mask, layout) as other_experts:
+                noisy_logprobs = forward().logprobs
     micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
     if experiment.kl.coef > 0:
         with policy.without_adapter():
             micro_batch.reference_logprobs = forward().logprobs
     tokens.add(
-        batch.mask,
-        logprobs=trainer_logprobs,
-        sampler_logprobs=batch.sampler_logprobs,
-        entropy=clean.entropy,
-        entropy_t1=clean.entropy_t1,
+        logprobs=layout.completion(trainer_logprobs),
+        sampler_logprobs=layout.completion(batch.sampler_logprobs),
+        entropy=layout.completion(clean.entropy),
+        entropy_t1=layout.completion(clean.entropy_t1),
     )
     gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
-    tokens.add(batch.mask.any(1), sequence_gap=gap.sum(1))
+    tokens.add(sequence_gap=gap.sum(1).index_select(0, micro_batch.completed))
     if records_split:
-        tokens.add(batch.mask, noisy_logprobs=noisy_logprobs)
+        if measured:
+            tokens.add(noisy_logprobs=layout.completion(noisy_logprobs))
+        tokens.add(noisy_measured=torch.full_like(layout.scored, measured))
     if experts and (other_experts is not experts or not policy.noise.present):
-        changed = changed_choices(experts, other_experts)
-        tokens.add(torch.ones_like(changed), router_changed=changed)
+        tokens.add(router_changed=changed_choices(experts, other_experts))
     if importance_sampling.mode != "none":
         raw = importance_sampling.importance_weights(micro_batch.old_logprobs, batch.sampler_logprobs, batch.mask)
         micro_batch.importance_weights = importance_sampling.clip_or_mask(raw)
-        tokens.add(batch.mask, importance=micro_batch.importance_weights, importance_raw=raw)
+        tokens.add(importance=layout.completion(micro_batch.importance_weights), importance_raw=layout.completion(raw))
 
 
 class StepAccumulator:
@@ -243,18 +346,14 @@ class StepAccumulator:
         self.grad_norms: list[float] = []
         self.applied = 0
 
-    def add(self, loss: torch.Tensor, columns: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
-        self.loss += loss.item()
-        for name, column in columns.items():
-            self.sums[name] = self.sums.get(name, 0.0) + column.detach()[mask].double().sum().item()
-
-    def include(self, parts: dict[tuple[int, int], StepAccumulator]) -> None:
-        """Add what was summed over micro-batches, in order of update and place."""
-        for _, part in sorted(parts.items()):
-            self.loss += part.loss
+    def include(self, parts: Iterable[Part]) -> None:
+        """Add `parts`, whose numbers are on the host, in this order."""
+        for part in parts:
+            self.loss += float(part.loss)
             for name, value in part.sums.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value
+                self.sums[name] = self.sums.get(name, 0.0) + float(value)
             self.tokens.extend(part.tokens)
+        require_logprobs(self.tokens["logprobs"])
 
     def metrics(self, updates: int, on_policy: bool) -> dict[str, float]:
         tokens = len(self.tokens["logprobs"])

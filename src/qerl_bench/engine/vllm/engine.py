@@ -170,9 +170,7 @@ class VLLMEngine:
         """Entropy in nats of each completion token, from the trainer's forward pass with the current noise."""
         batch = make_batch(prompts, completions, self.policy.pad_id, self.policy.device)
         entropies: list[list[float]] = [[] for _ in prompts]
-        for rows in batch.micro_batches(
-            self.options.score_batch_size, torch.ones_like(batch.lengths, dtype=torch.bool)
-        ):
+        for rows in batch.lengths.argsort(descending=True).split(self.options.score_batch_size):
             part = batch.rows(rows)
             with torch.no_grad():
                 entropy = self.policy.token_stats(part.input_ids, part.mask, temperature).entropy

@@ -1,0 +1,200 @@
+"""Training passes of fixed shapes, which a GPU replays from a CUDA graph: for models so small that launching their
+kernels takes longer than running them.
+
+Micro-batches are padded to a few sizes. The first of a size is recorded, forward, loss and backward at once; later ones
+copy their tensors into its inputs, replay it, and add its gradients to those of the update. Padding changes rounding
+only. Left out: a clip and an optimizer step in the graph, which are a few launches an update, and passes that need more
+than the policy as it trains (see `why_not`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from qerl_bench.algo.base import LossInputs
+from qerl_bench.config import Experiment
+from qerl_bench.memory import shortage
+from qerl_bench.model.lm_head import TokenStats
+from qerl_bench.model.packing import Packing
+from qerl_bench.model.policy import Policy
+from qerl_bench.train.batch import Batch
+from qerl_bench.train.objective import objective
+
+log = logging.getLogger(__name__)
+MOST_BYTES = 2**30  # of weights; larger models keep a GPU busy without
+MOST_GRAPHS = 16  # each holds its inputs and outputs; they share the memory in between
+WARM_UPS = 2  # passes before a recording: kernels are compiled and buffers made
+
+
+def why_not(experiment: Experiment, policy: Policy) -> str | None:
+    """Why the passes of this run cannot have fixed shapes, or None if they can."""
+    train = experiment.train
+    weights = [*policy.model.parameters(), *policy.model.buffers()]
+    reasons = {
+        "train.capture=off": train.capture == "off",
+        "there is no GPU": policy.device.type != "cuda",
+        "the model keeps a GPU busy without": sum(tensor.nbytes for tensor in weights) > MOST_BYTES,
+        "train.packing is off": not policy.packing,
+        "the number of tokens of each expert differs": bool(policy.experts),
+        f"train.recompute={train.recompute}": train.recompute != "none",
+        f"train.updates_per_batch={train.updates_per_batch}": train.updates_per_batch > 1,
+        f"noise.site={experiment.noise.site}": experiment.noise.site != "rollout",
+        "kl.coef > 0": experiment.kl.coef > 0,
+        f"importance_sampling.mode={experiment.importance_sampling.mode}": experiment.importance_sampling.mode
+        != "none",
+        "lora.dropout > 0": experiment.lora.rank > 0 and experiment.lora.dropout > 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def bucket(count: int) -> int:
+    """The smallest of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ... that is at least `count`."""
+    step = 1
+    while 8 * step <= count:
+        step *= 2
+    return max(4, -(-count // step)) * step
+
+
+@dataclass(frozen=True)
+class StaticInputs:
+    """A micro-batch padded to a bucket of rows R, columns T and completion tokens M; `rows` and `width` are its own."""
+
+    rows: int
+    width: int
+    tensors: dict[str, torch.Tensor]  # input_ids and mask (R, T), advantages and loss_weights (R,), scored (M,)
+
+    @classmethod
+    def of(cls, batch: Batch, loss_weights: torch.Tensor, pad_id: int) -> StaticInputs:
+        """From tensors on the host. Rows and columns that are added have no completion tokens and no weight.
+
+        `scored` has the completion tokens, and then cells of the padding, which are scored in vain.
+        """
+        (rows, width), size = batch.input_ids.shape, (bucket(len(batch.input_ids)), bucket(batch.input_ids.shape[1]))
+        input_ids, mask = torch.full(size, pad_id), torch.zeros(size, dtype=torch.bool)
+        input_ids[:rows, :width], mask[:rows, :width] = batch.input_ids, batch.mask
+        scored, others = mask.flatten().nonzero()[:, 0], ~mask
+        others[:, 0] = False  # nothing comes before the first column
+        added = others.flatten().nonzero()[: bucket(len(scored)) - len(scored), 0]
+        more = (0, size[0] - rows)
+        pad = torch.nn.functional.pad
+        tensors = {
+            "input_ids": input_ids,
+            "mask": mask,
+            "advantages": pad(batch.advantages, more),
+            "loss_weights": pad(loss_weights, more),
+            "scored": torch.cat([scored, added]),
+        }
+        return cls(rows, width, tensors)
+
+    def to(self, device: torch.device) -> StaticInputs:
+        return StaticInputs(self.rows, self.width, {name: x.to(device) for name, x in self.tensors.items()})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.tensors["input_ids"].shape, len(self.tensors["scored"]))
+
+
+@dataclass(frozen=True)
+class StaticOutputs:
+    """What a pass computes from `StaticInputs`; None for trainable parameters that it does not use."""
+
+    stats: TokenStats
+    loss: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+
+class StaticPasses:
+    """The recorded passes of a policy by shape. On a CPU, where nothing is recorded, each call computes."""
+
+    def __init__(self, experiment: Experiment, policy: Policy) -> None:
+        self.experiment, self.policy = experiment, policy
+        self.records = policy.device.type == "cuda"
+        self.recorded: dict[tuple[int, ...], tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]] = {}
+
+    def __call__(self, inputs: StaticInputs) -> tuple[TokenStats, torch.Tensor, dict[str, torch.Tensor]]:
+        """Add the gradient of a micro-batch; returns its statistics, without gradient, its loss and its columns."""
+        outputs = self._outputs(inputs)
+        sums, parts = [], []
+        for parameter, gradient in zip(self.policy.trainable, outputs.gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()  # the graph writes to the same place again
+            else:
+                sums.append(parameter.grad)
+                parts.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, parts)  # pyright: ignore[reportPrivateImportUsage]
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[: inputs.rows, : inputs.width].detach().clone()
+
+        stats = outputs.stats
+        stats = TokenStats(own(stats.logprobs), own(stats.entropy), own(stats.entropy_t1), own(stats.likeliest))
+        return stats, outputs.loss.clone(), {name: own(column) for name, column in outputs.columns.items()}
+
+    def _outputs(self, inputs: StaticInputs) -> StaticOutputs:
+        if inputs.shape not in self.recorded:
+            if not self.records or len(self.recorded) >= MOST_GRAPHS:
+                return self.compute(inputs)
+            try:
+                self.recorded[inputs.shape] = self._record(inputs)
+            except RuntimeError as error:
+                if shortage(error) is not None:
+                    raise
+                log.warning("training passes are computed one by one, since recording one failed: %s", error)
+                self.records = False
+                return self.compute(inputs)
+        place, graph, outputs = self.recorded[inputs.shape]
+        for name, tensor in inputs.tensors.items():
+            place.tensors[name].copy_(tensor)
+        graph.replay()
+        return outputs
+
+    def _record(self, inputs: StaticInputs) -> tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]:
+        """Record a pass of this shape, with inputs of its own."""
+        place = StaticInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self.compute(place)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for _, other, _ in self.recorded.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = self.compute(place)
+        log.info("training pass recorded: %d x %d tokens, %d of them scored", *inputs.shape)
+        return place, graph, outputs
+
+    def compute(self, inputs: StaticInputs) -> StaticOutputs:
+        """Forward, loss and backward, all of it on the device."""
+        experiment, policy, tensors = self.experiment, self.policy, inputs.tensors
+        mask, scored = tensors["mask"], tensors["scored"]
+        rows, width = mask.shape
+        offsets = torch.arange(0, mask.numel() + 1, width, dtype=torch.int32, device=mask.device)
+        layout = Packing(rows, width, width, torch.arange(mask.numel(), device=mask.device), offsets, scored, scored)
+        with_entropy = experiment.train.entropy_coef > 0
+        found = policy.token_stats(tensors["input_ids"], mask, experiment.rollout.temperature, with_entropy, layout)
+        logprobs, entropy = (x.where(mask, 0.0) for x in (found.logprobs, found.entropy))
+        stats = TokenStats(logprobs, entropy, found.entropy_t1.where(mask, 0.0), found.likeliest.where(mask, 0.0))
+        inputs_of_loss = LossInputs(
+            logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=tensors["advantages"], mask=mask
+        )
+        loss, columns = objective(experiment, inputs_of_loss, tensors["loss_weights"], entropy)
+        gradients = torch.autograd.grad(loss, policy.trainable, allow_unused=True)
+        return StaticOutputs(stats, loss.detach(), columns, [*gradients])
+
+
+def static_passes(experiment: Experiment, policy: Policy) -> StaticPasses | None:
+    """Those of `policy`, made at the first call; None, and a word in the log, if its passes have no fixed shapes."""
+    if "passes" not in policy.kept:
+        reason = why_not(experiment, policy)
+        if reason is not None and experiment.train.capture == "auto":
+            log.info("training passes are not recorded: %s", reason)
+        policy.kept["passes"] = None if reason is not None else StaticPasses(experiment, policy)
+    return policy.kept["passes"]
