@@ -549,8 +549,8 @@ class Decoding:
         device = self.state.device
         lengths = [len(prompt.ids) for prompt in prompts]
         width = max(lengths)
-        indices = [row * width + column for row, length in enumerate(lengths) for column in range(length)]
-        packing = Packing(len(prompts), width, torch.tensor(indices, device=device))
+        last = torch.arange(width) == torch.tensor(lengths)[:, None] - 1  # (P, width) the last token of each prompt
+        packing = Packing.from_mask(last).to(device)
         tokens = torch.tensor([token for prompt in prompts for token in prompt.ids], device=device)
         columns = self.size.columns
         pages = [prompt.pages + [0] * (columns - len(prompt.pages)) for prompt in prompts]
@@ -563,8 +563,7 @@ class Decoding:
             return packing.pack(mixed.transpose(1, 2)).flatten(1)
 
         hidden = self._hidden(tokens, packing.positions, table[packing.indices // width], attend)
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        logits = self.policy.head(hidden[ends])
+        logits = self.policy.head(hidden[packing.places])
         for start in range(0, len(prompts) * self.samples, self.size.rows):
             stop = min(start + self.size.rows, len(prompts) * self.samples)
             self._draw_first(prompts, logits, range(start, stop))

@@ -64,7 +64,7 @@ class MicroBatch:
 
 @dataclass
 class Part:
-    """What one micro-batch adds to the numbers of a step: tensors on its device, and after `to_host` floats and FP64."""
+    """What one micro-batch adds to the numbers of a step: on its device, and after `to_host` on the host, in FP64."""
 
     loss: float | torch.Tensor
     sums: Mapping[str, float | torch.Tensor]  # over its tokens
