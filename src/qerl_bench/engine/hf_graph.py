@@ -281,6 +281,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, so that what no row has written is finite. From the stream of training, which reuses this memory later."""
+    if device.type != "cuda":
+        return torch.zeros(shape, dtype=dtype)
+    with torch.cuda.stream(torch.cuda.default_stream(device)):
+        pages = torch.empty(shape, dtype=dtype, device=device)
+    return pages.zero_()
+
+
 class Size(NamedTuple):
     """What buffers have room for."""
 
@@ -328,10 +337,7 @@ class Decoding:
         heads = config.num_key_value_heads
         try:
             self.caches = [
-                [
-                    torch.zeros(size.pages, heads, PAGE, layer.self_attn.head_dim, dtype=dtype, device=device)
-                    for _ in "kv"
-                ]
+                [_pages((size.pages, heads, PAGE, layer.self_attn.head_dim), dtype, device) for _ in "kv"]
                 for layer in _layers(policy)
             ]
         except torch.OutOfMemoryError as error:
