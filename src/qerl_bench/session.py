@@ -61,6 +61,11 @@ def require_places(experiment: Experiment, world: World) -> None:
         "processes of torchrun has one: use engine.tensor_parallel_size=1, or leave torchrun out",
     )
     names = world.gather(device_name(experiment.device))
+    require(
+        not (experiment.parallel.exact and experiment.train.micro_batch_tokens is None and "cpu" not in names),
+        "parallel.exact=true needs the micro-batches of a run on one GPU, and train.micro_batch_tokens=null makes them "
+        "fit the memory that is free: give a number, the same in both runs",
+    )
     listed = ", ".join(f"process {rank} has {name}" for rank, name in enumerate(names))
     require(
         len({*names}) == 1,
@@ -105,6 +110,7 @@ def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
     """
     with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
         evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
+        engine.sleep()  # training needs its memory, and its counts are those of an evaluation
     if evaluation is None:
         return []
     scores = record_evaluation(run, experiment.task.name, step, evaluation)
@@ -117,4 +123,5 @@ def validate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
         point = reduced(experiment.eval, experiment.task)
         evaluation = point.evaluate(policy, engine, experiment.task, run, experiment.seed)
+        engine.sleep()
     return metrics_of_point(evaluation.samples)

@@ -11,6 +11,7 @@ A *request* is one sample of one prompt. A *chunk* is at most `max_num_seqs` req
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,11 @@ class HFEngine:
         return 1 if self.limits.invariant else self.limits.rows
 
     def prompts_at_once(self, samples: int) -> int:
-        return max(1, self.rows_at_once // samples)
+        if self.sampler is None:
+            return max(1, self.rows_at_once // samples)
+        if self.limits.invariant:  # a completion does not depend on what else is sampled
+            return max(1, self.limits.rows // samples)
+        return sys.maxsize  # the queue fills its rows from all of them
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)

@@ -94,8 +94,16 @@ def measured_plan(policy: Policy, optimizer: torch.optim.Optimizer, longest: int
     """The plan for sequences of up to `longest` tokens with the memory that is free now."""
     rows = -(-PROBE_TOKENS // longest)
     training_pass(policy, rows, longest)  # makes the buffers that stay, and compiles kernels
-    peaks = {count * longest: peak_bytes(policy, lambda count=count: training_pass(policy, count, longest))
-             for count in (rows, 2 * rows)}  # fmt: skip
+    peaks: dict[int, int] = {}
+    for count in (rows, 2 * rows):
+        try:
+            peaks[count * longest] = peak_bytes(policy, lambda count=count: training_pass(policy, count, longest))
+        except Exception as error:
+            if shortage(error) is None or not peaks:
+                raise  # not even one pass fits
+            for parameter in policy.trainable:
+                parameter.grad = None
+            peaks[0] = 0  # of what a pass of no tokens takes nothing is known
     states = 0 if optimizer.state else ADAM_BYTES * sum(parameter.numel() for parameter in policy.trainable)
     torch.cuda.empty_cache()
     return MemoryPlan.of(peaks, torch.cuda.mem_get_info()[0], states)

@@ -85,7 +85,8 @@ def require_equal_weights(model: torch.nn.Module, world: World) -> None:
     """Raise TrainingStopped unless all ranks have the same parameters and buffers, by the sum of the bytes of each."""
     if world.size == 1:
         return
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if not name.endswith("inv_freq")]
+    tensors = [*model.named_parameters(), *buffers]  # some rotary frequencies follow the longest sequence so far
     sums = [tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for _, tensor in tensors]
     of_ranks = world.gather(torch.stack([total.cpu() for total in sums]).tolist())
     for (name, _), values in zip(tensors, zip(*of_ranks, strict=True), strict=True):

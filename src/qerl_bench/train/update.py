@@ -124,10 +124,11 @@ def update(
         done: list[tuple[MicroBatch, Part]] = []
         with shortage_in_words(train, tokens, longest, run):
             for turn in turns(micro_batches, world, exact):
-                for place, micro_batch in turn:
-                    if (part := forward_backward(experiment, policy, micro_batch, passes)) is not None:
-                        parts[number, place] = part
-                        done.append((micro_batch, part))
+                with world.together(RuntimeError):  # such as PyTorch's when memory runs out
+                    for place, micro_batch in turn:
+                        if (part := forward_backward(experiment, policy, micro_batch, passes)) is not None:
+                            parts[number, place] = part
+                            done.append((micro_batch, part))
                 gradients.add()
             gradients.put()
             norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
@@ -141,7 +142,7 @@ def update(
             if not math.isfinite(grad_norm):
                 raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
         except NonFiniteError as error:
-            message = dump(run, step, error)
+            message = world.from_first(lambda error=error: dump(run, step, error))
             if train.on_nonfinite == "stop":
                 raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
             log.warning("%s. This update is skipped.", message)
@@ -263,7 +264,7 @@ def to_host(parts: Sequence[Part], grad_norm: torch.Tensor) -> float:
         part.loss = float(next(host))
         part.sums = {name: float(next(host)) for name in part.sums}
     for column in columns:
-        column[:] = [next(host) for _ in column]
+        column[:] = [next(host).clone() for _ in column]  # a part of it alone, since ranks exchange it
     return norm
 
 
