@@ -14,7 +14,7 @@ from qerl_bench import __version__
 from qerl_bench.arguments import wrapped
 from qerl_bench.children import end_with_parent
 from qerl_bench.exits import exit_in_words, one_line_warnings
-from qerl_bench.own_options import with_search_path
+from qerl_bench.own_options import refuse_flag, with_search_path
 from qerl_bench.terminal import lasting_output
 
 
@@ -22,6 +22,7 @@ class Command(NamedTuple):
     module: str  # its `main` takes the words behind the command
     summary: str
     stopped: str = "stopped"  # what Ctrl-C prints
+    composes: bool = False  # configs out of options, so that --config-dir means something
 
 
 COMMANDS = {
@@ -29,25 +30,31 @@ COMMANDS = {
         "qerl_bench.run",
         "train one experiment, or with -m every point of a sweep",
         "stopped; the same command continues from the last checkpoint",
+        composes=True,
     ),
     "status": Command("qerl_bench.status", "list runs with their state and steps, once or again and again"),
     "eval": Command(
         "qerl_bench.eval.command",
         "evaluate a finished run under another protocol",
         "stopped; the same command starts this evaluation again",
+        composes=True,
     ),
-    "score": Command("qerl_bench.eval.score", "grade completions made elsewhere", "stopped; nothing was written"),
-    "export": Command("qerl_bench.quant.export", "pack a model for other programs to read"),
+    "score": Command(
+        "qerl_bench.eval.score", "grade completions made elsewhere", "stopped; nothing was written", composes=True
+    ),
+    "export": Command("qerl_bench.quant.export", "pack a model for other programs to read", composes=True),
     "collect": Command("qerl_bench.study.command", "gather runs into a study that can be committed"),
     "gates": Command(
         "qerl_bench.gates.command",
         "measure bases, and tell whether a study could show anything",
         "stopped; the same command continues",
+        composes=True,
     ),
     "study": Command(
         "qerl_bench.gates.runner",
         "run a study of many bases within a time",
         "stopped; the same command continues",
+        composes=True,
     ),
     "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
     "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),
@@ -79,6 +86,8 @@ def main(words: list[str] | None = None) -> int:
     command = COMMANDS[name]
     with lasting_output(), exit_in_words(command.stopped):
         end_with_parent()
+        if not command.composes:
+            refuse_flag(name, rest)
         rest = with_search_path(rest)
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse

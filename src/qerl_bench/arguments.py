@@ -19,7 +19,8 @@ WIDTH = 100  # columns of what commands say about themselves
 class KeyValueParser(argparse.ArgumentParser):
     """argparse, where out=DIR stands for --out DIR, metrics=a,b for --metrics a b, and csv=true for --csv.
 
-    A command line is in one of the two styles: behind a --key, an `a=b` is a value of it.
+    Commas in brackets separate nothing, as in words=task.numbers=[3,4],steps=5. A command line is in one of the two
+    styles: behind a --key, an `a=b` is a value of it.
     """
 
     def __init__(self, description: str | None) -> None:
@@ -50,7 +51,7 @@ class KeyValueParser(argparse.ArgumentParser):
             if value not in ("true", "false"):
                 self.error(f"{key} must be true or false, got {value!r}")
             return [option] if value == "true" else []
-        return [option, *(value.split(",") if action.nargs == "+" else [value])]
+        return [option, *(_parts(value) if action.nargs == "+" else [value])]
 
 
 def wrapped(text: str) -> str:
@@ -58,6 +59,18 @@ def wrapped(text: str) -> str:
     paragraphs = re.split(r"\n\s*\n", text.strip())
     filled = [one if one.startswith(" ") or "\n " in one else textwrap.fill(one, WIDTH) for one in paragraphs]
     return "\n\n".join(filled)
+
+
+def _parts(value: str) -> list[str]:
+    """What the commas outside of brackets separate."""
+    parts, depth = [""], 0
+    for letter in value:
+        depth += (letter in "[{(") - (letter in ")}]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def split_words(argv: Sequence[str], names: Sequence[str], usage: str) -> tuple[list[str], dict[str, str]]:

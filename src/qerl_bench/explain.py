@@ -21,6 +21,7 @@ from qerl_bench.config import Composer
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_files import Field, find_option, option_fields, options_of, read_option, same_value
 from qerl_bench.option_names import search_folders
+from qerl_bench.own_options import split_search_path
 from qerl_bench.rundir import flat
 from qerl_bench.unknown_words import keys_of_axis, unknown_key
 
@@ -59,12 +60,15 @@ class Place:
     fields: dict[str, Field]
 
 
-def usage() -> str:
-    """What --help prints: axes with their choices, the commonest commands, flags, where to read on."""
+def usage(words: Sequence[str] = ()) -> str:
+    """What --help prints: axes with their choices, the commonest commands, flags, where to read on.
+
+    Of `words` only those matter that name other folders of options.
+    """
+    search_path, _ = split_search_path(words)
+    folders = search_folders(Composer().chosen(search_path)[1]) if search_path else [CONF_DIR]
     chosen = dict(read_option(CONF_DIR / "run.yaml").bases)
-    lists = {
-        axis: [chosen[axis], *(one for one in options_of([CONF_DIR], axis) if one != chosen[axis])] for axis in AXES
-    }
+    lists = {axis: [chosen[axis], *(one for one in options_of(folders, axis) if one != chosen[axis])] for axis in AXES}
     axes = [_hanging(f"  {axis:11} ", " ".join(options)) for axis, options in lists.items()]
     values, *groups = _groups()
     plain = [
@@ -87,7 +91,9 @@ def explain(words: Sequence[str]) -> str:
     chosen = {str(place): option for place, option in runtime.choices.items() if option is not None}
     choices = {place: str(option).removesuffix(".yaml") for place, option in chosen.items()}
     places = [*_groups(), *_axes(choices, folders)]
-    return "\n\n".join(_explain(key, places, choices, folders, flat(tree)) for key in keys) if keys else usage()
+    return (
+        "\n\n".join(_explain(key, places, choices, folders, flat(tree)) for key in keys) if keys else usage(overrides)
+    )
 
 
 def _explain(

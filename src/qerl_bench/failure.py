@@ -39,5 +39,9 @@ def reason_of(run_dir: Path, code: int, offset: int = 0) -> str:
     return next(filter(None, reversed(said)), f"exit code {code}")
 
 
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def _text(path: Path, offset: int) -> str:
     return path.read_bytes()[offset:].decode(errors="replace") if path.exists() else ""

@@ -41,6 +41,18 @@ def with_search_path(words: Sequence[str]) -> list[str]:
     return [*others, *search_path(folders)]
 
 
+def refuse_flag(command: str, words: Iterable[str]) -> None:
+    """Raise ConfigError if --config-dir is among the words of a command that composes no config."""
+    given = [word for word in words if word.partition("=")[0] in FLAGS]
+    require(not given, f"qerl-bench {command} takes no {' '.join(given)}: it composes no options; leave it out")
+
+
+def split_search_path(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The overrides among `words` that say where else options lie, and the other words."""
+    every = [*words]
+    return [word for word in every if word.startswith(KEY)], [word for word in every if not word.startswith(KEY)]
+
+
 def search_path(folders: Iterable[Path]) -> list[str]:
     """The override that has Hydra look for options in `folders` too; none without."""
     places = [str(folder.absolute()).replace("'", r"\'") for folder in folders]

@@ -42,4 +42,8 @@ def listed(folder: Path, run_dirs: Sequence[Path]) -> Iterator[None]:
 def going_on(folder: Path) -> list[Path]:
     """The run directories of all sweeps that are listed in `folder` and go on."""
     places = [place for place in (folder / FOLDER).glob("*.json") if holder(place.with_suffix(".lock"))]
-    return [Path(run) for place in places for run in json.loads(place.read_text())]
+    runs: list[Path] = []
+    for place in places:
+        with suppress(FileNotFoundError):  # that sweep ended just now
+            runs += map(Path, json.loads(place.read_text()))
+    return runs

@@ -71,7 +71,7 @@ def run(world: World) -> None:
 
 def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
-        print(usage())
+        print(usage(words))
         return
     if "--explain" in words:
         print(explain([word for word in words if word != "--explain"]))

@@ -9,7 +9,7 @@
     running     a process holds its lock, here or on another machine that shares the file
                 system; where, and since when
     queued      a job of a scheduler will run it
-    waiting     a sweep that goes on will start it
+    waiting     a sweep that goes on will start or continue it
     failed      the last attempt ended by itself, with the reason; the same command tries again
     unfinished  was stopped or killed; the same command, which its env.json has, continues it
 
@@ -88,8 +88,9 @@ def statuses(folders: list[Path]) -> list[Status]:
     """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""
     runs = {run for folder in folders for run in runs_below(folder)}
     known = {run.absolute() for run in runs}
-    coming = {run for folder in folders for run in going_on(folder) if run not in known and not is_finished(run)}
-    return [status_of(run) for run in sorted(runs)] + [status_of(run, begun=False) for run in sorted(coming)]
+    swept = {run for folder in folders for run in going_on(folder)}
+    coming = [run for run in sorted(swept - known) if not is_finished(run)]
+    return [status_of(run, run.absolute() in swept) for run in sorted(runs)] + [status_of(run, True) for run in coming]
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -100,16 +101,17 @@ def runs_below(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".") and name not in ("evals", "checkpoints")]
 
 
-def status_of(run: Path, begun: bool = True) -> Status:
+def status_of(run: Path, swept: bool) -> Status:
+    """The status of a run; one that is `swept` belongs to a sweep that goes on, and will be started by it."""
     state, note = state_of(run)
+    if swept and state == "unfinished":
+        state = "waiting"
     steps, step = None, last_step(run)
     if (run / "config.yaml").exists():
         try:
             steps = total_steps(run)
         except ConfigError as error:
             note = f"{note}  {error}"
-    elif state == "unfinished" and not begun:
-        state = "waiting"
     return Status(run, state, step, steps, seconds_per_step(run), note)
 
 

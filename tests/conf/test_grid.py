@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -472,7 +473,9 @@ def test_what_cannot_work_is_refused_in_words(words: str, says: str) -> None:
     ],
 )
 def test_limits_are_themselves_allowed(words: str) -> None:
-    build(compose(shlex.split(words)))
+    experiment = build(compose(shlex.split(words)))
+    key, _, value = words.split()[0].partition("=")
+    assert attrgetter(key)(experiment) == float(value)
 
 
 def test_supervised_training_needs_no_group() -> None:

@@ -6,10 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
+from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from qerl_bench import own_options
+from qerl_bench.__main__ import main
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import build, compose
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose
+from qerl_bench.explain import usage
+from qerl_bench.gates.runner import parsed, parser_of, prepared
 from qerl_bench.own_options import own_modules, with_search_path, words_in_use
 
 OPTION = "_target_: {module}.Own\nname: {name}\n"
@@ -51,6 +59,38 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
             with_search_path(words)
     with pytest.raises(ConfigError, match=r"hydra\.searchpath"):
         with_search_path(["--config-dir", str(tmp_path), "hydra.searchpath=[x]"])
+
+
+@pytest.mark.parametrize("command", ["status", "collect", "claims", "plan"])
+def test_a_command_that_composes_nothing_refuses_the_flag(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, f"--config-dir={tmp_path}"])
+    assert end.value.code == 2 and "--config-dir" in capsys.readouterr().err
+
+
+def test_sweeps_studies_and_help_know_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "it's mine"
+    (folder / "quant").mkdir(parents=True)
+    (folder / "quant" / "own.yaml").write_text("defaults: [bf16]\nname: own\n")
+    words = with_search_path(["--config-dir", str(folder)])
+    assert " own" in usage([*words, "-h"]) and " own" not in usage()
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+        config = hydra_compose("run", words, return_hydra_config=True)
+    launcher = ProcessLauncher(slots=1)
+    launcher.setup(hydra_context=None, task_function=None, config=config)  # type: ignore[arg-type]
+    assert launcher.search_path == words
+
+    study = tmp_path / "study.yaml"
+    content = yaml.safe_load((CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml").read_text())
+    study.write_text(yaml.safe_dump(content | {"arms": {"own": {"tier": 1, "words": ["quant=own"]}}}))
+    options = parsed(parser_of(""), [str(study), "words=task.numbers=[3,4],steps=5", *words])
+    assert options.words == ["task.numbers=[3,4]", "steps=5", *words]
+    design, _, _ = prepared(parsed(parser_of(""), [str(study), *words]))
+    assert design.formats == ["own"] and words[0] in design.words(design.arms[0], 0, 0, None)
 
 
 def test_its_modules_are_imported_recorded_and_handed_on(tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ def test_options_are_key_value_words_or_flags() -> None:
             "mixed_code": True,
         }
     assert parser().parse_args(["a", "mixed_code=false"]).mixed_code is False
+    nested = parser().parse_args(["a", "metrics=m=[[3,4],[5,6]],n={k:1,l:2},o"])
+    assert nested.metrics == ["m=[[3,4],[5,6]]", "n={k:1,l:2}", "o"]
 
 
 @pytest.mark.parametrize(("word", "says"), [("ot=x", "no option ot"), ("mixed_code=1", "mixed_code must be true")])

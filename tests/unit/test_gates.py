@@ -17,9 +17,11 @@ import pytest
 import yaml
 
 from hydra_plugins.process_launcher import launcher
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.children import Child
 from qerl_bench.cli import Point
 from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.gates import runner
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
@@ -78,8 +80,9 @@ def test_the_gates_of_bases_are_what_counting_all_choices_gives(design: Design) 
     counts = [3, 0, 5]
     record = probes(design)[0]
     record["formats"]["bf16"] = {"correct": counts, "samples": 8, "entropy": 0.4}
-    small = replace(design, probe=replace(design.probe, samples=8), arms=design.arms[:1])
-    measured = results(small.with_words(["rollout.group_size=4"]), [record])
+    common = [*design.common, "rollout.group_size=4"]
+    small = replace(design, probe=replace(design.probe, samples=8), arms=design.arms[:1], common=common)
+    measured = results(small, [record])
     samples = [[i < count for i in range(8)] for count in counts]
     hit = [np.mean([any(chosen) for chosen in combinations(row, 4)]) for row in samples]
     assert measured["pass@1 of the base"].value == pytest.approx(8 / 24)
@@ -182,7 +185,7 @@ def test_every_arm_of_the_committed_design_and_every_world_can_run(design: Desig
 
 
 def test_words_of_the_command_line_replace_common_ones(design: Design) -> None:
-    other = design.with_words(["experiment=worlds/rare", "task.hit=0.7"])
+    other = read_design(STUDY, ["experiment=worlds/rare", "task.hit=0.7"])
     assert other.common == ["experiment=worlds/rare", "task.hit=0.7"]
     assert other.probe_file(0) != design.probe_file(0) != design.probe_file(1)
 
@@ -238,16 +241,17 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     assert Blocks([first, second], 1, [], Deadline(10)).run() == []
     assert (tmp_path / "order").read_text().split() == ["a1", "a2", "b1", "b2"]
     done = [replace(point, finished=True) for point in first]  # says that a run takes 100 s
-    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (5, 6)}  # less PACKING_S
+    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (6, 7)}  # less 1.5
     assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and one to spare: 300 s
     assert [len(one.todo) for one in left.values()] == [0, 2]
+    assert [one.to_start() for one in left.values()] == [2, 2]
     assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
 
 
 @pytest.mark.usefixtures("stub")
 def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     waits = "(folder / 'started').touch(); time.sleep(600)"
-    sweep = Blocks([block(tmp_path, "a1", "a2", code=waits), block(tmp_path, "b1")], 1, [], Deadline(1))
+    sweep = Blocks([block(tmp_path, "a1", "a2", code=waits), block(tmp_path, "b1")], 1, [], Deadline(100))
     started = tmp_path / "a1" / "started"
     collect = sweep.collect
 
@@ -259,6 +263,33 @@ def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     sweep.collect = collected  # type: ignore[method-assign]
     assert sweep.run() == []
     assert (tmp_path / "order").read_text().split() == ["a1"] and len(sweep.blocks) == 1
+
+
+def test_a_failed_probe_is_told_and_one_without_time_is_none(design: Design, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = Deadline(100)
+
+    def start_probe(_design: Design, _words: Sequence[str], base: int, environment: dict[str, str]) -> Child:
+        if base == 0:
+            deadline.end = 0.0
+        return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
+
+    monkeypatch.setattr(runner, "start_probe", start_probe)
+    monkeypatch.setattr(runner, "probed", lambda _design, _base: False)
+    records, failed = runner.probe(replace(design, bases=(1, 0, 2)), [], 1, deadline)
+    assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
+
+
+def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design, lost=0)[:1], ["probe of base 9"]))
+    monkeypatch.setattr(Blocks, "run", lambda _: [])
+    with pytest.raises(TrainingStopped, match="base 9"):
+        runner.main([str(STUDY), "bases=0", "despite=damage", f"out={tmp_path}"])
+    packed = json.loads((tmp_path / "gates.json").read_text())
+    assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
+    with pytest.raises(ConfigError, match=r"minutes .* 1\.5, .* got 1"):
+        runner.main([str(STUDY), "minutes=1"])
 
 
 # --- the world -------------------------------------------------------------------------------------------------------

@@ -201,6 +201,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     try:
         with terminations_raise():
             os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench import locks, status
+from qerl_bench import locks, points, status
 from qerl_bench.points import listed
 
 STEPS = "steps: 100\n"
@@ -41,8 +41,9 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
     os.utime(queued / "run.log", (0, 0))
     first = run("f-running", steps=40)
     run("g-running", steps=60)
+    half = run("i-half", "09:00:01 failed: SIGTERM\n", steps=10)
     held = [locks.lock(first / ".lock"), locks.lock(tmp_path / "g-running" / ".lock")]
-    with listed(tmp_path, [tmp_path / "a-done", first, tmp_path / "h-waiting"]):
+    with listed(tmp_path, [tmp_path / "a-done", first, tmp_path / "h-waiting", half]):
         status.main([str(tmp_path)])
     for lock in held:
         assert lock is not None
@@ -59,10 +60,11 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
         "f-running": ("running", "40", "about 10.0 min left"),
         "g-running": ("running", "60", "about 6.7 min left"),
         "h-waiting": ("waiting", "0", f"{folder}/h-waiting"),
+        "i-half": ("waiting", "10", "stopped by SIGTERM"),
     }
     assert all(f"pid {os.getpid()}, since 20" in row for row in rows if "running" in row.split()[0])
-    # two at a time: 60 + 40 + 100 + 100 steps of 10 s
-    assert total == "8 runs, 1 done, 1 failed, 1 queued, 2 running, 2 unfinished, 1 waiting; about 25.0 min left"
+    # two at a time: 60 + 40 + 100 + 100 + 90 steps of 10 s
+    assert total == "9 runs, 1 done, 1 failed, 1 queued, 2 running, 2 unfinished, 2 waiting; about 32.5 min left"
     assert not (tmp_path / ".sweeps").exists()
     status.main([folder])
     assert "waiting" not in capsys.readouterr().out  # the sweep has ended
@@ -78,6 +80,12 @@ def test_watching_ends_when_nothing_goes_on(
     status.main([str(tmp_path), "watch=true"])
     printed = capsys.readouterr().out
     assert printed.count("1 runs") == 2 and printed.rstrip().endswith("1 runs, 1 done")
+
+
+def test_a_sweep_may_end_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
+    with points.listed(tmp_path, [tmp_path / "a"]):
+        assert points.going_on(tmp_path) == []
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(7, "7 s"), (90, "1.5 min"), (7200, "2.0 h"), (90 * 3600, "3.8 d")])

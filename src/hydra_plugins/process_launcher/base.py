@@ -16,7 +16,10 @@ from omegaconf import DictConfig
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed, check_points
 from qerl_bench.config import refuse_env_copy
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.locks import holder
+from qerl_bench.option_names import search_folders
+from qerl_bench.own_options import search_path
 from qerl_bench.points import listed
 from qerl_bench.sweep_table import sweep_table
 
@@ -28,7 +31,8 @@ class SweepLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         refuse_env_copy(config.hydra.job)
-        self.search_path = search_path(config)
+        folders = search_folders(config.hydra.runtime)
+        self.search_path = search_path(folder for folder in folders if folder != CONF_DIR)  # Hydra leaves it out
         self.folder = Path(str(config.hydra.sweep.dir))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -63,16 +67,6 @@ def not_running(todo: Sequence[Point]) -> list[Point]:
         else:
             free.append(point)
     return free
-
-
-def search_path(config: DictConfig) -> list[str]:
-    """The override that adds the user's own folders of options, which Hydra leaves out of the points; none without."""
-    places = [
-        f"'{source.schema}://{source.path}'"
-        for source in config.hydra.runtime.config_sources
-        if source.provider not in ("hydra", "main", "schema")
-    ]
-    return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
 
 
 def check_ranks(gpus: float, ranks: int) -> None:

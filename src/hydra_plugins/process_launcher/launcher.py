@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from hydra.core.config_store import ConfigStore
@@ -22,7 +21,7 @@ from hydra_plugins.process_launcher.base import SweepLauncher
 from qerl_bench.checks import count, optional
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point
-from qerl_bench.failure import reason_of
+from qerl_bench.failure import reason_of, size_of
 from qerl_bench.installation import run_command
 from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_bench.progress import duration, phase
@@ -112,9 +111,13 @@ class Sweep:
         """Points done, running and failed, and the time left at the speed so far."""
         shares = [(share_done(one.point.run_dir), one.share) for one in self.running.values()]
         made = self.made + sum(now - before for now, before in shares)
-        waiting = sum(1 - now for now, _ in shares) + len(self.todo)
+        waiting = sum(1 - now for now, _ in shares) + self.to_start()
         left = time_left(time.monotonic() - self.started, made, waiting)
         return counts(self.total, self.done, [now for now, _ in shares], len(self.failed), left)
+
+    def to_start(self) -> int:
+        """How many points have yet to start."""
+        return len(self.todo)
 
     def fill(self, slot: int) -> None:
         """Start the next point that no other process is running."""
@@ -180,10 +183,6 @@ class Sweep:
         stop([started.child for started in self.running.values()], signal_of(error))
         for point, child, *_ in self.running.values():
             log.info("exit %s %s", child.poll(), point.name)
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def last_change(point: Point) -> float:

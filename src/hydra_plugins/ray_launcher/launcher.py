@@ -22,8 +22,10 @@ from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_
 from qerl_bench.checks import ConfigError, count, number, require, require_package, text
 from qerl_bench.children import STOP_LIMIT_S
 from qerl_bench.cli import Point
-from qerl_bench.failure import reason_of
+from qerl_bench.failure import reason_of, size_of
 from qerl_bench.job import Job
+from qerl_bench.refusals import CODE as REFUSED
+from qerl_bench.refusals import discard
 from qerl_bench.rundir import is_finished
 
 log = logging.getLogger(__name__)
@@ -119,6 +121,7 @@ class RayLauncher(SweepLauncher):
             max_retries=self.conf.max_retries,
         )(run_job)
         sizes = {point.name: size_of(point.run_dir / "run.log") for point in points}
+        new = {point.name for point in points if not point.run_dir.exists()}
         left = {task.remote(self.job(point)): point for point in points}
         failed, told = [], time.monotonic()
         try:
@@ -138,6 +141,8 @@ class RayLauncher(SweepLauncher):
                     else:
                         failed.append((point, reason))
                         log.info("ended  %s: %s", point.name, reason)
+                        if code == REFUSED and point.name in new:
+                            discard(point.run_dir)
                 if time.monotonic() - told > TELL_EVERY_S:
                     told = time.monotonic()
                     log.info("%d of %d runs ended", len(points) - len(left), len(points))
@@ -186,7 +191,3 @@ def require_room(wanted: dict[str, float], nodes: list[dict[str, float]]) -> Non
 
 def is_shown(name: str) -> bool:
     return not name.startswith(("node:", "object_store", "memory"))
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -2,11 +2,16 @@
 
 # pyright: reportMissingImports=false
 
+import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qerl_bench.failure import reason_of, size_of
 from qerl_bench.job import Job
+
+JOB_FILE = "job.json"  # in a run's folder: the job that runs it
 
 
 @dataclass(kw_only=True)
@@ -17,7 +22,11 @@ class SlurmJob(Job):
     save_within_s: float
 
     def __call__(self) -> None:
+        folder = self.cwd / self.run_dir
+        before = size_of(folder / "run.log")
         code = self.run()
+        if code not in (0, os.EX_TEMPFAIL) and size_of(folder / "run.log") == before:
+            self.refuse(reason_of(folder, code, before))  # which `qerl-bench status` would take to be queued still
         if code != 0:
             sys.exit(128 - code if code < 0 else code)
 
@@ -32,4 +41,6 @@ class SlurmJob(Job):
                 "saved: raise hydra.launcher.timeout_min or signal_s, so that a step and a checkpoint fit in"
             )
             return None
+        with suppress(FileNotFoundError):
+            os.utime(self.cwd / self.run_dir / JOB_FILE)  # newer than run.log: the run is queued again
         return DelayedSubmission(replace(self))  # without its process, which cannot be pickled

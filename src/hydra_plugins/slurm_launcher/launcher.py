@@ -20,7 +20,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running
-from hydra_plugins.slurm_launcher.job import SlurmJob
+from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
 from hydra_plugins.slurm_launcher.queue import arrays, follow, read_queue, what_goes_on
 from qerl_bench.checks import ConfigError, count, flag, number, optional, require, require_package, text
 from qerl_bench.cli import Point
@@ -29,7 +29,6 @@ from qerl_bench.stored import read_object
 from qerl_bench.termination import Terminated
 
 log = logging.getLogger(__name__)
-JOB_FILE = "job.json"  # in a run's folder: the job that runs it
 
 
 @dataclass
@@ -91,7 +90,7 @@ class SlurmLauncher(SweepLauncher):
             )
 
     def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
-        queue = read_queue() if todo and not self.conf.dry_run else {}
+        queue = read_queue() if todo else {}
         jobs = {job: point for point in todo if (job := job_of(point)) in queue}
         new = not_running([point for point in todo if point not in jobs.values()])
         if jobs:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point
-from qerl_bench.failure import reason_of
+from qerl_bench.failure import reason_of, size_of
 from qerl_bench.locks import holder
 from qerl_bench.rundir import is_finished
 
@@ -122,7 +122,3 @@ def what_goes_on(jobs: dict[str, Point], folder: Path) -> str:
 def arrays(jobs: Iterable[str]) -> list[str]:
     """The job arrays of `jobs`."""
     return list(dict.fromkeys(job.partition("_")[0] for job in jobs))
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

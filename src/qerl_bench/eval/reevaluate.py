@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
 from qerl_bench.option_names import is_fixed, refuse_foreign_classes, search_folders
+from qerl_bench.own_options import split_search_path
 from qerl_bench.refusals import nothing_left_if_refused
 from qerl_bench.rundir import (
     RunDir,
@@ -95,8 +96,8 @@ def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
     Raises ConfigError for keys that do not exist and for words that would change the policy.
     """
     cfg = stored.copy()
-    search_path = [word for word in words if word.startswith("hydra.searchpath=")]
-    parsed = OverridesParser.create().parse_overrides([word for word in words if word not in search_path])
+    search_path, others = split_search_path(words)
+    parsed = OverridesParser.create().parse_overrides(others)
     for override in parsed:
         word, key = str(override.input_line), override.key_or_group
         require(

@@ -16,7 +16,7 @@ Tier 1 is run on all bases before tier 2 begins. A control is an arm whose effec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,6 @@ class Design:
         digest = fingerprint({**decisive, "probe": vars(self.probe), "dose": vars(self.dose)})
         return self.root / "probes" / f"{tree['model']['name']}-{base}-{digest}.json"
 
-    def with_words(self, words: Sequence[str]) -> Design:
-        """The same arms with other common words; a word replaces one with the same key."""
-        common = {word.partition("=")[0]: word for word in [*self.common, *words]}
-        return replace(self, common=list(common.values()))
-
 
 @cache
 def _composer() -> Composer:
@@ -169,18 +164,23 @@ def check_words(key: str, words: object) -> None:
         require(not set_by_study, f"{key} has {word}, which the study sets for each run: leave it out")
 
 
-def read_design(path: Path) -> Design:
-    """The design in a YAML file. Raises ConfigError for unknown, missing or wrong entries."""
+def read_design(path: Path, words: Sequence[str] = ()) -> Design:
+    """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
+
+    Raises ConfigError for unknown, missing or wrong entries.
+    """
     require(path.is_file(), f"there is no study {path}; give its YAML file")
     keys = {"common", "bases", "seeds", "arms", "probe", "dose"}
     content = _object(str(path), yaml.safe_load(path.read_text()), keys)
     for key in ("bases", "seeds"):
         count()(key, content[key])
+    check_words("common", content["common"])
+    common = {word.partition("=")[0]: word for word in [*content["common"], *words]}
     arms: Any = content["arms"]
     require(isinstance(arms, dict), f"{path}: arms must have a name each")
     return Design(
         path=path,
-        common=content["common"],
+        common=[*common.values()],
         bases=tuple(range(content["bases"])),
         seeds=tuple(range(content["seeds"])),
         arms=tuple(_arm(name, entry) for name, entry in arms.items()),

@@ -157,7 +157,7 @@ def _kl(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> 
 
 def main(words: list[str]) -> None:
     path, base, *common = words
-    probe_base(read_design(Path(path)).with_words(common), int(base))
+    probe_base(read_design(Path(path), common), int(base))
 
 
 if __name__ == "__main__":

@@ -33,20 +33,21 @@ from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
+from qerl_bench.own_options import split_search_path
 from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
 
 log = logging.getLogger(__name__)
 PACKING_S = 30.0  # kept for the gates and the packing at the end
-STOP_S = 60.0  # for running runs to reach the end of their step and save it
+STOP_S = 60.0  # kept for running runs to reach the end of their step and save it
 
 
 class Deadline:
-    """The end of the session, in the seconds of time.monotonic()."""
+    """When what runs is stopped, in the seconds of time.monotonic(), so that a session of `minutes` ends in time."""
 
     def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes - PACKING_S
+        self.end = time.monotonic() + 60 * minutes - STOP_S - PACKING_S
 
     @property
     def left(self) -> float:
@@ -73,6 +74,9 @@ class Blocks(Sweep):
         """Make the points of the next block the next to do, if none are left and there is time for it."""
         while not self.todo and self.blocks and self.fits(self.blocks[0]):
             self.todo.extend(point for point in self.blocks.popleft() if not point.finished)
+
+    def to_start(self) -> int:
+        return super().to_start() + sum(not point.finished for block in self.blocks for point in block)
 
     def fits(self, block: Sequence[Point]) -> bool:
         """Whether `block` would end in time. True as long as nothing is known of the time of a run."""
@@ -103,12 +107,16 @@ def seconds_of(point: Point) -> float | None:
     return json.loads(file.read_text()).get("wall_s") if is_finished(point.run_dir) else None
 
 
-def probe(design: Design, words: Sequence[str], slots: int, deadline: Deadline) -> list[dict[str, Any]]:
-    """The probes of all bases of the design; those that are missing or incomplete are made, `slots` at a time.
+def probe(
+    design: Design, words: Sequence[str], slots: int, deadline: Deadline
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The probes of all bases of the design, and what became of those that failed, in a line each.
 
-    Bases that could not be probed in time, or whose probe failed, are left out with a warning.
+    Those that are missing or incomplete are made, `slots` at a time. Bases that could not be probed in time are left
+    out with a warning.
     """
     gpus = visible_gpus()
+    failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base))
     running: dict[int, tuple[int, Child]] = {}
     try:
@@ -116,7 +124,10 @@ def probe(design: Design, words: Sequence[str], slots: int, deadline: Deadline) 
             for slot in range(slots):
                 if slot in running and running[slot][1].poll() is not None:
                     base, child = running.pop(slot)
-                    log.info("probe of base %d ended with code %d", base, child.poll())
+                    code = child.poll()
+                    log.info("probe of base %d ended with code %d", base, code)
+                    if code != 0:
+                        failed[base] = f"probe of base {base}: exit code {code}; {probe_log(design, base)} says why"
                 if slot not in running and todo and deadline.left > 0:
                     base = todo.popleft()
                     running[slot] = base, start_probe(design, words, base, environment_of(slot, slots, gpus))
@@ -128,9 +139,10 @@ def probe(design: Design, words: Sequence[str], slots: int, deadline: Deadline) 
         stop([child for _, child in running.values()], signal_of(error))
         raise
     missing = [base for base in design.bases if not probed(design, base)]
-    if missing:
-        log.warning("no probe of the bases %s; %s/probe-BASE.log says why", missing, design.probe_file(0).parent)
-    return [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
+    if late := [base for base in missing if base not in failed]:
+        log.warning("no time for the probes of the bases %s", late)
+    probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
+    return probes, [failed[base] for base in sorted(failed)]
 
 
 def probed(design: Design, base: int) -> bool:
@@ -143,11 +155,15 @@ def probed(design: Design, base: int) -> bool:
     return set(design.formats) <= record["formats"].keys() and arms <= record["doses"].keys()
 
 
+def probe_log(design: Design, base: int) -> Path:
+    return design.probe_file(base).parent / f"probe-{base}.log"
+
+
 def start_probe(design: Design, words: Sequence[str], base: int, environment: dict[str, str]) -> Child:
-    folder = design.probe_file(base).parent
-    folder.mkdir(parents=True, exist_ok=True)
+    file = probe_log(design, base)
+    file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "qerl_bench.gates.probe", str(design.path), str(base), *words]
-    with open(folder / f"probe-{base}.log", "ab") as output:
+    with open(file, "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -195,13 +211,19 @@ def blocks_of(
     return blocks
 
 
-def pack(design: Design, probes: Sequence[Mapping[str, Any]], results: Sequence[Result], out: Path) -> None:
+def pack(
+    design: Design,
+    probes: Sequence[Mapping[str, Any]],
+    results: Sequence[Result],
+    arms_stopped: Mapping[str, list[str]],
+    out: Path,
+) -> None:
     """Write the finished runs of the study, its probes, gates and design to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     as_run = yaml.safe_load(design.path.read_text()) | {"common": design.common}
     (out / "study.yaml").write_text(yaml.safe_dump(as_run, sort_keys=False))
     (out / "probes.json").write_text(json.dumps(probes))
-    (out / "gates.json").write_text(to_json(results, stopped(results)))
+    (out / "gates.json").write_text(to_json(results, arms_stopped))
     (out / "gates.md").write_text(render(results) + "\n")
     paths = [run.path for run in finished_runs(design, probes).values()]
     if paths:
@@ -221,11 +243,23 @@ def parser_of(description: str | None) -> KeyValueParser:
     return parser
 
 
+def parsed(parser: KeyValueParser, words: Sequence[str] | None) -> Any:
+    """The options of a command line; the folders of --config-dir are among its `words`, which runs and probes get."""
+    search_path, others = split_search_path(sys.argv[1:] if words is None else words)
+    options = parser.parse_args(others)
+    options.words = [*options.words, *search_path]
+    return options
+
+
 def prepared(options: Any) -> tuple[Design, int, Deadline]:
     """What the options of a command line ask for. Raises ConfigError for values that cannot be."""
-    require(options.minutes > 0, f"minutes must be above 0, got {options.minutes:g}")
+    kept = (STOP_S + PACKING_S) / 60
+    require(
+        options.minutes > kept,
+        f"minutes must be above {kept:g}, which are kept for stopping and packing, got {options.minutes:g}",
+    )
     require(options.slots is None or options.slots > 0, f"slots must be above 0, got {options.slots}")
-    design = read_design(options.study).with_words(options.words)
+    design = read_design(options.study, options.words)
     if options.bases is not None:
         unknown = sorted({*options.bases} - {*design.bases})
         require(not unknown, f"{options.study} has no bases {unknown}: it has {design.bases[0]} to {design.bases[-1]}")
@@ -237,23 +271,23 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     for package in ("qerl_bench", "hydra_plugins"):
         logging.getLogger(package).setLevel(logging.INFO)
-    options = parser_of(__doc__).parse_args(arguments)
+    options = parsed(parser_of(__doc__), arguments)
     design, slots, deadline = prepared(options)
     out = options.out or design.root / "study"
-    probes = probe(design, options.words, slots, deadline)
+    probes, failed = probe(design, options.words, slots, deadline)
     results = gates(design, probes, finished_runs(design, probes))
     arms_stopped = stopped(results, options.despite)
     print(render(results), flush=True)
-    for name, failed in arms_stopped.items():
-        log.info("arm %s is stopped by: %s", name, ", ".join(failed))
+    for name, by in arms_stopped.items():
+        log.info("arm %s is stopped by: %s", name, ", ".join(by))
     blocks = blocks_of(design, probes, arms_stopped)
-    failed_runs = Blocks(blocks, slots, visible_gpus(), deadline).run()
+    failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
     results = gates(design, probes, finished_runs(design, probes))
-    pack(design, probes, results, out)
+    pack(design, probes, results, stopped(results, options.despite), out)
     print(render(results), flush=True)
     left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
     log.info(
         "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
     )
-    if failed_runs:
-        raise TrainingStopped("\n".join(f"{point.run_dir}: {reason}" for point, reason in failed_runs))
+    if failed:
+        raise TrainingStopped("\n".join(failed))

@@ -83,4 +83,4 @@ class TrackioMirror(MetricsMirror):
 
 
 def _kind(row: dict[str, Any]) -> str:
-    return "eval" if any(key.startswith("eval/") for key in row) else "train"
+    return next((kind for kind in ("eval", "validation") if any(key.startswith(f"{kind}/") for key in row)), "train")

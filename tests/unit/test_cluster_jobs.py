@@ -1,0 +1,111 @@
+"""What jobs of Slurm and tasks of Ray leave for whoever reads their folders, with stubs for both and for the runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hydra_plugins.ray_launcher.launcher import RayLauncher
+from hydra_plugins.slurm_launcher import launcher as slurm
+from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
+from qerl_bench import job
+from qerl_bench.cli import Point
+from qerl_bench.status import state_of
+
+STUB = """
+import sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+exec(sys.argv[2])
+"""
+REFUSED = "print('error: no GPU'); sys.exit(2)"
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "run_command", lambda ranks: [sys.executable, "-c", STUB])
+
+
+def slurm_job(folder: Path, code: str) -> SlurmJob:
+    """A job that was submitted after the last attempt."""
+    folder.mkdir()
+    (folder / "run.log").write_text("09:00:00 step 3\n")
+    os.utime(folder / "run.log", (0, 0))
+    (folder / JOB_FILE).write_text(json.dumps({"job": "12_3", "submitted": 1}))
+    assert state_of(folder)[0] == "queued"
+    words = [str(folder), code]
+    return SlurmJob(overrides=words, run_dir=folder, cwd=folder.parent, timeout_min=1, save_within_s=60)
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "log"),
+    [
+        (REFUSED, ("failed", "error: no GPU"), "failed: error: no GPU"),
+        ("import os; os.kill(os.getpid(), 9)", ("failed", "killed by SIGKILL"), "failed: killed by SIGKILL"),
+        ("open(folder / 'run.log', 'a').write('09:00:01 failed: hot\\n'); sys.exit(1)", ("failed", "hot"), "hot"),
+    ],
+)
+def test_why_a_slurm_job_ended_is_in_run_log_once(tmp_path: Path, code: str, state: tuple[str, str], log: str) -> None:
+    submitted = slurm_job(tmp_path / "run", code)
+    with pytest.raises(SystemExit) as end:
+        submitted()
+    assert end.value.code in (1, 2, 128 + 9)
+    assert state_of(tmp_path / "run") == state
+    lines = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert len(lines) == 2 and lines[1].endswith(log)
+
+
+def test_a_run_that_goes_back_into_the_queue_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = ModuleType("submitit.helpers")
+    helpers.DelayedSubmission = lambda again: again  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "submitit", ModuleType("submitit"))
+    monkeypatch.setitem(sys.modules, "submitit.helpers", helpers)
+    submitted = slurm_job(tmp_path / "run", "pass")
+    os.utime(tmp_path / "run" / JOB_FILE, (1, 1))
+    os.utime(tmp_path / "run" / "run.log", (2, 2))  # written by the attempt that the walltime ended
+    monkeypatch.setattr(submitted, "save", lambda limit_s: True)
+    assert state_of(tmp_path / "run")[0] == "unfinished"
+    assert submitted.checkpoint().overrides == submitted.overrides
+    assert state_of(tmp_path / "run")[0] == "queued"
+
+
+def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [Point([name], name, tmp_path / name, finished=False) for name in ("new", "pending")]
+    points[1].run_dir.mkdir()
+    (points[1].run_dir / JOB_FILE).write_text(json.dumps({"job": "12_3"}))
+    previewed: list[Point] = []
+    launcher = slurm.SlurmLauncher(dry_run=True)
+    monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
+    monkeypatch.setattr(launcher, "preview", previewed.extend)
+    assert launcher.run_points(points, 0) == [] and previewed == points[:1]
+
+
+def test_a_point_that_ray_refuses_keeps_its_folder_only_if_it_had_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Task:
+        def __init__(self, function: Any) -> None:
+            self.remote = function  # runs at once
+
+    codes: list[int] = []
+    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
+    stubs: dict[str, Any] = {
+        "remote": lambda **_: lambda function: Task(lambda one: codes.append(function(one)) or len(codes) - 1),
+        "wait": lambda references, timeout: (references, []),
+        "get": lambda reference: codes[reference],
+    }
+    vars(ray).update(stubs)
+    exceptions.RayError = RuntimeError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    points = [Point([str(tmp_path / name), REFUSED], name, tmp_path / name, finished=False) for name in ("old", "new")]
+    points[0].run_dir.mkdir()
+    failed = RayLauncher().run(points)
+    assert [(point.name, reason) for point, reason in failed] == [("old", "error: no GPU"), ("new", "error: no GPU")]
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
