@@ -6,8 +6,9 @@ python analysis/step_times.py runs/ --out figures/
 import pandas as pd
 
 from qerl_bench.claims.measure import warm_steps
+from qerl_bench.exits import guarded
 from qerl_bench.study.load import Run, load_runs
-from qerl_bench.study.script import guarded, parser_for
+from qerl_bench.study.script import parser_for
 
 KEYS = {"model": "model.name", "format": "quant.name", "rank": "lora.rank", "recompute": "train.recompute"}
 TIMES = {part: f"time/{part}_s" for part in ("step", "rollout", "reward", "sync", "train", "idle")}

@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from qerl_bench.__main__ import COMMANDS
 from qerl_bench.cli import flags_first
 from qerl_bench.config import build, compose
+from qerl_bench.eval.command import OURS
 from qerl_bench.eval.reevaluate import apply_overrides
 from qerl_bench.explain import explain
 
@@ -57,7 +58,7 @@ def test_a_shown_command_is_accepted(page: str, command: str) -> None:
         name, *words = words
         assert name in COMMANDS
         if name == "eval":
-            build(apply_overrides(compose(), [word for word in words[1:] if not word.startswith("out=")]))
+            build(apply_overrides(compose(), [word for word in words[1:] if word.partition("=")[0] not in OURS]))
         return
     program, *words = words
     if program == "-m":
