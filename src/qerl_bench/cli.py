@@ -70,6 +70,7 @@ def check_single(argv: list[str]) -> Point | None:
         f"{' '.join(unknown)}: no such flag. An option is a word KEY=VALUE, such as steps=5; --help lists the flags",
     )
     given = {key: value for key, value in vars(parsed).items() if value}
+    require(not {"multirun", "cfg"} <= given.keys(), "--cfg shows the config of one run: leave -m out")
     if "multirun" in given:
         return None
     words = given.get("overrides", [])

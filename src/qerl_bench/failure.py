@@ -22,7 +22,7 @@ def failure_in_log() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        words = " ".join(str(error).split())
+        words = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else " ".join(str(error).split())
         intended = isinstance(error, INTENDED)
         kind = "" if intended and words else f"{type(error).__name__}: "
         log.error("%s%s%s", MARK, kind, words, exc_info=not intended)

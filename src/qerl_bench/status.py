@@ -39,7 +39,7 @@ from qerl_bench.stored import read_config
 TAIL_BYTES = 1 << 16  # more than the records of one step
 WATCH_S = 5.0
 GOES_ON = ("running", "queued", "waiting")
-STOPPED = ("SIG", "KeyboardInterrupt")  # reasons of runs that somebody ended
+STOPPED = ("SIG", "Ctrl-C")  # reasons of runs that somebody ended
 
 
 class Status(NamedTuple):

@@ -283,11 +283,11 @@ def check_sites(policy: Policy) -> dict[str, Any]:
         )
     left_out = {name: layers for name, layers in found.items() if layers and name not in policy.noise.norms}
     if policy.noise.norms:
-        log.info("noise on %d norms: %s", len(policy.noise.norms), counted(policy.noise.norms))
+        log.info("%d norms can get noise: %s", len(policy.noise.norms), counted(policy.noise.norms))
         for name, layers in left_out.items():
             log.debug("no noise on %s, which feeds %s", name, ", ".join(layers))
         if left_out:
-            log.info("no noise on %d norms that feed layers: %s", len(left_out), counted(left_out))
+            log.info("%d norms that feed layers get none: %s", len(left_out), counted(left_out))
     routers = [router for site in structure.sites for router in site.routers]
     return {
         "norms_with_noise": {name: sites[name].consumers for name in policy.noise.norms},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,16 @@ def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
     return pd.DataFrame([_row(load_run(path)) for path in run_dirs])
 
 
-def render(table: pd.DataFrame) -> str:
-    """The table of `summary` as aligned text with a legend; `-` stands for a missing number."""
+def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
+    """The table of `summary` as aligned text with a legend; `-` stands for a missing number.
+
+    `notes`, one for each run, stand behind its name.
+    """
     if table.empty:
         return "no runs"
     columns = {
         ("", "run"): [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")],
+        **({("", "differs in"): list(notes)} if any(notes) else {}),
         ("", "model"): list(table["model"]),
         ("", "format"): list(table["format"]),
         ("", "noise"): list(table["noise"]),
@@ -55,11 +59,33 @@ def render(table: pd.DataFrame) -> str:
         ("taught", "share"): [_number(value, ".2f") for value in table["taught"]],
         ("peak", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
     }
-    texts = {"run", "model", "format", "noise"}
+    texts = {"run", "differs in", "model", "format", "noise"}
     aligned = [_align([*heading, *cells], left=heading[1] in texts) for heading, cells in columns.items()]
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     unfinished = [] if all(table["finished"]) else ["* not finished"]
     return "\n".join([*lines, "", *NOTES, *unfinished])
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each flat config the values of the keys in which it differs from others with the same options.
+
+    Left out is what the table has columns for, and what comes with another option or rank.
+    """
+    shown = {"seed", "lora.rank", "optim.lr" if len({str(config.get("model.name")) for config in configs}) > 1 else ""}
+
+    def option(config: Mapping[str, Any], key: str) -> tuple[str, str]:
+        axis = key.partition(".")[0]
+        return str(config.get(f"{axis}.name")), str(config.get("lora.rank")) if axis == "lora" else ""
+
+    def differs(key: str) -> bool:
+        values: dict[tuple[str, str], set[str]] = {}
+        for config in configs:
+            values.setdefault(option(config, key), set()).add(str(config.get(key)))
+        return any(len(of_option) > 1 for of_option in values.values())
+
+    keys = sorted({key for config in configs for key in config})
+    chosen = [key for key in keys if key not in shown and not key.endswith(".name") and differs(key)]
+    return [" ".join(f"{key}={config[key]}" for key in chosen if key in config) for config in configs]
 
 
 def places(run_dir: Path) -> list[str]:
