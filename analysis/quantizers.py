@@ -37,10 +37,8 @@ def compare(runs: list[Run]) -> pd.DataFrame:
         row = {"format": quant, "quantizer": quantizer, "questions": len(correct[MODES[0]])}
         for mode in MODES:
             difference = correct[mode] - answers_and_layers[quant, "rtn"][0][mode]
-            require(
-                bool(difference.notna().all()),
-                f"{names[quant, quantizer]} and {names[quant, 'rtn']} were asked different questions: leave one out",
-            )
+            both = f"{names[quant, quantizer]} and {names[quant, 'rtn']}"
+            require(bool(difference.notna().all()), f"{both} were asked different questions: leave one out")
             for name, values in ((mode, correct[mode]), (f"{mode} - rtn", difference)):
                 mean = mean_ci_crossed(values.to_numpy())
                 row |= {name: 100 * mean.value, f"{name} se": 100 * mean.stderr}

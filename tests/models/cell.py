@@ -28,6 +28,7 @@ from qerl_bench.engine.base import Sampling
 from qerl_bench.experiment import load_checkpoint, run_steps
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
+from qerl_bench.parallel import ALONE
 from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.share import packed_share
@@ -113,7 +114,7 @@ def examine(checkpoint: Path, root: Path, quant: str, options: list[str]) -> dic
         RunDir(experiment.run_dir, cfg) as run,
         session(experiment, experiment.engine, run, device) as (policy, engine),
     ):
-        run_steps(experiment, policy, engine, run, as_dict(cfg))
+        run_steps(experiment, policy, engine, run, ALONE, as_dict(cfg))
         check_training(run, bool(noise))
         check_adapter(experiment, policy, engine)
         check_resume(experiment, run, policy)
@@ -159,7 +160,7 @@ def check_resume(experiment: Experiment, run: RunDir, policy: Policy) -> None:
     """A fresh policy that reads the checkpoint computes the same numbers."""
     fresh = build_policy(experiment, None, "cpu")
     untrained = token_scores(fresh)
-    load_checkpoint(run, fresh, make_optimizer(fresh, experiment.optim))
+    load_checkpoint(run.path, run, fresh, make_optimizer(fresh, experiment.optim))
     found, wanted = token_scores(fresh), token_scores(policy)
     assert not torch.equal(untrained, wanted)
     assert torch.equal(found, wanted), f"a resumed policy differs by {(found - wanted).abs().max():.3g} nats"

@@ -472,7 +472,7 @@ def test_which_log_probabilities_carry_the_noise(
         seen.append(terms)
         return step_loss(algo, kl, terms, weights)
 
-    monkeypatch.setattr("qerl_bench.train.update.step_loss", listening)
+    monkeypatch.setattr("qerl_bench.train.objective.step_loss", listening)
     found = update(experiment, policy, make_optimizer(policy, experiment.optim), batch, NO_RUN, 1)
     (terms,) = seen
     expected = {

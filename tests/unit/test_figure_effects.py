@@ -466,8 +466,8 @@ def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study:
     assert list(found) == ["bf16", "nf4", "nvfp4"]
     assert found["bf16"] == pytest.approx(np.array([[0.542, 0.532], [0.552, 0.542]]))
     assert found["nvfp4"] - found["bf16"] == pytest.approx(np.array([[0.02, 0.02], [0.04, 0.04]]))
-    assert (
-        settings == "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model (tiny)"
+    assert settings == (
+        "2 settings (AQN exp; no noise) at learning rate 0.0003, each of 2 seeds of one base model (tiny) on arithmetic"
     )
     two, _ = scores([run for run in runs if run.option("quant.name") != "nf4"], final_accuracy("sampled"))
     assert two["bf16"].shape == (2, 4)  # noise, two other ranks; not the two other rates

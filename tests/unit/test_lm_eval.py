@@ -75,7 +75,15 @@ def through_lm_eval(policy, engine, task, folder):
 
 def through_task(policy, engine, task, folder):
     spec = TaskEvaluation(
-        name="task", questions=QUESTIONS, samples=1, k=None, temperature=1.0, top_p=1.0, max_tokens=None
+        name="task",
+        questions=QUESTIONS,
+        samples=1,
+        k=None,
+        temperature=1.0,
+        top_p=1.0,
+        max_tokens=None,
+        every=0,
+        every_questions=1,
     )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
