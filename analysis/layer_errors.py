@@ -1,28 +1,24 @@
-"""Measures the error of each packed layer, in weights and outputs, for each format and quantizer: layers.parquet.
+"""Error of each packed layer, in weights and outputs, by format and quantizer: layers.parquet.
 
 python analysis/layer_errors.py model=tiny --out docs/results/quantizers
 
-Arguments such as model=tiny are options of a run. All output errors are measured on the calibration text of awq and
-gptq. error_decomposition.py draws the table.
+Arguments such as model=tiny are options of a run. Outputs are those of the calibration text of
+awq and gptq. error_decomposition.py draws the table.
 """
 
 import argparse
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from qerl_bench.arguments import WIDTH, wrapped
 from qerl_bench.config import build, compose
 from qerl_bench.exits import guarded
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
-
-FORMATS, QUANTIZERS = ("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,7 @@ class WithText:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    form = partial(argparse.RawDescriptionHelpFormatter, width=WIDTH)
-    parser = argparse.ArgumentParser(description=wrapped(__doc__ or ""), formatter_class=form)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("options", nargs="*", help="options of a run, such as model=tiny")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     given = parser.parse_args(arguments)
@@ -51,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
     assert text is not None
     tables = []
-    for quant, quantizer in product(FORMATS, QUANTIZERS):
+    for quant, quantizer in product(("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")):
         experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
         with_text, device = WithText(experiment.quantizer, text), resolve_device(experiment.device)
