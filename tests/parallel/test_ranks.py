@@ -25,7 +25,13 @@ WORDS = (
     *("experiment=smoke", "device=cpu", "quant=nvfp4", "aqn=exp", "steps=4", "save_every=2", "name=run"),
     *("model.layers=2", "model.hidden_size=32", "model.heads=2", "model.kv_heads=1", "model.intermediate_size=64"),
     *("lora.rank=4", "rollout.prompts_per_step=3", "rollout.group_size=4", "engine.max_num_seqs=8"),
-    *("train.micro_batch_tokens=80", "train.updates_per_batch=2", "eval.questions=4", "task.max_completion_tokens=12"),
+    *(
+        "train.micro_batch_tokens=80",
+        "train.mismatch_share=1",
+        "train.updates_per_batch=2",
+        "eval.questions=4",
+        "task.max_completion_tokens=12",
+    ),
 )
 Run = Callable[..., tuple[Path, Ended]]
 

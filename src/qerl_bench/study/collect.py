@@ -43,6 +43,7 @@ STUDY_METRICS = (
     "aqn/entropy_target",
     "aqn/saturated",
     "router/changed_frac",
+    "train/micro_batches",
     "train/taught_frac",
     "updates_skipped",
     "time/rollout_s",
