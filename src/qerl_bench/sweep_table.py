@@ -11,7 +11,6 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.progress import duration
 from qerl_bench.rundir import flat, with_effect
 from qerl_bench.status import last_step, total_steps
-from qerl_bench.stored import read_config
 
 
 def sweep_table(run_dirs: Sequence[Path]) -> str:
@@ -22,18 +21,20 @@ def sweep_table(run_dirs: Sequence[Path]) -> str:
     """
     import pandas as pd  # takes a second, which no run waits for
 
-    from qerl_bench.study.table import differences, render, summary
+    from qerl_bench.study.load import load_run
+    from qerl_bench.study.table import differences, render, row_of
 
-    readable, configs, others = [], [], []
+    rows, configs, others = [], [], []
     with warnings.catch_warnings(action="ignore"):  # the half-written last line of a run that goes on elsewhere
         for folder in run_dirs:
             try:
-                readable.append(summary([folder]))
-                configs.append(flat(with_effect(read_config(folder / "config.yaml"))))
+                run = load_run(folder)
+                rows.append(row_of(run))
+                configs.append(flat(with_effect(run.config)))
             except ConfigError as error:
                 others.append(f"no numbers: {folder}: {str(error).partition('. ')[0]}")
     places = f"{len(run_dirs)} runs in {_common(run_dirs)}; the curves of each are in NAME/figures"
-    table = [render(pd.concat(readable, ignore_index=True), differences(configs))] if readable else []
+    table = [render(pd.DataFrame(rows), differences(configs))] if rows else []
     return "\n".join([*table, *others, places])
 
 

@@ -31,7 +31,7 @@ def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
 
     The final accuracy is that of the last evaluation after step 0. Raises ConfigError as `load_run` does.
     """
-    return pd.DataFrame([_row(load_run(path)) for path in run_dirs])
+    return pd.DataFrame([row_of(load_run(path)) for path in run_dirs])
 
 
 def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
@@ -110,7 +110,8 @@ def no_gradient_warning(table: pd.DataFrame) -> str | None:
     )
 
 
-def _row(run: Run) -> dict[str, Any]:
+def row_of(run: Run) -> dict[str, Any]:
+    """The row of `summary` for one run."""
     identity = run.identity()
     entropy = run.series("train", "entropy")
     taught = run.series("train", "train/taught_frac")

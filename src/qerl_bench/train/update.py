@@ -156,7 +156,7 @@ def update(
     totals.include(everywhere[key] for key in sorted(everywhere))
     return {
         "train/taught_frac": metrics.taught_frac(lengths, has_gradient),
-        "train/micro_batches": sum(world.gather(len(micro_batches))) if not exact else len(micro_batches),
+        "train/micro_batches": sum(number == 0 for number, _ in everywhere),  # the first update makes all of them
         "lr": lr,
         "updates_skipped": train.updates_per_batch - totals.applied,
         **totals.metrics(train.updates_per_batch, algo.on_policy),
