@@ -57,6 +57,17 @@ class PhaseTimer:
             self.reserved_gib[name] = max(self.reserved_gib.get(name, 0.0), held)
 
 
+@contextmanager
+def tf32_matmuls(on: bool) -> Iterator[None]:
+    """Inside, if `on`, FP32 matmuls read the first 10 bits of a mantissa where the device's tensor cores do so."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if on else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()

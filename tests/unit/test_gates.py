@@ -241,7 +241,7 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     assert Blocks([first, second], 1, [], Deadline(10)).run() == []
     assert (tmp_path / "order").read_text().split() == ["a1", "a2", "b1", "b2"]
     done = [replace(point, finished=True) for point in first]  # says that a run takes 100 s
-    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (6, 7)}  # less 1.5
+    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (5.7, 5.8)}  # less 0.75
     assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and one to spare: 300 s
     assert [len(one.todo) for one in left.values()] == [0, 2]
     assert [one.to_start() for one in left.values()] == [2, 2]
@@ -263,6 +263,15 @@ def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     sweep.collect = collected  # type: ignore[method-assign]
     assert sweep.run() == []
     assert (tmp_path / "order").read_text().split() == ["a1"] and len(sweep.blocks) == 1
+
+
+def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
+    design: Design, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
+    monkeypatch.setattr(runner, "start_probe", lambda *words: pytest.fail("a probe was started"))
+    with pytest.raises(ConfigError, match="arm nf4 .*bitsandbytes"):
+        runner.probe(design, [], 2, Deadline(10))
 
 
 def test_a_failed_probe_is_told_and_one_without_time_is_none(design: Design, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,8 +297,8 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
         runner.main([str(STUDY), "bases=0", "despite=damage", f"out={tmp_path}"])
     packed = json.loads((tmp_path / "gates.json").read_text())
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
-    with pytest.raises(ConfigError, match=r"minutes .* 1\.5, .* got 1"):
-        runner.main([str(STUDY), "minutes=1"])
+    with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
+        runner.main([str(STUDY), "minutes=0.7"])
 
 
 # --- the world -------------------------------------------------------------------------------------------------------

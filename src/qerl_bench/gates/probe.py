@@ -65,12 +65,12 @@ def probe_base(design: Design, base: int) -> None:
                 noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
                 record["doses"][arm.name] = dose(design, noisy, policy, engine)
         record |= {"digest": digest_of(experiment.model, checkpoint), "versions": versions(), "device": device}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writing = file.with_suffix(".writing")
+        writing.write_text(json.dumps(record))
+        writing.replace(file)
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
         del policy, engine
-    file.parent.mkdir(parents=True, exist_ok=True)
-    writing = file.with_suffix(".writing")
-    writing.write_text(json.dumps(record))
-    writing.replace(file)
 
 
 def answers(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:

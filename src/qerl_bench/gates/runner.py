@@ -31,6 +31,7 @@ from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
+from qerl_bench.config import build, compose
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.own_options import split_search_path
@@ -39,8 +40,8 @@ from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
 
 log = logging.getLogger(__name__)
-PACKING_S = 30.0  # kept for the gates and the packing at the end
-STOP_S = 60.0  # kept for running runs to reach the end of their step and save it
+PACKING_S = 25.0  # kept for the gates and the packing at the end
+STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
 
 
 class Deadline:
@@ -113,8 +114,9 @@ def probe(
     """The probes of all bases of the design, and what became of those that failed, in a line each.
 
     Those that are missing or incomplete are made, `slots` at a time. Bases that could not be probed in time are left
-    out with a warning.
+    out with a warning. Raises ConfigError if an arm cannot run here.
     """
+    check_arms(design)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base))
@@ -143,6 +145,15 @@ def probe(
         log.warning("no time for the probes of the bases %s", late)
     probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
     return probes, [failed[base] for base in sorted(failed)]
+
+
+def check_arms(design: Design) -> None:
+    """Raise ConfigError if an arm could not run on this machine, before any base is pretrained for it."""
+    device = "cuda" if visible_gpus() else "cpu"
+    for arm in design.arms:
+        words = design.words(arm, design.bases[0], design.seeds[0], sigma=1.0 if arm.dosed else None)
+        reason = build(compose(words)).quant.unsupported_reason(device)
+        require(reason is None, f"arm {arm.name} of {design.path} cannot run here: {reason}")
 
 
 def probed(design: Design, base: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 
 import torch
 
@@ -59,19 +60,15 @@ def make_batch(
     advantages: torch.Tensor | None = None,
 ) -> Batch:
     """A Batch on `device` from the token ids of prompts and completions, one entry per sequence."""
-    count = len(prompts)
-    lengths = torch.tensor([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)])
-    width = int(lengths.max())
-    input_ids = torch.full((count, width), pad_id)
-    mask = torch.zeros(count, width, dtype=torch.bool)
-    sampler_logprobs = torch.zeros(count, width)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        input_ids[row, :end] = torch.tensor([*prompt, *completion])
-        mask[row, len(prompt) : end] = True
-        if logprobs is not None:
-            sampler_logprobs[row, len(prompt) : end] = torch.tensor(logprobs[row])
-    advantages = torch.zeros(count) if advantages is None else advantages.float()
-    return Batch(
-        input_ids.to(device), mask.to(device), sampler_logprobs.to(device), advantages.to(device), lengths.to(device)
-    )
+    starts = torch.tensor([len(prompt) for prompt in prompts])
+    lengths = starts + torch.tensor([len(completion) for completion in completions])
+    columns = torch.arange(int(lengths.max()))
+    real = columns < lengths[:, None]  # (B, T)
+    mask = real & (columns >= starts[:, None])
+    input_ids = torch.full(real.shape, pad_id)
+    input_ids[real] = torch.tensor([*chain(*chain(*zip(prompts, completions, strict=True)))], dtype=torch.long)
+    sampler_logprobs = torch.zeros(real.shape)
+    if logprobs is not None:
+        sampler_logprobs[mask] = torch.tensor([*chain(*logprobs)])
+    advantages = torch.zeros(len(prompts)) if advantages is None else advantages.float()
+    return Batch(input_ids, mask, sampler_logprobs, advantages, lengths).to(device)

@@ -79,6 +79,7 @@ class TrainSpec:
     recompute: str
     mismatch_share: float
     capture: str
+    tf32: bool
     entropy_coef: float
     on_nonfinite: str
 
@@ -92,6 +93,7 @@ class TrainSpec:
             recompute=one_of("none", "selective", "full"),
             mismatch_share=number(above=0, most=1),
             capture=one_of("auto", "off"),
+            tf32=flag,
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
         )

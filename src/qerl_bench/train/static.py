@@ -158,6 +158,8 @@ class StaticPasses:
     def _record(self, inputs: StaticInputs) -> tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]:
         """Record a pass of this shape, with inputs of its own."""
         place = StaticInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
+        # gradients are returned, not accumulated, so PyTorch need not warn that it would wait for the other stream
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

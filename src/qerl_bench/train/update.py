@@ -26,6 +26,7 @@ from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import Experiment
+from qerl_bench.device import tf32_matmuls
 from qerl_bench.model.lm_head import TokenStats, require_logprobs
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
@@ -122,7 +123,8 @@ def update(
         optimizer.zero_grad(set_to_none=True)
         gradients = GradientSum(policy.trainable, world, exact)
         done: list[tuple[MicroBatch, Part]] = []
-        with shortage_in_words(train, tokens, longest, run):
+        tf32 = train.tf32 and policy.device.type == "cuda"
+        with shortage_in_words(train, tokens, longest, run), tf32_matmuls(tf32):
             for turn in turns(micro_batches, world, exact):
                 with world.together(RuntimeError):  # such as PyTorch's when memory runs out
                     for place, micro_batch in turn:
