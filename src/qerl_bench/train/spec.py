@@ -81,6 +81,7 @@ class TrainSpec:
     capture: str
     entropy_coef: float
     on_nonfinite: str
+    kept_groups: int
 
     def __post_init__(self) -> None:
         check_fields(
@@ -94,6 +95,7 @@ class TrainSpec:
             capture=one_of("auto", "off"),
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
+            kept_groups=count(0),
         )
 
 

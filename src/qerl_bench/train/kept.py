@@ -1,0 +1,56 @@
+"""The lines of rollouts.jsonl: the first groups that a step trained on, token by token.
+
+Per-token numbers are in hundredths of nats, as whole numbers: most are 0, and a token takes about fifteen bytes. Nothing
+is computed for them; where the loop did not measure a number, its column is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qerl_bench.records import Group
+
+TokenColumns = dict[str, list[float]]  # one number per completion token, in nats
+PER_NAT = 100
+
+
+def kept_records(
+    step: int,
+    groups: Sequence[Group],
+    advantages: Sequence[float],
+    columns: Mapping[int, TokenColumns],
+    decode: Callable[[list[int]], str],
+) -> list[dict[str, Any]]:
+    """One line per completion of `groups`, the first of a batch.
+
+    `advantages` are those of the batch's rows. `columns` has the trainer's numbers of a row, if it made any: `trained`,
+    the log-probabilities of the policy as it trains, and `noisy`, those with the sampler's noise.
+    """
+    texts = {token: decode([token]) for group in groups for one in group.rollouts for token in {*one.token_ids}}
+    graded = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
+    return [
+        {
+            "step": step,
+            "prompt": rollout.prompt.id,
+            "question": rollout.prompt.question or rollout.prompt.messages[-1]["content"],
+            "completion": rollout.text,
+            "gold": rollout.prompt.answer,
+            "reward": reward.total,
+            **reward.parts,
+            "correct": reward.correct,
+            "finished": rollout.finished,
+            "advantage": round(float(advantages[row]), 4),
+            "tokens": [texts[token] for token in rollout.token_ids],
+            "entropy": in_hundredths(rollout.entropies),
+            "sampled": in_hundredths(rollout.logprobs),
+            **{name: in_hundredths(column) for name, column in columns.get(row, {}).items()},
+        }
+        for row, (rollout, reward) in enumerate(graded)
+    ]
+
+
+def in_hundredths(nats: Sequence[float]) -> list[int | None]:
+    """Whole hundredths; None for what is not finite."""
+    return [round(PER_NAT * number) if math.isfinite(number) else None for number in nats]
