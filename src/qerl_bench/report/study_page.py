@@ -164,14 +164,15 @@ def _effects(results: Results, place: Mapping[Path, int]) -> Iterator[dict[str, 
                 for comparison in result.comparisons:
                     yield shared | _effect(claim_result, result, comparison, place)
                 if not result.primary and result.contrast.votes:
-                    yield shared | _no_effect(name, result)
+                    yield shared | _no_effect(name, claim_result, result)
 
 
-def _no_effect(scope: str, result: ContrastResult) -> dict[str, Any]:
+def _no_effect(scope: str, claim_result: ClaimResult, result: ContrastResult) -> dict[str, Any]:
     """A contrast that votes, and has no runs in its primary setting."""
     model, _, task = scope.partition(" on ")
-    asked = next((one.among for one in result.contrast.arms[0].where if one.key == "quant.name" and one.among), ())
-    axes = {"model": [model], "task": [task], **({"format": [str(asked[0])]} if len(asked) == 1 else {})}
+    conditions = (*claim_result.claim.where, *claim_result.claim.primary, *result.contrast.arms[0].where)
+    asked = [one.among[0] for one in conditions if one.key == "quant.name" and len(one.among) == 1]
+    axes = {"model": [model], "task": [task], **({"format": [str(asked[-1])]} if asked else {})}
     cells = (result.contrast.label, "-", "primary", "-", result.reason, "-")
     return {"cells": cells, "role": "primary", "axes": axes, "status": result.status, "reason": result.reason}
 

@@ -1,6 +1,6 @@
 """The lines of rollouts.jsonl: the first groups that a step trained on, token by token.
 
-Per-token numbers are in hundredths of nats, as whole numbers: most are 0, and a token takes about fifteen bytes. Nothing
+Per-token numbers are in thousandths of nats, as whole numbers; a token takes about twenty bytes. Nothing
 is computed for them; where the loop did not measure a number, its column is left out.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from qerl_bench.records import Group
 
 TokenColumns = dict[str, list[float]]  # one number per completion token, in nats
-PER_NAT = 100
+PER_NAT = 1000
 
 
 def kept_records(
@@ -43,14 +43,14 @@ def kept_records(
             "finished": rollout.finished,
             "advantage": round(float(advantages[row]), 4),
             "tokens": [texts[token] for token in rollout.token_ids],
-            "entropy": in_hundredths(rollout.entropies),
-            "sampled": in_hundredths(rollout.logprobs),
-            **{name: in_hundredths(column) for name, column in columns.get(row, {}).items()},
+            "entropy": in_thousandths(rollout.entropies),
+            "sampled": in_thousandths(rollout.logprobs),
+            **{name: in_thousandths(column) for name, column in columns.get(row, {}).items()},
         }
         for row, (rollout, reward) in enumerate(graded)
     ]
 
 
-def in_hundredths(nats: Sequence[float]) -> list[int | None]:
-    """Whole hundredths; None for what is not finite."""
+def in_thousandths(nats: Sequence[float]) -> list[int | None]:
+    """Whole thousandths; None for what is not finite."""
     return [round(PER_NAT * number) if math.isfinite(number) else None for number in nats]

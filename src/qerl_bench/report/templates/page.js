@@ -67,3 +67,4 @@ function saveCsv(name, rows) {
 }
 
 const number = (value, digits = 3) => (value === null ? "-" : String(Number(value.toPrecision(digits))));
+const signed = (value) => (value > 0 ? "+" : "") + number(value);

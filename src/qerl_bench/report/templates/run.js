@@ -33,7 +33,7 @@ function completionBox(completion, place, scale, most) {
     if (values) span.style.background = shade(values[at], most, Boolean(scale.second));
     told(span, data.scales.flatMap((one) => {
       const number = numbers(completion, one)?.[at];
-      return number === undefined || number === null ? [] : [`${one.name}: ${number.toFixed(2)} nats`];
+      return number === undefined || number === null ? [] : [`${one.name}: ${number.toFixed(3)} nats`];
     }).concat(`token ${at + 1}: ${JSON.stringify(token)}`).join("\n"));
   });
   return box;
@@ -53,8 +53,8 @@ function draw() {
     numbers(completion, scale) ?? [])));
   const most = everything.reduce((largest, value) => Math.max(largest, Math.abs(value ?? 0)), 0);
   const here = group.completions.some((completion) => numbers(completion, scale));
-  $("key").textContent = !here ? "not measured in this step" : `from 0 to ${most.toFixed(2)} nats` +
-    (scale.second ? ": blue below, orange above" : "");
+  $("key").textContent = !here ? "not measured in this step" : scale.second
+    ? `up to ±${most.toFixed(3)} nats: blue below zero, orange above` : `from 0 to ${most.toFixed(3)} nats`;
   $("shown").replaceChildren(element("h2", {}, `Step ${chosen.step}`), element("p", { class: "question" }, group.question),
     element("p", {}, `Reference answer: ${group.gold}`), element("div", { class: "completions" },
       ...group.completions.map((completion, place) => completionBox(completion, place, scale, most))));

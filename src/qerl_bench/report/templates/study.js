@@ -94,7 +94,7 @@ function fillPairs() {
   const table = $("pair-table");
   table.caption.textContent = effect ? `${effect.text}, the mean over ${effect.origin}` : "No comparison is left.";
   table.tBodies[0].replaceChildren(...(effect?.pairs ?? []).map((pair) => element("tr", {}, ...[pair.base, pair.seed,
-    `${number(pair.on_axis)} ${data.claims[effect.claim].unit}`, names(pair.runs[0]), names(pair.runs[1])].map(
+    `${signed(pair.on_axis)} ${data.claims[effect.claim].unit}`, names(pair.runs[0]), names(pair.runs[1])].map(
     (text) => element("td", {}, String(text))))));
 }
 
@@ -131,13 +131,13 @@ function forest(place, rows, at, reach, band, paper, label, unit) {
     const group = shape("g", { class: "mark" });
     const text = label(effect);
     const name = shape("text", { x: left - 12, y: y + 4, "text-anchor": "end" }, document.createTextNode(
-      text.length > 62 ? `${text.slice(0, 61)}…` : text));
+      text.length > 57 ? `${text.slice(0, 56)}…` : text));
     if (effect.role !== "primary") name.style.fill = "var(--soft)";
     group.append(name);
     if (points()) for (const pair of effect.pairs) {
       const dot = shape("circle", { class: "mark", cx: x(pair[at]), cy: y, r: 3.5, stroke: shade, fill: noisy ? shade : "none",
         opacity: 0.75 });
-      told(dot, `${number(pair.on_axis)} ${data.claims[effect.claim].unit}\nbase ${pair.base}, seed ${pair.seed}\n` +
+      told(dot, `${signed(pair.on_axis)} ${data.claims[effect.claim].unit}\nbase ${pair.base}, seed ${pair.seed}\n` +
         `${names(pair.runs[0])}\nminus ${names(pair.runs[1])}`);
       group.append(dot);
     } else if (low !== null) {
@@ -155,7 +155,9 @@ function forest(place, rows, at, reach, band, paper, label, unit) {
     told(group.lastChild, spoken);
     marks.push([group, spoken]);
     if (effect.role === "primary") for (const at_paper of paper(effect)) {
-      const cross = shape("path", { class: "axis", d: `M${x(at_paper) - 4},${y - 4} l8,8 m0,-8 l-8,8` });
+      const beyond = at_paper > reach ? "l5,4 l-5,4" : "m5,0 l-5,4 l5,4"; // a point of an arrow instead of a cross
+      const cross = shape("path", { class: "axis", d: `M${x(at_paper) - 4},${y - 4} ` +
+        (Math.abs(at_paper) > reach ? beyond : "l8,8 m0,-8 l-8,8") });
       told(cross, "the paper's number");
       svg.append(cross);
     }
@@ -177,7 +179,7 @@ function drawClaims() {
     const about = data.claims[claim];
     const ends = rows.filter((effect) => effect.role === "primary" || rows.length === 1)
       .flatMap((effect) => effect.on_axis).filter((end) => end !== null).map(Math.abs);
-    const reach = 2 * Math.max(Math.abs(about.margin), ...ends, ...(ends.length ? [] : rows.map((e) => Math.abs(e.on_axis[0]))));
+    const reach = 1.4 * Math.max(Math.abs(about.margin), ...ends, ...(ends.length ? [] : rows.map((e) => Math.abs(e.on_axis[0]))));
     forest(place, rows, "on_axis", reach || 1, Math.abs(about.margin), () => about.paper_on_axis,
       (effect) => `${effect.label}: ${effect.cells[1]}`, `difference in ${about.unit}; band: margin`);
   }
