@@ -160,7 +160,7 @@ def train_step(
         finally:  # whoever looks into a step that failed needs its completions too
             shown = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()
-            run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.decode))
+            run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.batch_decode))
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share

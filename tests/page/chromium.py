@@ -1,6 +1,6 @@
 """A headless Chromium, driven by its DevTools protocol over a pipe: no driver, no port, no package.
 
-Chromium reads commands from file descriptor 3 and writes answers and events to 4, each a JSON object that ends with NUL.
+Chromium reads commands from file descriptor 3, and writes answers and events to 4: JSON objects that end with NUL.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 WAIT_S = 60.0
 
 
 class Browser:
-    """One tab. `problems` has all console errors and uncaught exceptions, `requests` every address that was asked for."""
+    """One tab. `problems` has console errors and uncaught exceptions, `requests` every address that was asked for."""
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None

@@ -62,7 +62,8 @@ def test_tokens_are_colored_by_what_the_run_measured(page: Browser) -> None:
 
 
 def test_a_token_tells_all_its_numbers(page: Browser) -> None:
-    page.value("document.querySelector('.tokens span').dispatchEvent(new PointerEvent('pointermove', {clientX: 5, clientY: 5}))")
+    moved = "new PointerEvent('pointermove', {clientX: 5, clientY: 5})"
+    page.value(f"document.querySelector('.tokens span').dispatchEvent({moved})")
     told = page.value("$('tip').textContent")
     assert told.count("nats") == 4 and "token 1" in told
 

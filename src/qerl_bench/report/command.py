@@ -4,9 +4,9 @@
     qerl-bench report docs/results out=report/     # several studies: an index, and a folder for each
     qerl-bench report runs/ watch=true             # again every half minute, until no run goes on
 
-A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with filters;
-each run that kept completions (train.kept_groups) has a page of them, token by token. A study is a folder that holds runs
-or committed ones; unfinished runs are listed.
+A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with
+filters; each run that kept completions (train.kept_groups) has a page of them, token by token. A study is a folder that
+holds runs, or a committed one. Unfinished runs are listed.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         time.sleep(WATCH_S)
 
 
-def report(
-    folders: Sequence[Path], out: Path, mixed_code: bool, refresh_s: int | None, loaded: dict[Path, Run]
-) -> str:
+def report(folders: Sequence[Path], out: Path, mixed_code: bool, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
     """Write the pages of all studies in `folders` to `out`; returns what was written, in words.
 
     `loaded` keeps finished runs from one call to the next. Raises ConfigError as `find_runs`, `load_run` and
@@ -82,7 +80,8 @@ def report(
         texts[out / INDEX] = page("index", pages=pages, refresh_s=refresh_s)
     for path, text in texts.items():
         _write(path, text)
-    return f"{len(studies)} {'study' if len(studies) == 1 else 'studies'}, {len(paths)} runs, {samples} pages of samples"
+    counted = "1 study" if len(studies) == 1 else f"{len(studies)} studies"
+    return f"{counted}, {len(paths)} runs, {samples} pages of samples"
 
 
 def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:

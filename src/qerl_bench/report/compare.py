@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     options, more = parser.parse_known_args(arguments)
     require(
         not more,
-        f"{len(more)} words too many ({more[0] if more else ''}, ...): compare takes two runs or two patterns. Quote a "
+        f"{2 + len(more)} words ({', '.join(more[:2])}, ...): compare takes two runs or two patterns. Quote a "
         "pattern, so that the shell does not expand it: 'runs/*-nvfp4-*' 'runs/*-bf16-*'",
     )
     patterns = (options.first, options.second)
@@ -55,7 +55,7 @@ def paths(pattern: str) -> list[Path]:
     """The runs at or below what `pattern` matches. Raises ConfigError if there are none."""
     matched = [Path(pattern)] if _holds_runs(Path(pattern)) else [*map(Path, sorted(glob(pattern)))]
     found = [path for match in matched if _holds_runs(match) for path in find_runs(match)]
-    require(bool(found), f"no run matches {pattern}: give a run, a folder of runs, or a quoted pattern such as 'runs/*'")
+    require(bool(found), f"no run matches {pattern}: give a run, a folder of runs, or a quoted pattern: 'runs/*-s0-*'")
     return list(dict.fromkeys(found))
 
 
@@ -178,7 +178,7 @@ def notes(first: Arm, second: Arm) -> list[str]:
         said.append("The arms have no base model and seed in common, so there are no differences of pairs.")
     elif alone:
         pairs = "1 pair" if len(common) == 1 else f"{len(common)} pairs"
-        said.append(f"Differences are of {pairs}; {len(alone)} runs have no counterpart, and count in the means only.")
+        said.append(f"Differences are of {pairs}. Without a counterpart, and in the means only: {len(alone)}.")
     elif len(common) == 1:
         said.append("One pair: other seeds may differ otherwise. Intervals are over questions alone.")
     if any(first[cell].block != second[cell].block for cell in common):

@@ -20,11 +20,15 @@ FILES = Path(__file__).parent / "templates"
 def page(template: str, data: Any = None, **content: Any) -> str:
     """The HTML of a template; its script, TEMPLATE.js, reads `data` as JSON."""
     script = FILES / f"{template}.js"
-    return _environment().get_template(f"{template}.html").render(
-        style=Markup((FILES / "page.css").read_text()),
-        script=Markup("".join(file.read_text() for file in (FILES / "page.js", script)) if script.exists() else ""),
-        data=embedded(data),
-        **content,
+    return (
+        _environment()
+        .get_template(f"{template}.html")
+        .render(
+            style=Markup((FILES / "page.css").read_text()),
+            script=Markup("".join(file.read_text() for file in (FILES / "page.js", script)) if script.exists() else ""),
+            data=embedded(data),
+            **content,
+        )
     )
 
 

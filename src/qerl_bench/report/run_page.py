@@ -19,6 +19,12 @@ from qerl_bench.train.kept import PER_NAT
 MOST_STEPS = 40  # of a page, evenly spread, with the first and the last
 MOST_QUESTIONS = 100  # held-out ones, those whose answer changed first
 LISTED = ("step", "prompt", "question", "completion", "gold", "correct", "finished", "advantage", "reward")
+KINDS = {  # of answers, by whether they were right before training and after it; in the order of the page
+    (False, True): "wrong, then right",
+    (True, False): "right, then wrong",
+    (False, False): "wrong twice",
+    (True, True): "right twice",
+}
 PER_TOKEN = ("tokens", "entropy", "sampled", "trained", "noisy")
 # How tokens are colored: what is shown, and the columns that it is the difference of (first minus second).
 SCALES = {
@@ -64,8 +70,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line) if line.strip() else None
             if record is not None:
-                record["step"], record["completion"], record["prompt"]
-                records.append(record)
+                records.append(record | {key: record[key] for key in ("step", "prompt", "completion")})
         except (ValueError, KeyError, TypeError) as error:
             require(
                 number == len(lines),
@@ -105,29 +110,26 @@ def _changed(run: Path) -> dict[str, Any] | None:
     """Greedy answers to held-out questions before training and after it; None without two evaluations."""
     if not (run / "samples.parquet").is_file():
         return None
-    rows = read_table(run / "samples.parquet")
-    rows = rows[rows["mode"] == "greedy"] if "mode" in rows else rows
-    last = int(rows["step"].max()) if len(rows) else 0
-    if last == 0 or "completion" not in rows or not (rows["step"] == 0).any():
+    by_step: dict[int, dict[str, dict[str, Any]]] = {}
+    columns = ["mode", "step", "question", "gold", "completion", "correct"]
+    for row in read_table(run / "samples.parquet", columns).to_dict("records"):
+        if row["mode"] == "greedy":
+            by_step.setdefault(row["step"], {})[row["question"]] = {str(key): value for key, value in row.items()}
+    last = max(by_step, default=0)
+    if last == 0 or 0 not in by_step:
         return None
-    before, after = (rows[rows["step"] == step].drop_duplicates("question").set_index("question") for step in (0, last))
     questions = [
         {
-            "question": str(question),
-            "gold": str(before.loc[question].get("gold", "")),
-            "before": str(before.loc[question, "completion"]),
-            "after": str(after.loc[question, "completion"]),
-            "kind": _kind(bool(before.loc[question, "correct"]), bool(after.loc[question, "correct"])),
+            "question": question,
+            "gold": before["gold"],
+            "before": before["completion"],
+            "after": after["completion"],
+            "kind": KINDS[bool(before["correct"]), bool(after["correct"])],
         }
-        for question in before.index.intersection(after.index)
+        for question, before in by_step[0].items()
+        if (after := by_step[last].get(question))
     ]
-    counts = {kind: sum(one["kind"] == kind for one in questions) for kind in KINDS}
-    ordered = sorted(questions, key=lambda one: (KINDS.index(one["kind"]), one["before"] == one["after"]))
+    counts = {kind: sum(one["kind"] == kind for one in questions) for kind in KINDS.values()}
+    listed = [*KINDS.values()]
+    ordered = sorted(questions, key=lambda one: (listed.index(one["kind"]), one["before"] == one["after"]))
     return {"step": last, "counts": counts, "questions": ordered[:MOST_QUESTIONS], "all": len(questions)}
-
-
-KINDS = ("wrong, then right", "right, then wrong", "wrong twice", "right twice")
-
-
-def _kind(before: bool, after: bool) -> str:
-    return KINDS[{(False, True): 0, (True, False): 1, (False, False): 2, (True, True): 3}[before, after]]

@@ -63,8 +63,8 @@ def evaluated(title: str, runs: Sequence[Run]) -> Results:
     """The verdicts. ConfigError if claims cannot be evaluated, or if there are more runs than a page can show."""
     require(
         len(runs) <= MOST_RUNS,
-        f"{title} has {len(runs):,} runs, more than one page can show ({MOST_RUNS:,}). Pass some of its folders, or the "
-        "studies one by one",
+        f"{title} has {len(runs):,} runs, more than one page can show ({MOST_RUNS:,}). Pass some of its folders, "
+        "or the studies one by one",
     )
     return {scope: evaluate_claims(CLAIMS, group) for scope, group in by_scope(runs).items()}
 
@@ -78,7 +78,7 @@ def verdict_counts(results: Results) -> dict[str, int]:
 def study_page(
     title: str, runs: Sequence[Run], results: Results, viewers: Mapping[str, str], refresh_s: int | None = None
 ) -> str:
-    """The page of `runs`; `viewers` has the address of each run's samples. It loads itself again if `refresh_s` is set."""
+    """The page of `runs`; `viewers` has the address of each run's samples. With `refresh_s` it loads itself again."""
     place = {run.path: number for number, run in enumerate(runs)}
     rows = [_run(run, viewers.get(run.name, "")) for run in runs]
     effects = list(_effects(results, place))
@@ -223,9 +223,7 @@ def _pair(contrast: Contrast, numbers: Sequence[int]) -> list[list[int]]:
     return [[number for arm, number in signed if arm.sign == sign] for sign in (1, -1)]
 
 
-def _matrix(
-    results: Results, effects: Sequence[Mapping[str, Any]], formats: Collection[str]
-) -> list[dict[str, Any]]:
+def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Collection[str]) -> list[dict[str, Any]]:
     """A row for each claim of each model and task: the verdict, and by format of the treated arm what voted."""
     rows = []
     for number, claim in enumerate(CLAIMS):

@@ -21,14 +21,16 @@ def kept_records(
     groups: Sequence[Group],
     advantages: Sequence[float],
     columns: Mapping[int, TokenColumns],
-    decode: Callable[[list[int]], str],
+    decode: Callable[[list[list[int]]], list[str]],
 ) -> list[dict[str, Any]]:
     """One line per completion of `groups`, the first of a batch.
 
     `advantages` are those of the batch's rows. `columns` has the trainer's numbers of a row, if it made any: `trained`,
-    the log-probabilities of the policy as it trains, and `noisy`, those with the sampler's noise.
+    the log-probabilities of the policy as it trains, and `noisy`, those with the sampler's noise. `decode` makes texts
+    of lists of token ids.
     """
-    texts = {token: decode([token]) for group in groups for one in group.rollouts for token in {*one.token_ids}}
+    used = sorted({token for group in groups for one in group.rollouts for token in one.token_ids})
+    texts = dict(zip(used, decode([[token] for token in used]), strict=True))
     graded = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
     return [
         {

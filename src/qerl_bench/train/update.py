@@ -170,8 +170,9 @@ def update(
     policy.train_mode(False)
     everywhere = {key: part for of_rank in world.gather(parts) for key, part in of_rank.items()}
     totals.include(everywhere[key] for key in sorted(everywhere))
-    for (number, _), part in everywhere.items() if columns is not None else ():
-        columns |= part.columns_by_row() if number == 0 else {}
+    if columns is not None:
+        for (number, _), part in everywhere.items():
+            columns.update(part.columns_by_row() if number == 0 else {})
     return {
         "train/taught_frac": metrics.taught_frac(lengths, has_gradient),
         "train/micro_batches": sum(number == 0 for number, _ in everywhere),  # the first update makes all of them
