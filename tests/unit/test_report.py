@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -172,8 +173,8 @@ def test_two_runs_differ_in_an_option_and_in_numbers(root: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert re.search(r"^quant\.name +nvfp4 +bf16$", said, re.M) and "lora.rank" not in said and "\nseed" not in said
     runs = load_runs([first, second])
-    values = [run.series("eval", "eval/accuracy_greedy").iloc[-1] for run in runs]
-    found = re.search(r"^eval/accuracy_greedy +(\S+) +(\S+) +(\S+)", said, re.M)
+    values = [run.series("train", "reward/mean").iloc[-math.ceil(run.last_step / 5) :].mean() for run in runs]
+    found = re.search(r"^reward/mean +(\S+) +(\S+) +(\S+)", said, re.M)
     assert found is not None and float(found[3]) == pytest.approx(values[0] - values[1], abs=1e-3) != 0
     assert "One pair" in said
 

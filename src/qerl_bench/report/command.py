@@ -1,7 +1,7 @@
 """Make pages of a folder of runs, to look behind its verdicts: open index.html in a browser, no network needed.
 
     qerl-bench report runs/ out=report/
-    qerl-bench report docs/results out=report/     # several studies: an index, and a folder for each
+    qerl-bench report docs/results out=report/     # several studies: an index, a folder for each
     qerl-bench report runs/ watch=true             # again every half minute, until no run goes on
 
 A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with
@@ -30,8 +30,7 @@ INDEX = "index.html"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_for(__doc__)
-    parser.set_defaults(out=Path("report"))
+    parser = parser_for(__doc__, out="report")
     parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_S} s, until no run goes on")
     options = parser.parse_args(arguments)
     folders: list[Path] = options.runs

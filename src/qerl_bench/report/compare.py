@@ -1,7 +1,7 @@
 """Tell in which options and in which numbers two runs differ, or two arms of several seeds.
 
     qerl-bench compare runs/FIRST runs/SECOND
-    qerl-bench compare 'runs/*-nvfp4-none-*' 'runs/*-bf16-none-*'     # two arms; quotes keep the shell from expanding
+    qerl-bench compare 'runs/*-nvfp4-none-*' 'runs/*-bf16-none-*'     # two arms: quote the patterns
 
 Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences are
 taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of one
