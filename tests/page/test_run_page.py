@@ -82,6 +82,13 @@ def test_a_run_of_before_tokens_shows_its_texts(browser: Browser, tmp_path: Path
     assert browser.value("$('key').textContent") == "not measured in this step"
 
 
+def test_a_narrow_window_shows_all(browser: Browser, sample_page: Path) -> None:
+    browser.look(400)
+    browser.open(sample_page)
+    assert browser.value("document.documentElement.scrollWidth") <= 400
+    browser.look()
+
+
 def test_answers_before_and_after_training_are_listed(page: Browser) -> None:
     rows = page.value("document.querySelectorAll('#changed ~ div tbody tr').length")
     assert rows == 4
