@@ -17,7 +17,7 @@ FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
 FAULTS ?= 200
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
-.PHONY: run study test test-faults test-models test-vllm test-cluster check setup clean
+.PHONY: run study test test-faults test-models test-vllm test-cluster test-page check setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
@@ -51,6 +51,13 @@ test-cluster: $(CLUSTER_READY)
 	@command -v slurmctld slurmd sbatch munged >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends $(SLURM); } \
 		>/dev/null 2>&1 || echo "Slurm cannot be installed here (root, and Debian's $(SLURM)): its tests are skipped"
 	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest tests/cluster --durations=0
+
+# Pages of reports in a headless browser, without a script, printed, by keyboard: as root, Debian's Chromium.
+test-page: $(READY)
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ apt-get update && apt-get install --yes --no-install-recommends chromium; } >/dev/null 2>&1 || \
+		echo "Chromium cannot be installed here (root, and Debian's chromium): its tests are skipped"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/page
 
 check: $(READY)
 	$(BIN)/ruff check .

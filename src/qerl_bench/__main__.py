@@ -57,6 +57,8 @@ COMMANDS = {
         composes=True,
     ),
     "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
+    "report": Command("qerl_bench.report.command", "make pages of a folder of runs: verdicts, effects, samples"),
+    "compare": Command("qerl_bench.report.compare", "tell in which options and numbers two runs, or two arms, differ"),
     "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),
 }
 USAGE = "\n".join(

@@ -41,6 +41,7 @@ from qerl_bench.session import evaluate, prepare_device, require_places, session
 from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
+from qerl_bench.train.kept import TokenColumns, kept_records
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.shares import require_equal_weights
 from qerl_bench.train.update import make_optimizer, update
@@ -147,14 +148,19 @@ def train_step(
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
-            kept_groups, all_groups, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
-            run.log_rollouts(step, all_groups)
-            batch = rollout_batch(kept_groups, algo, policy)
+            groups, _, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+            batch = rollout_batch(groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:
-            batch = demonstration_batch(experiment, policy, step)
-        with timer("train"):
-            step_metrics |= update(experiment, policy, optimizer, batch, run, step, world)
+            groups, batch = [], demonstration_batch(experiment, policy, step)
+        columns: dict[int, TokenColumns] = {}
+        try:
+            with timer("train"):
+                step_metrics |= update(experiment, policy, optimizer, batch, run, step, world, columns)
+        finally:  # whoever looks into a step that failed needs its completions too
+            shown = groups[: experiment.train.kept_groups]
+            advantages = batch.advantages.tolist()
+            run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.batch_decode))
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share

@@ -25,7 +25,6 @@ from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.durable import make_folder, replace, sync, sync_tree
 from qerl_bench.environment import environment
 from qerl_bench.locks import RunLocked, holder, lock
-from qerl_bench.records import Group
 from qerl_bench.seals import (
     DONE,
     GROWING,
@@ -56,11 +55,11 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
         "hydra",
         "eval.every",
         "eval.every_questions",
+        "train.kept_groups",
         "parallel",  # affects rounding, like the number of GPUs
     }
 )
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
-ROLLOUTS_KEPT = 4  # completions per step in rollouts.jsonl
 MADE_AGAIN = (
     "env.json",
     "preflight.json",
@@ -423,22 +422,6 @@ class RunDir:
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Append the metrics of a step to metrics.jsonl; `kind` is train, validation or eval."""
         self.append("metrics.jsonl", [{"kind": kind, "step": step, "time": time.time(), **metrics}])
-
-    def log_rollouts(self, step: int, groups: list[Group]) -> None:
-        """Append the first few completions of a step, with their rewards, to rollouts.jsonl."""
-        graded = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
-        records = [
-            {
-                "step": step,
-                "prompt": rollout.prompt.id,
-                "completion": rollout.text,
-                "gold": rollout.prompt.answer,
-                "reward": reward.total,
-                **reward.parts,
-            }
-            for rollout, reward in graded[:ROLLOUTS_KEPT]
-        ]
-        self.append("rollouts.jsonl", records)
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Append JSON lines to a file of the run and flush it. Non-finite numbers become null, with a warning."""

@@ -26,7 +26,7 @@ class Runs:
 
         def killed_in_step_5(*arguments: Any) -> dict[str, float]:
             if arguments[-1] == 5:
-                arguments[-2].log_rollouts(5, [])
+                arguments[-2].append("rollouts.jsonl", [])
                 raise KeyboardInterrupt
             return step(*arguments)
 

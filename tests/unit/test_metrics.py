@@ -415,16 +415,27 @@ def test_the_noise_is_in_the_sampler_and_not_in_the_trainer(sampled: Step) -> No
     assert sampled.found["mismatch/kl"] > 1e-4
 
 
-def test_the_step_kept_a_few_rollouts_with_their_rewards(sampled: Step) -> None:
+def test_the_step_kept_its_first_group_with_rewards_and_the_numbers_of_each_token(sampled: Step) -> None:
     lines = [json.loads(line) for line in (sampled.run.path / "rollouts.jsonl").read_text().splitlines()]
-    rollouts = _step_rollouts(sampled)
-    for line, rollout in zip(lines[:4], rollouts, strict=False):
+    rollouts = {(r.prompt.id, r.text, tuple(r.logprobs)): r for r in _step_rollouts(sampled)}
+    assert len(lines) == 4 and len({line["prompt"] for line in lines}) == 1
+    kept = [r for r in rollouts.values() if r.prompt.id == lines[0]["prompt"]]
+    fresh = sampled.fresh_policy()
+    batch = make_batch([r.prompt_ids for r in kept], [r.token_ids for r in kept], fresh.pad_id, fresh.device)
+    with torch.no_grad():
+        trained = fresh.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+        with fresh.noise.for_rollout(3, 0):
+            noisy = fresh.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+    for row, (line, rollout) in enumerate(zip(lines, kept, strict=True)):
         judged = sampled.experiment.task.reward(rollout.prompt, rollout.text)
-        assert line == {
-            "step": 3,
-            "prompt": rollout.prompt.id,
-            "completion": rollout.text,
-            "gold": rollout.prompt.answer,
-            "reward": judged.total,
-            **judged.parts,
-        }
+        expected = {"step": 3, "completion": rollout.text, "gold": rollout.prompt.answer, "reward": judged.total}
+        expected |= {**judged.parts, "correct": judged.correct, "finished": rollout.finished}
+        assert {key: line[key] for key in expected} == expected
+        assert len(line["tokens"]) == len(rollout.token_ids)
+        mask = batch.mask[row]
+        numbers = {"sampled": rollout.logprobs, "entropy": rollout.entropies}
+        numbers |= {"trained": trained[row][mask].tolist(), "noisy": noisy[row][mask].tolist()}
+        for name, nats in numbers.items():
+            assert line[name] == pytest.approx([1000 * number for number in nats], abs=0.51 + 0.02), name
+    assert any(line["trained"] != line["noisy"] for line in lines)
+    assert sum(line["advantage"] for line in lines) == pytest.approx(0, abs=1e-3)

@@ -2,15 +2,17 @@
 
     qerl-bench claims runs/ out=figures/
 
-Writes claims.md, claims.html (one file with its figures inside) and claims.svg, all claims in one picture.
+Writes claims.md, and claims.svg, all claims in one picture. `qerl-bench report` makes a page of the same with filters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qerl_bench.checks import require
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.claims.report import pages, summary_text
+from qerl_bench.claims.report import markdown, summary_text
 from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
@@ -23,11 +25,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     runs = with_values(load_runs(options.runs, options.mixed_code), options.where)
-    scopes: dict[str, list[Run]] = {}
-    for run in runs:
-        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
-    results = {scope: evaluate_claims(CLAIMS, group) for scope, group in sorted(scopes.items())}
-    files = pages(results, runs)
+    results = {scope: evaluate_claims(CLAIMS, group) for scope, group in by_scope(runs).items()}
+    files = {"claims.md": markdown(results, runs)}
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
         files[f"claims{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
         print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")
@@ -35,6 +34,14 @@ def main(arguments: list[str] | None = None) -> None:
     for name, text in files.items():
         (options.out / name).write_text(text)
         print(options.out / name)
+
+
+def by_scope(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each model on each task, which claims are decided by; sorted."""
+    scopes: dict[str, list[Run]] = {}
+    for run in runs:
+        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
+    return dict(sorted(scopes.items()))
 
 
 def with_values(runs: list[Run], conditions: list[str]) -> list[Run]:

@@ -47,6 +47,7 @@ class Comparison:
     effect: Effect | None
     reason: str = ""
     levels: tuple[float, ...] = ()  # the mean of each arm, over bases, seeds and questions
+    by_cell: tuple[float, ...] = ()  # the contrast in each of stratum.cells, over questions
 
     def is_in(self, where: Sequence[Filter]) -> bool:
         """Whether every arm meets all conditions."""
@@ -93,7 +94,9 @@ def _comparison(contrast: Contrast, stratum: Stratum, label: str, values: dict[P
         reason = f"its arms ran on different machines or library versions: {'; '.join(mixed)}"
         return Comparison(contrast, stratum, label, None, reason)
     levels = tuple(fmean(values[run.path].mean() for run in arm.values()) for arm in stratum.arms)
-    return Comparison(contrast, stratum, label, _effect(_differences(contrast, stratum, values)), "", levels)
+    differences = _differences(contrast, stratum, values)
+    by_cell = tuple(differences.mean(0).ravel().tolist())
+    return Comparison(contrast, stratum, label, _effect(differences), "", levels, by_cell)
 
 
 def _differences(contrast: Contrast, stratum: Stratum, values: dict[Path, pd.Series]) -> np.ndarray:

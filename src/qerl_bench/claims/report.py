@@ -1,8 +1,7 @@
-"""The verdicts as claims.md, and as claims.html, which has its figures inside; templates/ holds the text of both."""
+"""The verdicts in words: claims.md, and what the study page (report/study_page.py) says about each claim."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,29 +10,31 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from qerl_bench.claims.estimate import Comparison, Effect
 from qerl_bench.claims.evaluate import DIRECTION, NO_RUNS, SMALLNESS, Claim, ClaimResult, ContrastResult
 from qerl_bench.claims.gates import diverged_arms
-from qerl_bench.figures.forest import all_claims, one_claim, svg
 from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import Run
 
-TEMPLATES = ("claims.md", "claims.html")
 DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "from", "detectable", "why", "the paper")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
 
 
-def pages(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> dict[str, str]:
-    """The text of claims.md and claims.html; `results` are by model and task."""
+def markdown(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> str:
+    """The text of claims.md; `results` are by model and task."""
     environment = Environment(
         loader=PackageLoader("qerl_bench.claims"),
-        autoescape=lambda name: name is not None and name.endswith(".html"),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"cell": lambda text: text.replace("|", "/"), "css": css_class}
+    environment.filters["cell"] = lambda text: text.replace("|", "/")
+    return environment.get_template("claims.md").render(content(results, runs))
+
+
+def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> dict[str, Any]:
+    """What the templates of a report are filled with."""
     scopes = [_scope(name, scope_results) for name, scope_results in results.items()]
-    content = {
+    return {
         "material": _material(runs),
         "direction": f"{DIRECTION:g}",
         "smallness": f"{SMALLNESS:g}",
@@ -42,7 +43,6 @@ def pages(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> 
         "summary_header": SUMMARY,
         "comparisons_header": COMPARISONS,
     }
-    return {name: environment.get_template(name).render(content) for name in TEMPLATES}
 
 
 def css_class(verdict: str) -> str:
@@ -68,11 +68,9 @@ def _material(runs: Sequence[Run]) -> str:
 
 
 def _scope(name: str, results: Sequence[ClaimResult]) -> dict[str, Any]:
-    drawn = any(comparison.effect for one in results for result in one.voting for comparison in result.comparisons)
     return {
         "name": name,
         "summary": _summary(results),
-        "figure": _data_uri(svg(all_claims(results, name))) if drawn else "",
         "claims": [_claim(number, result, name.startswith("tiny ")) for number, result in enumerate(results, start=1)],
     }
 
@@ -111,25 +109,20 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "verdict": result.verdict,
         "reason": result.reason,
         "power": _power(result),
-        "figure": _data_uri(svg(one_claim(result))) if compared else "",
-        "rows": [_row(claim, one, comparison) for one in compared for comparison in one.comparisons],
+        "rows": [row_of(claim, one, comparison) for one in compared for comparison in one.comparisons],
         "bases": [text for one in compared if (text := _bases(claim, one))],
-        "differing": [f"{_label(one)}: {', '.join(one.confounders)}" for one in compared if one.confounders],
+        "differing": [f"{label_of(one)}: {', '.join(one.confounders)}" for one in compared if one.confounders],
         "additional": [f"{name} {_additional(mean)}" for one in compared for name, mean in one.additional],
         "command": (claim.command if built_in else claim.at_scale) if any(one.status for one in result.voting) else "",
         "matched": [line for one in compared for line in _matched(one)],
     }
 
 
-def _data_uri(drawing: str) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}"
-
-
 def _effect(result: ContrastResult) -> Effect | None:
     return result.primary.effect if result.primary else None
 
 
-def _label(result: ContrastResult) -> str:
+def label_of(result: ContrastResult) -> str:
     return result.contrast.label + (", as published" if result.contrast.confounded else "")
 
 
@@ -152,15 +145,15 @@ def _power(result: ClaimResult) -> str:
     return f"{text}; one of {result.claim.measure.size_text(result.claim.measure.margin)} would need {needed}."
 
 
-def _row(claim: Claim, result: ContrastResult, comparison: Comparison) -> tuple[str, ...]:
+def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tuple[str, ...]:
     diverged = diverged_arms(comparison)
     setting = comparison.label + (f" (diverged: {', '.join(diverged)})" if diverged else "")
     role = "primary" if comparison is result.primary else "robustness"
     if comparison.effect is None:
-        return _label(result), setting, role, "-", comparison.reason, "-"
+        return label_of(result), setting, role, "-", comparison.reason, "-"
     levels = " / ".join(map(claim.measure.level_text, comparison.levels))
     estimate = claim.measure.estimate_text(comparison.effect.whole)
-    return _label(result), setting, role, levels, estimate, comparison.effect.origin
+    return label_of(result), setting, role, levels, estimate, comparison.effect.origin
 
 
 def _bases(claim: Claim, result: ContrastResult) -> str:
@@ -173,7 +166,7 @@ def _bases(claim: Claim, result: ContrastResult) -> str:
     spread, unit = (
         (bases.between, "of its logarithm") if measure.ratio else (measure.scale * bases.between, measure.unit)
     )
-    text = f"{_label(result)} by base: {each}. Standard deviation between bases: {spread:.3g} {unit}."
+    text = f"{label_of(result)} by base: {each}. Standard deviation between bases: {spread:.3g} {unit}."
     if bases.prediction:
         text += f" Prediction interval for one more base of as many seeds: {measure.interval_text(*bases.prediction)}."
     return text
@@ -186,7 +179,7 @@ def _matched(result: ContrastResult) -> list[str]:
         for arm, runs in zip(result.contrast.arms, comparison.stratum.arms, strict=True):
             seeds = ",".join(map(str, sorted({seed for _, seed in runs})))
             names = dict.fromkeys(run.name.replace(f"-s{seed}-", f"-s{{{seeds}}}-") for (_, seed), run in runs.items())
-            lines.append(f"{_label(result)}, {comparison.label}, {arm.label}: {', '.join(names)}")
+            lines.append(f"{label_of(result)}, {comparison.label}, {arm.label}: {', '.join(names)}")
     return lines
 
 

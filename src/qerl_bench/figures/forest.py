@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
-from textwrap import fill
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qerl_bench.claims.estimate import Comparison, Effect
+from qerl_bench.claims.estimate import Effect
 from qerl_bench.claims.evaluate import ClaimResult, ContrastResult
 from qerl_bench.figures.style import FULL_WIDTH, SMALL, caption, panels, paper_style
 
@@ -18,7 +17,6 @@ REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
 VERDICTS = {"supported": "#00694d", "reversed": "#a34700", "negligible": "#0b5394"}
 OPEN = "#666666"
-LABEL = 46  # characters of a label in one line
 ROW = 0.19  # inches
 
 
@@ -52,36 +50,6 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
     return figure
 
 
-def one_claim(claim_result: ClaimResult) -> Figure:
-    """The primary setting of each contrast large and black; robustness checks and published arms small and blue."""
-    claim = claim_result.claim
-    rows = [
-        (result, setting, setting is result.primary)
-        for result in claim_result.contrasts
-        for setting in sorted(result.comparisons, key=lambda one: one is not result.primary)
-        if setting.effect
-    ]
-    show: Callable[[float], float] = claim.measure.on_axis
-    effects = [setting.effect for _, setting, primary in rows if primary and setting.effect]
-    widest = max([claim.measure.margin, *(max(abs(e.whole.low), abs(e.whole.high)) for e in effects if e.whole.n > 1)])
-    reach = 2.5 * abs(show(widest))
-    with paper_style():
-        labels = [fill(_label(result, setting, primary), LABEL) for result, setting, primary in rows]
-        figure, axes = panels(1, 1, 0.75 + ROW * sum(label.count("\n") + 1 for label in labels), width=FULL_WIDTH)
-        ax = axes[0, 0]
-        _ground(ax, abs(show(claim.measure.margin)))
-        for y, (_, setting, primary) in enumerate(rows):
-            assert setting.effect is not None
-            _mark(ax, y, setting.effect, show, BLACK if primary else ROBUST, "D" if primary else "o", reach)
-        for number in claim.paper_effects:
-            _point(ax, 0, show(number), "D", PAPER, reach, hollow=True)
-        _rows(ax, labels)
-        ax.set_xlim(-reach, reach)
-        unit = "difference in %" if claim.measure.ratio else f"difference in {claim.measure.unit}"
-        ax.set_xlabel(f"{unit} (band: margin; hollow: paper; arrows: beyond)")
-    return figure
-
-
 def svg(figure: Figure) -> str:
     """The figure as SVG text, the same on any day."""
     buffer = BytesIO()
@@ -111,11 +79,6 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
         yield "Dots: single base models."
     elif effects:
         yield "All from one base model, for which alone the intervals speak."
-
-
-def _label(result: ContrastResult, setting: Comparison, primary: bool) -> str:
-    published = ", as published" if result.contrast.confounded else ""
-    return f"{result.contrast.label}{published}" + (": primary" if primary else f": {setting.label}")
 
 
 def _scaled(factor: float) -> Callable[[float], float]:

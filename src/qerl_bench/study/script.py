@@ -8,10 +8,10 @@ from pathlib import Path
 from qerl_bench.arguments import KeyValueParser
 
 
-def parser_for(description: str | None) -> argparse.ArgumentParser:
+def parser_for(description: str | None, out: str = "figures") -> argparse.ArgumentParser:
     """The command line of a script that reads runs and writes files."""
     parser = KeyValueParser(description)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
-    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    parser.add_argument("--out", type=Path, default=Path(out), help=f"folder to write to (default: {out})")
     parser.add_argument("--mixed-code", action="store_true", help="accept runs of different versions of the code")
     return parser

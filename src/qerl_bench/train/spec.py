@@ -82,6 +82,7 @@ class TrainSpec:
     tf32: bool
     entropy_coef: float
     on_nonfinite: str
+    kept_groups: int
 
     def __post_init__(self) -> None:
         check_fields(
@@ -96,6 +97,7 @@ class TrainSpec:
             tf32=flag,
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
+            kept_groups=count(0),
         )
 
 

@@ -35,6 +35,7 @@ from qerl_bench.parallel import ALONE, World
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
+from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
 from qerl_bench.train.objective import objective
@@ -60,6 +61,7 @@ class MicroBatch:
     reference_logprobs: torch.Tensor | None = None  # (B, T)
     importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
     static: StaticInputs | None = None  # with fixed shapes, if its pass can be recorded
+    tokens_of: tuple[tuple[int, int], ...] = ()  # for each sequence its row in the step's batch, and its tokens
     measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
 
 
@@ -70,6 +72,17 @@ class Part:
     loss: float | torch.Tensor
     sums: Mapping[str, float | torch.Tensor]  # over its tokens
     tokens: metrics.TokenTable  # columns of per-token numbers, of the policy before the first update
+    tokens_of: tuple[tuple[int, int], ...]  # that of its micro-batch
+
+    def columns_by_row(self) -> dict[int, TokenColumns]:
+        """The log-probabilities of each sequence, by its row in the step's batch, as `train/kept.py` calls them."""
+        names = {"logprobs": "trained", "noisy_logprobs": "noisy"}
+        sizes = [size for _, size in self.tokens_of]
+        columns: dict[int, TokenColumns] = {row: {} for row, _ in self.tokens_of}
+        for name in names.keys() & set(self.tokens.names()):
+            for (row, _), part in zip(self.tokens_of, self.tokens[name].split(sizes), strict=True):
+                columns[row][names[name]] = part.tolist()
+        return columns
 
 
 def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
@@ -88,8 +101,11 @@ def update(
     run: RunDir,
     step: int,
     world: World = ALONE,
+    columns: dict[int, TokenColumns] | None = None,
 ) -> dict[str, float]:
     """Make train.updates_per_batch updates on `batch` and return the training metrics of `step`.
+
+    `columns`, if given, gets the log-probabilities that were computed before the first update, by row of the batch.
 
     All ranks of `world` have the whole batch, share its backward passes, and make the same updates.
 
@@ -156,6 +172,9 @@ def update(
     policy.train_mode(False)
     everywhere = {key: part for of_rank in world.gather(parts) for key, part in of_rank.items()}
     totals.include(everywhere[key] for key in sorted(everywhere))
+    if columns is not None:
+        for (number, _), part in everywhere.items():
+            columns.update(part.columns_by_row() if number == 0 else {})
     return {
         "train/taught_frac": metrics.taught_frac(lengths, has_gradient),
         "train/micro_batches": sum(number == 0 for number, _ in everywhere),  # the first update makes all of them
@@ -188,6 +207,7 @@ def split(
             loss_weights[chosen].to(device),
             has_gradient=value,
             static=None if pad_id is None else StaticInputs.of(part, loss_weights[chosen], pad_id).to(device),
+            tokens_of=tuple(zip(chosen.tolist(), part.mask.sum(1).tolist(), strict=True)),
         )
         for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))
         for chosen in batch.micro_batches(tokens, selected)
@@ -220,7 +240,7 @@ def forward_backward(
         stats, loss, columns = passes(micro_batch.static)
         micro_batch.logprobs = stats.logprobs
         before_first_update(experiment, policy, micro_batch, stats, [], tokens)
-        return Part(loss, sums_of(columns, layout), tokens)
+        return Part(loss, sums_of(columns, layout), tokens, micro_batch.tokens_of)
     train_with_noise = experiment.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
     with (
@@ -246,7 +266,7 @@ def forward_backward(
     if micro_batch.has_gradient:
         with training_noise():  # recomputation repeats the forward pass
             loss.backward()
-    return Part(loss.detach(), sums, tokens)
+    return Part(loss.detach(), sums, tokens, micro_batch.tokens_of)
 
 
 def sums_of(columns: dict[str, torch.Tensor], layout: Packing) -> dict[str, torch.Tensor]:

@@ -1,0 +1,120 @@
+"""Make pages of a folder of runs, to look behind its verdicts: open index.html in a browser, no network needed.
+
+    qerl-bench report runs/ out=report/
+    qerl-bench report docs/results out=report/     # several studies: an index, a folder for each
+    qerl-bench report runs/ watch=true             # again every half minute, until no run goes on
+
+A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with
+filters; each run that kept completions (train.kept_groups) has a page of them, token by token. A study is a folder that
+holds runs, or a committed one. Unfinished runs are listed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonpath
+from pathlib import Path
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.durable import replace
+from qerl_bench.report.page import page
+from qerl_bench.report.run_page import has_samples, run_page
+from qerl_bench.report.study_page import evaluated, study_page, verdict_counts
+from qerl_bench.status import GOES_ON, statuses
+from qerl_bench.study.load import Run, check_comparable, find_runs, load_run
+from qerl_bench.study.script import parser_for
+
+WATCH_S = 30
+INDEX = "index.html"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_for(__doc__, out="report")
+    parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_S} s, until no run goes on")
+    options = parser.parse_args(arguments)
+    folders: list[Path] = options.runs
+    loaded: dict[Path, Run] = {}
+    while True:
+        live = options.watch and any(one.state in GOES_ON for one in statuses([f for f in folders if f.is_dir()]))
+        try:
+            written = report(folders, options.out, options.mixed_code, WATCH_S if live else None, loaded)
+        except ConfigError as error:
+            if not live:
+                raise
+            print(f"{time.strftime('%H:%M:%S')} not yet: {error}", flush=True)
+        else:
+            print(f"{options.out / INDEX}  {written}", flush=True)
+        if not live:
+            return
+        time.sleep(WATCH_S)
+
+
+def report(folders: Sequence[Path], out: Path, mixed_code: bool, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
+    """Write the pages of all studies in `folders` to `out`; returns what was written, in words.
+
+    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `find_runs`, `load_run` and
+    `check_comparable` do: whatever is wrong is said before a file is written.
+    """
+    paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
+    studies = by_study(paths)
+    texts: dict[Path, str] = {}
+    pages: list[tuple[str, Mapping[str, int], int]] = []
+    samples = 0
+    for name, members in studies.items():
+        folder = out if len(studies) == 1 else out / name
+        runs = [_load(path, loaded) for path in members]
+        check_comparable(runs, mixed_code)
+        viewers = {run.name: f"samples/{run.path.name}.html" for run in runs if has_samples(run.path)}
+        title = name if len(studies) > 1 else _title(folders)
+        results = evaluated(title, runs)
+        texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s)
+        pages.append((name, verdict_counts(results), len(runs)))
+        for run in runs:
+            target = folder / viewers[run.name] if run.name in viewers else None
+            if target and not (refresh_s and _is_newer(target, run.path)):
+                _write(target, run_page(run.path, f"../{INDEX}"))
+                samples += 1
+    if len(studies) > 1:
+        texts[out / INDEX] = page("index", pages=pages, refresh_s=refresh_s)
+    for path, text in texts.items():
+        _write(path, text)
+    counted = "1 study" if len(studies) == 1 else f"{len(studies)} studies"
+    return f"{counted}, {len(paths)} runs, {samples} pages of samples"
+
+
+def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Runs by the folder that holds them, named by its path below what all folders share."""
+    folders: dict[Path, list[Path]] = {}
+    for path in paths:
+        folders.setdefault(path.absolute().parent, []).append(path)
+    shared = Path(commonpath(folders)) if len(folders) > 1 else next(iter(folders)).parent
+    return {"-".join(folder.relative_to(shared).parts) or "runs": members for folder, members in folders.items()}
+
+
+def _title(folders: Sequence[Path]) -> str:
+    first = folders[0].absolute()
+    return f"{first.parent.name}/{first.name}" if first.name == "runs" else first.name
+
+
+def _load(path: Path, loaded: dict[Path, Run]) -> Run:
+    if path not in loaded:
+        run = load_run(path)
+        if not run.finished:
+            return run
+        loaded[path] = run
+    return loaded[path]
+
+
+def _is_newer(target: Path, run: Path) -> bool:
+    """Whether a page was written after the last completion of the run, and after its end."""
+    sources = [file for file in (run / "rollouts.jsonl", run / "samples.parquet") if file.exists()]
+    return target.exists() and all(target.stat().st_mtime > file.stat().st_mtime for file in sources)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a page as a whole: a browser may be reading it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = path.with_name(f".{path.name}.writing")
+    writing.write_text(text)
+    replace(writing, path)

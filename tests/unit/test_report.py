@@ -1,0 +1,225 @@
+"""`qerl-bench report` and `compare` on small studies and on bad input, without a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.report import command, compare, study_page
+from qerl_bench.report.page import embedded
+from qerl_bench.report.run_page import evenly, run_page
+from qerl_bench.status import Status
+from qerl_bench.study.load import load_runs
+
+ASSETS = Path(__file__).parents[1] / "assets" / "runs"
+RUN = "nvfp4-exp-grpo-r32-s0-a101d16e"
+
+
+def data_of(page: Path) -> dict:
+    """The data inside a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A copy of eight runs in a folder `runs`."""
+    shutil.copytree(ASSETS, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+@pytest.fixture(autouse=True)
+def no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims, which test_claims.py tests, take most of the time."""
+    monkeypatch.setattr(study_page, "CLAIMS", study_page.CLAIMS[:1])
+
+
+def test_a_page_is_one_file_that_asks_no_network(root: Path, tmp_path: Path) -> None:
+    command.main([str(root), f"out={tmp_path}/report"])
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:|//|[^"'#]*\.(?:js|css))""", text)
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["index.html"]
+    data = data_of(tmp_path / "report" / "index.html")
+    assert [run["name"] for run in data["runs"]] == [run.name for run in load_runs([root])]
+
+
+def test_doses_are_means_of_the_runs_they_name(root: Path, tmp_path: Path) -> None:
+    command.main([str(root), f"out={tmp_path}/report"])
+    data, runs = data_of(tmp_path / "report" / "index.html"), load_runs([root])
+    assert {dose["axes"]["format"] for dose in data["doses"]} == {"bf16", "nvfp4"} and len(data["doses"]) == 4
+    for dose in data["doses"]:
+        named = [runs[place] for place in dose["runs"]]
+        noisy = dose["axes"]["noise"] != "none"
+        assert {run.option("aqn.name") != "none" for run in named} == {noisy} and (dose["sigma"] > 0) == noisy
+        entropy = dose["measures"][0]
+        assert entropy["mean"][0] == pytest.approx(sum(entropy["values"]) / 2, rel=1e-5) and entropy["n"] == 2
+        assert entropy["mean"][1] < entropy["mean"][0] < entropy["mean"][2]
+
+
+def test_five_hundred_runs_stay_below_a_megabyte(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = load_runs([root])
+    monkeypatch.setattr(study_page, "_doses", lambda runs, place: [])
+    sizes = [len(study_page.study_page("s", runs * times, {}, {}).encode()) for times in (1, 2)]
+    per_run = (sizes[1] - sizes[0]) / len(runs)
+    assert sizes[0] + 500 * per_run < 800_000  # and effects, of which there are as many as settings
+
+
+def test_several_studies_have_an_index(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / "other")
+    command.main([str(root), str(tmp_path / "other"), f"out={tmp_path}/report"])
+    text = (tmp_path / "report" / "index.html").read_text()
+    for name in ("runs", "other"):
+        assert f'href="{name}/index.html"' in text and (tmp_path / "report" / name / "index.html").is_file()
+
+
+def test_texts_of_a_run_cannot_end_the_script() -> None:
+    text = embedded({"a": "</script><script>alert(1)</script>", "b": [float("nan"), 1.23456789]})
+    assert "<" not in text
+    assert json.loads(text) == {"a": "</script><script>alert(1)</script>", "b": [None, 1.23457]}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: shutil.rmtree(root) or root.mkdir(), "no run in .*runs"),
+        (lambda root: (root / RUN / "metrics.jsonl").write_text("{"), f"{RUN}.*damaged|{RUN}.*not JSON"),
+        (lambda root: (root / RUN / "config.yaml").unlink(), f"{RUN} is not a run directory"),
+        (
+            lambda root: (root / RUN / "env.json").write_text(
+                (root / RUN / "env.json").read_text().replace('"code": "', '"code": "0')
+            ),
+            "2 versions of the code.*--mixed-code",
+        ),
+    ],
+    ids=["empty", "damaged", "no config", "mixed code"],
+)
+def test_bad_input_is_named_and_nothing_is_written(root: Path, tmp_path: Path, damage: object, message: str) -> None:
+    assert callable(damage)
+    damage(root)
+    with pytest.raises(ConfigError, match=re.compile(message, re.S)):
+        command.main([str(root), f"out={tmp_path}/report"])
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_study_too_large_for_a_page_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_page, "MOST_RUNS", 7)
+    with pytest.raises(ConfigError, match=r"8 runs, .*\(7\)"):
+        command.main([str(root), f"out={tmp_path}/report"])
+
+
+def test_an_unfinished_run_with_half_a_line_is_listed(root: Path, tmp_path: Path) -> None:
+    for name in ("done.json", "seals.jsonl"):
+        (root / RUN / name).unlink(missing_ok=True)
+    with open(root / RUN / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "tra')
+    with pytest.warns(UserWarning, match="half-written"):
+        command.main([str(root), f"out={tmp_path}/report"])
+    states = {run["name"]: run["state"] for run in data_of(tmp_path / "report" / "index.html")["runs"]}
+    assert states.pop(RUN).startswith("step ") and {*states.values()} == {"finished"}
+
+
+def test_watching_writes_again_until_nothing_goes_on(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First a sweep without a number, then one that runs, then one that is done."""
+    late = shutil.copytree(root, tmp_path / "later")
+    shutil.rmtree(root)
+    root.mkdir()
+    sleeps: list[float] = []
+
+    def states(folders: list[Path]) -> list[Status]:
+        return [Status(folders[0], "running" if len(sleeps) < 2 else "done", 0, 1, None)]
+
+    def sleep(seconds: float) -> None:
+        page = tmp_path / "report" / "index.html"
+        sleeps.append(seconds)
+        if len(sleeps) == 1:
+            assert not page.exists()
+            shutil.copytree(late, root, dirs_exist_ok=True)
+        else:
+            assert 'http-equiv="refresh"' in page.read_text()
+
+    monkeypatch.setattr(command, "statuses", states)
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    command.main([str(root), f"out={tmp_path}/report", "watch=true"])
+    assert len(sleeps) == 2 and 'http-equiv="refresh"' not in (tmp_path / "report" / "index.html").read_text()
+    assert "not yet: no run in" in capsys.readouterr().out
+
+
+def test_steps_of_a_sample_page_are_spread_evenly() -> None:
+    assert evenly(3, 5) == [0, 1, 2] and evenly(101, 5) == [0, 25, 50, 75, 100] and evenly(0, 5) == []
+
+
+def test_a_damaged_line_of_samples_is_named(tmp_path: Path) -> None:
+    line = {"step": 1, "prompt": "p", "completion": "c", "reward": 1.0}
+    (tmp_path / "rollouts.jsonl").write_text(f"{json.dumps(line)}\n[1]\n{json.dumps(line)}\n")
+    with pytest.raises(ConfigError, match=r"rollouts\.jsonl, line 2"):
+        run_page(tmp_path, "index.html")
+
+
+# --- compare ---
+
+
+def test_two_runs_differ_in_an_option_and_in_numbers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (sorted(root.glob(f"{name}-s0-*"))[0] for name in ("nvfp4-none-grpo-r32", "bf16-none-grpo-r32"))
+    compare.main([str(first), str(second)])
+    said = capsys.readouterr().out
+    assert re.search(r"^quant\.name +nvfp4 +bf16$", said, re.M) and "lora.rank" not in said and "\nseed" not in said
+    runs = load_runs([first, second])
+    values = [run.series("train", "reward/mean").iloc[-math.ceil(run.last_step / 5) :].mean() for run in runs]
+    found = re.search(r"^reward/mean +(\S+) +(\S+) +(\S+)", said, re.M)
+    assert found is not None and float(found[3]) == pytest.approx(values[0] - values[1], abs=1e-3) != 0
+    assert "One pair" in said
+
+
+def test_arms_have_paired_intervals(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main([f"{root}/nvfp4-none-*", f"{root}/bf16-none-*"])
+    said = capsys.readouterr().out
+    means = {}
+    for name in ("nvfp4", "bf16"):
+        means[name] = {
+            run.option("seed"): compare.value_of(run, "train", "entropy")
+            for run in load_runs(sorted(root.glob(f"{name}-none-*")))
+        }
+    gaps = [means["nvfp4"][seed] - means["bf16"][seed] for seed in (0, 1)]
+    half = 12.7062 * abs(gaps[0] - gaps[1]) / 2  # Student's t, one degree of freedom
+    found = re.search(r"^entropy +\S+ +\S+ +(\S+) +\[(\S+), (\S+)\]", said, re.M)
+    assert found is not None
+    expected = [sum(gaps) / 2 + shift for shift in (0, -half, half)]
+    assert [float(part) for part in found.groups()] == pytest.approx(expected, rel=2e-3)
+
+
+def test_what_cannot_be_paired_is_said(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main([f"{root}/nvfp4-none-*-s0-*", f"{root}/bf16-none-*-s1-*"])
+    said = capsys.readouterr().out
+    assert "no base model and seed in common" in said and re.search(r"^entropy +\S+ +\S+ +- +-$", said, re.M)
+    assert re.search(r"^seed +0 +1$", said, re.M)
+    compare.main([f"{root}/nvfp4-none-*-s0-*", f"{root}/bf16-none-*"])
+    assert re.search(r"of 1 pair\. Without a counterpart.*: 1\.", capsys.readouterr().out)
+
+
+def test_a_run_does_not_differ_from_itself(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare.main([str(root / RUN), str(root / RUN)])
+    said = capsys.readouterr().out
+    assert "no option differs" in said and "no number differs" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{root}", "{root}/bf16-none-*"], "two runs of one base model and seed.*narrower"),
+        (["{root}/x*", "{root}/bf16-none-*"], "no run matches .*x"),
+        (["{root}/bf16-none-*", "{root}/nvfp4-none-*", "{root}/x"], "3 words .*[Qq]uote"),
+    ],
+    ids=["mixed", "none", "three"],
+)
+def test_bad_arms_are_refused(root: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare.main([word.format(root=root) for word in words])
