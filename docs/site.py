@@ -68,7 +68,8 @@ def _children(entries: list[dict[str, str]]) -> Iterator[dict[str, object]]:
 def build(folder: Path) -> int:
     """Write the pages and the settings to `folder`, and the site to `folder`/html; returns Zensical's exit code."""
     shutil.rmtree(folder, ignore_errors=True)
-    for file in {*pages(), *(file for page in pages() for file in linked(page))}:
+    linked_to = {file for page in pages() for file in linked(page)}
+    for file in {*pages(), *linked_to, ROOT / "docs" / "site.css"}:
         place = folder / "pages" / file.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
