@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
-import sys
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -121,3 +120,41 @@ def test_the_paper_index_agrees_with_the_commands_of_the_claims() -> None:
             for study in re.findall(r"experiment=(\S+)", command):
                 beside = [row[-1] if len(row) == 5 else row[0] for row in tables if f"`{study}`" in " ".join(row)]
                 assert str(number) in ", ".join(beside).split(", "), (number, study)
+
+
+# --- pictures and site -----------------------------------------------------------------------------------------------
+
+
+def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
+    folder = DOCS / "pictures"
+    drawn_by = re.findall(r"Matplotlib v([\d.]+)", (folder / "loop.svg").read_text())
+    if drawn_by != [version("matplotlib")]:
+        pytest.skip(f"drawn by Matplotlib {drawn_by}; another version draws the same in other bytes")
+    script(folder / "draw.py").main(tmp_path)
+    names = sorted(file.name for file in folder.glob("*.svg"))
+    assert names == sorted(file.name for file in tmp_path.iterdir())
+    changed = [name for name in names if (folder / name).read_bytes() != (tmp_path / name).read_bytes()]
+    assert changed == [], "run: python docs/pictures/draw.py"
+
+
+SITE = script(DOCS / "site.py")
+
+
+def test_every_page_of_the_docs_is_on_the_site() -> None:
+    assert [page for page in DOCS.rglob("*.md") if page not in SITE.pages()] == []
+
+
+def test_the_menu_has_groups_for_folders() -> None:
+    sections = {name: entries for section in SITE.menu() for name, entries in section.items()}
+    assert [*sections][:2] == ["Home", "Start"]
+    (algorithms,) = (entry["Algorithms"] for entry in sections["How it works"] if "Algorithms" in entry)
+    assert algorithms[0] == "docs/algorithms/README.md" and {"GRPO": "docs/algorithms/grpo.md"} in algorithms
+
+
+def test_the_site_has_no_broken_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("zensical", reason="extra docs")
+    assert SITE.build(tmp_path / "site") == 0, capfd.readouterr()
+    built = tmp_path / "site" / "html" / "docs"
+    assert "mermaid" in (built / "architecture.html").read_text()
+    for link in ("pictures/loop.svg", "reference/values.html", "results/tiny/claims.html"):
+        assert (built / link).is_file(), link
