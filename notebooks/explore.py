@@ -92,8 +92,7 @@ def _(FORMAT_COLORS, OTHER_COLORS, curves, label_axes, metric, mo, panels, paper
             ax.plot(curves.index, curves[name], color=shade, label=f"{name} ({count} runs)")
         label_axes(ax, metric.value)
         ax.legend(title=split.value)
-        picture = mo.image(figure._repr_png_(), width=900)
-    picture
+    mo.image(figure._repr_png_(), width=900)
     return
 
 

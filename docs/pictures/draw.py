@@ -117,14 +117,14 @@ def noise() -> Figure:
 
 
 def statistics() -> Figure:
-    """Left: the arms of claim 2 in the tiny study, seed by seed. Middle: their difference. Right: intervals and words."""
+    """Left: the arms of claim 2 in the tiny study, by seed. Middle: their difference. Right: intervals and words."""
     claim = CLAIMS[1]
     result = evaluate_claims([claim], load_runs([STUDY]))[0].contrasts[0].primary
     assert result is not None and result.effect is not None
     estimate, stratum, margin = result.effect.whole, result.stratum, claim.measure.margin
     signs = [arm.sign for arm in result.contrast.arms]
     treated, control = (
-        [claim.measure.metric(stratum.arms[signs.index(sign)][cell]) for cell in stratum.cells] for sign in (1, -1)
+        [claim.measure.averaged(stratum.arms[signs.index(sign)][cell]) for cell in stratum.cells] for sign in (1, -1)
     )
     figure, ((left, middle, right),) = panels(1, 3, 2.3, width_ratios=(1, 1, 1.5))
     left.plot([0, 1], [control, treated], color=GRAY, lw=0.7, zorder=1)

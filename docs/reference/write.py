@@ -27,14 +27,15 @@ FEW = 4  # different defaults that a row shows
 VALUES = """# All values
 
 Made by `docs/reference/write.py` from the YAML files of `conf/` and the checks of their classes; `--explain KEY` prints
-the same for the options that a command chooses. In brackets: the options that have a key, or this default of it. A preset such as
-`model=qwen3-4b` has the keys of the option that it is made from. What is allowed besides depends on other keys: a combination that
-cannot work is [refused](../errors.md). How options are combined: [options](../options.md).
+the same for the options that a command chooses. In brackets: the options that have a key, or this default of it. A
+preset such as `model=qwen3-4b` has the keys of the option that it is made from. A value that is allowed here may still
+not go with others: then it is [refused](../errors.md). How options are combined: [options](../options.md).
 """
 METRICS = """# All metrics
 
-Made by `docs/reference/write.py` from `src/qerl_bench/metrics.py`. A mean is taken once over all tokens or completions of a step, never
-over means of micro-batches. `env.json` of a run has the definitions that it was made with. The files: [runs](../runs.md).
+Made by `docs/reference/write.py` from `src/qerl_bench/metrics.py`. A mean is taken once over all tokens or completions
+of a step, never over means of micro-batches. `env.json` of a run has the definitions that it was made with. The files:
+[runs](../runs.md).
 """
 
 
@@ -93,8 +94,8 @@ def allowed(target: str) -> dict[str, str]:
 
 
 def _limits(call: ast.Call, names: dict[str, Any]) -> dict[str, str]:
-    known = [(one.arg, one.value) for one in call.keywords if one.arg and _names(one.value) <= {*names, *dir(__builtins__)}]
-    checks = {key: eval(ast.unparse(value), names) for key, value in known}
+    known = [one for one in call.keywords if one.arg and _names(one.value) <= names.keys()]
+    checks = {str(one.arg): eval(ast.unparse(one.value), names) for one in known}
     return {key: check.what for key, check in checks.items() if hasattr(check, "what")}
 
 

@@ -79,7 +79,6 @@ def count(least: int = 1) -> Check:
 
 @dataclass(frozen=True)
 class _AtMost:
-
     most: int
     check: Check
 

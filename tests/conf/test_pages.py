@@ -67,7 +67,9 @@ def texts_of_the_code() -> str:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
             elif isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+                found.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
     return "\n".join(text.replace("\n", " ") for text in found)
 
 
@@ -125,6 +127,7 @@ def test_the_paper_index_agrees_with_the_commands_of_the_claims() -> None:
 # --- pictures and site -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     folder = DOCS / "pictures"
     drawn_by = re.findall(r"Matplotlib v([\d.]+)", (folder / "loop.svg").read_text())

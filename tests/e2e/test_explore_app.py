@@ -26,7 +26,9 @@ def app() -> Any:
 
 
 def test_marimo_finds_nothing_wrong() -> None:
-    done = subprocess.run([sys.executable, "-m", "marimo", "check", "--strict", str(APP)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "marimo", "check", "--strict", str(APP)], capture_output=True, text=True
+    )
     assert done.returncode == 0 and not done.stdout.strip(), done.stdout + done.stderr
 
 
