@@ -19,8 +19,9 @@ def _():
     from qerl_bench.checks import ConfigError
     from qerl_bench.figures.style import FORMAT_COLORS, OTHER_COLORS, label_axes, panels, paper_style
     from qerl_bench.study.load import load_runs, tidy
+    from qerl_bench.study.study import Study
 
-    return ConfigError, FORMAT_COLORS, OTHER_COLORS, Path, label_axes, load_runs, mo, panels, paper_style, tidy
+    return ConfigError, FORMAT_COLORS, OTHER_COLORS, Path, Study, label_axes, load_runs, mo, panels, paper_style, tidy
 
 
 @app.cell
@@ -32,17 +33,21 @@ def _(Path, mo):
 
 
 @app.cell
-def _(ConfigError, folder, load_runs, mo, tidy):
+def _(ConfigError, Study, folder, load_runs, mo, tidy):
+    # Only runs that differ in nothing but these keys, so that a line never mixes settings which no column tells apart.
+    keys = ("quant.", "quantizer.", "aqn.", "algo.", "lora.rank", "optim.lr", "model.", "task.")
     try:
-        table, refusal = tidy(load_runs([folder.value], mixed_code=True)), ""
+        loaded, refusal = load_runs([folder.value], mixed_code=True), ""
+        comparable = loaded if len(Study(loaded).settings) == 1 else Study(loaded).select(*keys).runs
     except ConfigError as error:
-        table, refusal = None, str(error)
-    mo.stop(table is None, mo.callout(refusal, kind="warn"))
+        loaded, comparable, refusal = [], [], str(error)
+    mo.stop(not comparable, mo.callout(refusal, kind="warn"))
+    table = tidy(comparable)
     steps = table[table["kind"] == "train"]
     runs = table.drop_duplicates("run")
-    axes = [axis for axis in ("model", "task", "quant", "quantizer", "aqn", "algo", "lora_rank", "lr", "seed")]
+    axes = ("model", "task", "quant", "quantizer", "aqn", "algo", "lora_rank", "lr", "seed")
     varied = [axis for axis in axes if runs[axis].nunique() > 1] or ["seed"]
-    mo.md(f"{len(runs)} runs, {len(table):,} numbers. What varies: {', '.join(varied)}.")
+    mo.md(f"{len(runs)} of {len(loaded)} runs: the largest set that differs in {', '.join(varied)} alone.")
     return runs, steps, table, varied
 
 
