@@ -17,7 +17,7 @@ FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
 FAULTS ?= 200
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
-.PHONY: run study test test-faults test-models test-vllm test-cluster test-page check setup clean
+.PHONY: run study test test-faults test-models test-vllm test-cluster test-page check docs notebooks setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
@@ -64,6 +64,15 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
+# The documentation site in site/html. Generated pages, pictures and the outputs of the notebooks are committed.
+docs: $(READY)
+	$(BIN)/python docs/reference/write.py
+	$(BIN)/python docs/pictures/draw.py
+	$(BIN)/python docs/site.py
+
+notebooks: $(READY)
+	$(BIN)/python notebooks/store.py
+
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -88,4 +97,4 @@ $(CLUSTER_READY): pyproject.toml constraints.txt
 	touch $(CLUSTER_READY)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(CLUSTER_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(CLUSTER_VENV) site

@@ -77,14 +77,23 @@ def count(least: int = 1) -> Check:
     return Check(allowed, f"a whole number of at least {least}")
 
 
+@dataclass(frozen=True)
+class _AtMost:
+    most: int
+    check: Check
+
+    @property
+    def what(self) -> str:
+        return f"{self.check.what}, at most {self.most:,}"
+
+    def __call__(self, key: str, value: object) -> None:
+        self.check(key, value)
+        require(value <= self.most, f"{key} must be at most {self.most:,}, got {value}")  # type: ignore[operator]
+
+
 def at_most(most: int, check: Check) -> FieldCheck:
     """What `check` allows, up to `most`; a value above gets a message of its own."""
-
-    def check_limit(key: str, value: object) -> None:
-        check(key, value)
-        require(value <= most, f"{key} must be at most {most:,}, got {value}")  # type: ignore[operator]
-
-    return check_limit
+    return _AtMost(most, check)
 
 
 def one_of(*choices: str) -> Check:

@@ -1,12 +1,11 @@
-"""What options mean, from the comments of their YAML files: --explain, --help, and the tables of docs/options.md.
+"""What options mean, from the comments of their YAML files: --explain and --help.
 
-`python -m qerl_bench.explain docs/options.md` writes those tables again. Nothing here imports torch.
+docs/reference/write.py makes a page of the same. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from qerl_bench.unknown_words import keys_of_axis, unknown_key
 
 SEVERAL = ("recipe", "experiment")  # their files set options of other axes
 AXES = ("quant", "quantizer", "aqn", "algo", "lora", "model", "engine", "task", "eval", "logger", *SEVERAL)
-FEW = 4  # different defaults that a row of the tables shows
-BEGIN, END = "<!-- begin: python -m qerl_bench.explain docs/options.md -->", "<!-- end -->"
 USAGE = "usage: qerl-bench run [KEY=VALUE ...] [-m] [--explain KEY ...] [--cfg job] [--config-dir DIR]"
 INTRODUCTION = """
 Train one experiment, or with -m every point of a sweep. A word AXIS=OPTION chooses a YAML file of
@@ -47,8 +44,8 @@ Flags:
   --config-dir DIR    look for options in DIR/quant/*.yaml and so on as well
   --hydra-help        flags of Hydra, which composes the config
 
-Read on: docs/options.md (options), docs/runs.md (what a run writes, sweeps, exit codes),
-docs/README.md (all pages)."""
+Read on: docs/options.md (options), docs/errors.md (refusals), docs/runs.md (what a run writes,
+sweeps, exit codes), docs/README.md (all pages)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def usage(words: Sequence[str] = ()) -> str:
     chosen = dict(read_option(CONF_DIR / "run.yaml").bases)
     lists = {axis: [chosen[axis], *(one for one in options_of(folders, axis) if one != chosen[axis])] for axis in AXES}
     axes = [_hanging(f"  {axis:11} ", " ".join(options)) for axis, options in lists.items()]
-    values, *groups = _groups()
+    values, *groups = root_groups()
     plain = [
         _hanging(f"  {'values':11} ", " ".join(values.fields)),
         _hanging(f"  {'groups':11} ", " ".join(group.prefix for group in groups)),
@@ -90,7 +87,7 @@ def explain(words: Sequence[str]) -> str:
     folders = search_folders(runtime)
     chosen = {str(place): option for place, option in runtime.choices.items() if option is not None}
     choices = {place: str(option).removesuffix(".yaml") for place, option in chosen.items()}
-    places = [*_groups(), *_axes(choices, folders)]
+    places = [*root_groups(), *_axes(choices, folders)]
     return (
         "\n\n".join(_explain(key, places, choices, folders, flat(tree)) for key in keys) if keys else usage(overrides)
     )
@@ -114,7 +111,7 @@ def _explain(
     return "\n\n".join(_of_others(name, elsewhere[name], choices, folders))
 
 
-def _groups() -> list[Place]:
+def root_groups() -> list[Place]:
     """The values of conf/run.yaml: those without a group first, under the prefix "", and then group by group."""
     content = read_option(CONF_DIR / "run.yaml")
     prefixes = dict.fromkeys(field.key.rpartition(".")[0] for field in content.fields)
@@ -198,47 +195,3 @@ def _hanging(label: str, text: str) -> str:
 
 
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-
-
-# --- docs/options.md -------------------------------------------------------------------------------------------------
-
-
-def reference() -> str:
-    """Every option as Markdown tables: one for conf/run.yaml, and one for each axis with values of its own."""
-    root = {key: [("", field)] for place in _groups() for key, field in place.fields.items()}
-    tables = ["### `conf/run.yaml`", *_table(root)]
-    for axis in (one for one in AXES if one not in SEVERAL):
-        keys: dict[str, list[tuple[str, Field]]] = {}
-        for key, options in keys_of_axis(axis, [CONF_DIR]).items():
-            inside = key.partition(".")[2]
-            keys[key] = [(option, option_fields([CONF_DIR], axis, option)[inside]) for option in options]
-        tables += ["", f"### `{axis}`", *_table(keys)] if keys else []
-    return "\n".join(tables)
-
-
-def _table(keys: Mapping[str, Sequence[tuple[str, Field]]]) -> Iterator[str]:
-    """One row for each key and meaning, with its defaults and the options that have them."""
-    yield from ("", "| key | default | meaning |", "|---|---|---|")
-    for key, entries in keys.items():
-        meanings: dict[str, dict[str, list[str]]] = {}
-        for option, field in entries:
-            meanings.setdefault(field.meaning, {}).setdefault(field.default, []).append(option)
-        for meaning, defaults in meanings.items():
-            shown = "; ".join(_default(*one) for one in defaults.items()) if len(defaults) <= FEW else "by option"
-            yield "| " + " | ".join(part.replace("|", "\\|") for part in (f"`{key}`", shown, meaning)) + " |"
-
-
-def _default(default: str, options: Sequence[str]) -> str:
-    named = " ".join(f"`{one}`" for one in options) if len(options) <= 2 * FEW else f"{len(options)} options"
-    return f"`{default}` ({named})" if any(options) else f"`{default}`"
-
-
-def main(file: Path) -> None:
-    """Write `reference` into the Markdown `file`, between the marks."""
-    before, _, rest = file.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    file.write_text(f"{before}{BEGIN}\n\n{reference()}\n\n{END}{after}")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -191,28 +191,28 @@ LM_EVAL = {
         (f"gain_{mode}", "_stderr", "standard error of the paired difference"),
     )
 }
-TABLES = (
-    ROLLOUT,
-    WEIGHT_SYNC,
-    GPU_MEMORY,
-    VLLM_MEMORY,
-    ENGINE_HF,
-    NOISE_CONTROLLER,
-    TRAIN,
-    MISMATCH_SPLIT,
-    ROUTING,
-    IMPORTANCE_SAMPLING,
-    KL,
-    EVAL,
-    EVAL_GAIN,
-    VALIDATION,
-    LM_EVAL,
-)
+TABLES = {  # what makes a run write them: the metrics
+    "Steps that sample": ROLLOUT,
+    "Steps that train": TRAIN,
+    "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
+    "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
+    "Penalty (`kl.coef` above 0)": KL,
+    "Closed loop (`aqn=entropy`)": NOISE_CONTROLLER,
+    "Experts (models that route tokens, a pass with noise and one without)": ROUTING,
+    "Evaluation before the first step and after the last": EVAL,
+    "Gain over the packed base (every evaluation after the first)": EVAL_GAIN,
+    "Held-out accuracy during training (`eval.every`)": VALIDATION,
+    "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
+    "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
+    "GPU": GPU_MEMORY,
+    "vLLM on a GPU": VLLM_MEMORY,
+    "CUDA graphs of `engine=hf` on a GPU": ENGINE_HF,
+}
 
 
 def definitions() -> dict[str, str]:
     """Unit and definition of every metric, as stored in env.json."""
-    return {name: f"{metric.unit}: {metric.definition}" for table in TABLES for name, metric in table.items()}
+    return {name: f"{metric.unit}: {metric.definition}" for table in TABLES.values() for name, metric in table.items()}
 
 
 LOOP_WINDOW = 8  # tokens

@@ -13,11 +13,9 @@ import yaml
 from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.explain import AXES, BEGIN, END, SEVERAL, explain, reference
+from qerl_bench.explain import AXES, SEVERAL, explain
 from qerl_bench.option_files import option_fields, options_of, read_option
 from qerl_bench.rundir import as_dict, flat
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_comments_belong_to_their_fields(tmp_path: Path) -> None:
@@ -89,11 +87,6 @@ def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
     text = explain(words)
     assert all(one in text for one in says)
     assert max(map(len, text.splitlines())) <= WIDTH
-
-
-def test_the_page_of_options_is_up_to_date() -> None:
-    written = (ROOT / "docs" / "options.md").read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert written == reference(), "run: python -m qerl_bench.explain docs/options.md"
 
 
 # --- words that name no option ---------------------------------------------------------------------------------------

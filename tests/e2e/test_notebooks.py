@@ -1,17 +1,18 @@
-"""Each notebook runs from top to bottom whatever runs there are, and is committed without outputs.
+"""Each notebook runs from top to bottom whatever runs there are, and its stored outputs are what it shows.
 
 The runs in tests/assets/runs are of the built-in world: bf16 and nvfp4, with noise and without, two seeds, 12 steps.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import json
 import re
 import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,27 +25,19 @@ GRID = REPOSITORY / "tests" / "assets" / "runs"
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STORE = script(REPOSITORY / "notebooks" / "store.py")
+
+
 def test_there_are_notebooks() -> None:
     assert [notebook.stem for notebook in NOTEBOOKS] == ["entropy", "reward", "speed", "start_here"]
-
-
-def cells_of(notebook: Path) -> list[str]:
-    cells = json.loads(notebook.read_text())["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-
-
-def displayed(notebook: Path) -> list[Any]:
-    """The value of each code cell's last line, as Jupyter shows it: None for none, and the bytes of a figure."""
-    names: dict[str, Any] = {"__name__": "__main__"}
-    values = []
-    for cell in cells_of(notebook):
-        *lines, last = ast.parse(cell).body
-        exec(compile(ast.Module(lines, []), notebook.name, "exec"), names)
-        ends_with_value = isinstance(last, ast.Expr)
-        end: Any = ast.Expression(last.value) if ends_with_value else ast.Module([last], [])
-        value = eval(compile(end, notebook.name, "eval" if ends_with_value else "exec"), names)
-        values.append(value._repr_png_() if hasattr(value, "_repr_png_") else value)
-    return values
 
 
 def one_run(root: Path) -> None:
@@ -65,7 +58,7 @@ def failed_runs(root: Path) -> None:
 
 
 def grid(root: Path) -> None:
-    (root / "runs").symlink_to(GRID)
+    """The runs of the stored outputs, which are read in place."""
 
 
 def empty(root: Path) -> None:
@@ -88,13 +81,18 @@ def test_notebook_shows_what_is_there(
     make: Callable[[Path], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make(tmp_path)
-    monkeypatch.setenv("QERL_ROOT", str(tmp_path))
-    figures = sum(isinstance(value, bytes) for value in displayed(notebook))
-    printed = capsys.readouterr().out
+    monkeypatch.chdir(notebook.parent)
+    monkeypatch.setenv("QERL_ROOT", STORE.RUNS if make is grid else str(tmp_path))
+    content = json.loads(notebook.read_text())
+    cells = [*STORE.outputs(content, notebook.name)]
+    found = [output for cell in cells for output in cell]
+    figures = sum("image/png" in output.get("data", {}) for output in found)
+    printed = "".join(line for output in found for line in output.get("text", []))
     assert figures == FIGURES[make][notebook.stem], printed
+    if make is grid:
+        check_stored(content, cells)
     if make in (grid, failed_runs):
         for run in GRID.glob("*-grpo-*"):
             assert run.name in printed
@@ -114,11 +112,29 @@ def test_the_command_for_a_comparison_makes_one() -> None:
         build(compose([f"{key}={value}" for key, value in zip(keys, choice, strict=True)]))
 
 
+def check_stored(content: dict[str, Any], cells: list[list[dict[str, Any]]]) -> None:
+    """The outputs in the notebook are those of `cells`: printed words always, tables and pictures if the libraries that
+    make them are those that made the stored ones."""
+    stored = [cell["outputs"] for cell in content["cells"] if cell["cell_type"] == "code"]
+    remedy = "run: python notebooks/store.py"
+    assert [of_type(cell, "stream") for cell in stored] == [of_type(cell, "stream") for cell in cells], remedy
+    assert [kinds(cell) for cell in stored] == [kinds(cell) for cell in cells], remedy
+    if content["metadata"]["drawn_by"] == STORE.versions():
+        assert stored == cells, remedy
+
+
+def of_type(cell: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [output for output in cell if output["output_type"] == kind]
+
+
+def kinds(cell: list[dict[str, Any]]) -> list[list[str]]:
+    return [sorted(output.get("data", {})) for output in cell]
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_stripped(notebook: Path) -> None:
-    for cell in json.loads(notebook.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == [] and cell["execution_count"] is None, "".join(cell["source"])
+def test_a_stored_notebook_is_small_and_names_no_machine(notebook: Path) -> None:
+    text = notebook.read_text()
+    assert len(text) < 300_000 and not re.search(r"(?<![\w./])/(home|work|tmp|root|Users)/", text)
 
 
 def test_recorded_runs_name_no_machine() -> None:

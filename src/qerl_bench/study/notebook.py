@@ -24,7 +24,7 @@ def finished_runs() -> list[Run]:
             runs.append(load_run(path))
         except ConfigError as error:
             print("left out:", error)
-    print(f"{len(runs)} finished runs in {folder.resolve()}")
+    print(f"{len(runs)} finished runs in {folder}")
     if not runs:
         print("`make run` makes one in a few minutes; QERL_ROOT=FOLDER, set before Jupyter starts, reads FOLDER/runs")
     return runs
