@@ -83,7 +83,7 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     launcher = slurm.SlurmLauncher(dry_run=True)
     monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
     monkeypatch.setattr(launcher, "preview", previewed.extend)
-    assert launcher.run_points(points, 0) == [] and previewed == points[:1]
+    assert launcher.run_points(points) == [] and previewed == points[:1]
 
 
 def test_a_point_that_ray_refuses_keeps_its_folder_only_if_it_had_one(

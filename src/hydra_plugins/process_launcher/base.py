@@ -38,11 +38,10 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         self.check()
         points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
-        todo = [point for point in points if not point.finished]
-        before = len(points) - len(todo)
-        log.info("sweep of %d runs: %d finished before, %d to do", len(points), before, len(todo))
+        todo = len(unfinished(points))
+        log.info("sweep of %d runs: %d finished before, %d to do", len(points), len(points) - todo, todo)
         with listed(self.folder, [point.run_dir for point in points]):
-            failed = self.run_points(todo, before)
+            failed = self.run_points(points)
         if begun := [point.run_dir for point in points if (point.run_dir / "config.yaml").exists()]:
             print(sweep_table(begun))
         if failed:
@@ -54,8 +53,12 @@ class SweepLauncher(Launcher):
         """Raise ConfigError if the launcher's own options cannot work."""
 
     @abstractmethod
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
-        """Run the points `todo`; `before` more were finished already. The failed ones, with the reason in a line."""
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
+        """Run those of `points` that are not finished. The failed ones, with the reason in a line."""
+
+
+def unfinished(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if not point.finished]
 
 
 def not_running(todo: Sequence[Point]) -> list[Point]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running
+from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running, unfinished
 from qerl_bench.checks import ConfigError, count, number, require, require_package, text
 from qerl_bench.children import STOP_LIMIT_S
 from qerl_bench.cli import Point
@@ -69,7 +69,8 @@ class RayLauncher(SweepLauncher):
         check_ranks(conf.gpus, conf.ranks)
         require_package("ray", "hydra/launcher=ray", "ray")
 
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
+        todo = unfinished(points)
         if not todo:
             return []
         import ray

@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running
+from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running, unfinished
 from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
 from hydra_plugins.slurm_launcher.queue import arrays, follow, read_queue, what_goes_on
 from qerl_bench.checks import ConfigError, count, flag, number, optional, require, require_package, text
@@ -89,7 +89,8 @@ class SlurmLauncher(SweepLauncher):
                 "hydra/launcher=process on this machine",
             )
 
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
+        todo = unfinished(points)
         queue = read_queue() if todo else {}
         jobs = {job: point for point in todo if (job := job_of(point)) in queue}
         new = not_running([point for point in todo if point not in jobs.values()])
