@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import Check, ConfigError
 from qerl_bench.cli import Point, SweepFailed, check_points
 from qerl_bench.config import refuse_env_copy
 from qerl_bench.installation import CONF_DIR
@@ -24,6 +24,7 @@ from qerl_bench.points import listed
 from qerl_bench.sweep_table import sweep_table
 
 log = logging.getLogger(__name__)
+pairs = Check(lambda value: value is None or isinstance(value, Mapping), "null or names with values, {name: value}")
 
 
 class SweepLauncher(Launcher):
