@@ -31,7 +31,7 @@ from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_poin
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
-from qerl_bench.parallel import ALONE, World
+from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.progress import StepProgress, phase
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
@@ -168,12 +168,10 @@ def train_step(
     if algo.on_policy:
         experiment.importance_sampling.warn_if_low_ess(step, step_metrics["mismatch/ess"])
         step_metrics["speed/rollout_tok_s"] = step_metrics["completions/tokens"] / timer.seconds["rollout"]
-        step_metrics["memory/rollout_gib"] = timer.peak_gib["rollout"]
-    step_metrics["memory/train_gib"] = timer.peak_gib["train"]
-    step_metrics["memory/peak_gib"] = max(timer.peak_gib.values())
-    held = {phase: gib for phase, gib in timer.reserved_gib.items() if phase in ("rollout", "train")}
-    step_metrics |= {f"memory/{phase}_reserved_gib": gib for phase, gib in held.items()}
-    return step_metrics
+    phases = ("rollout", "train") if algo.on_policy else ("train",)
+    memory = {f"memory/{phase}_gib": timer.peak_gib[phase] for phase in phases}
+    memory |= {f"memory/{phase}_reserved_gib": timer.reserved_gib[phase] for phase in phases if timer.reserved_gib}
+    return step_metrics | largest(world, memory | {"memory/peak_gib": max(timer.peak_gib.values())})
 
 
 def rollout_sampling(experiment: Experiment, step: int) -> Sampling:

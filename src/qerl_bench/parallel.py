@@ -130,6 +130,13 @@ class World:
 ALONE = World()
 
 
+def largest(world: World, numbers: dict[str, float]) -> dict[str, float]:
+    """Of each number the largest of all ranks; a rank may lack some, such as one that sampled nothing."""
+    of_ranks = world.gather(numbers)
+    names = dict.fromkeys(name for one in of_ranks for name in one)
+    return {name: max(one[name] for one in of_ranks if name in one) for name in names}
+
+
 class Ranks(World):
     """The processes that torchrun has started.
 

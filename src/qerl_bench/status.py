@@ -13,7 +13,8 @@
     failed      the last attempt ended by itself, with the reason; the same command tries again
     unfinished  was stopped or killed; the same command, which its env.json has, continues it
 
-Everything is read from the run directories; no scheduler and no accounting is asked.
+Everything is read from the run directories. Slurm is asked, where it answers, whether your own queued
+jobs are still there, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -90,7 +92,11 @@ def statuses(folders: list[Path]) -> list[Status]:
     known = {run.absolute() for run in runs}
     swept = {run for folder in folders for run in going_on(folder)}
     coming = [run for run in sorted(swept - known) if not is_finished(run)]
-    return [status_of(run, run.absolute() in swept) for run in sorted(runs)] + [status_of(run, True) for run in coming]
+    queue = cache(own_jobs)  # Slurm is asked once, and only if a run seems to be queued
+    return [
+        *(status_of(run, run.absolute() in swept, queue) for run in sorted(runs)),
+        *(status_of(run, True, queue) for run in coming),
+    ]
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -101,9 +107,14 @@ def runs_below(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".") and name not in ("evals", "checkpoints")]
 
 
-def status_of(run: Path, swept: bool) -> Status:
-    """The status of a run; one that is `swept` belongs to a sweep that goes on, and will be started by it."""
+def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]) -> Status:
+    """The status of a run; one that is `swept` belongs to a sweep that goes on, and will be started by it.
+
+    `queue` gives the jobs that Slurm has; None if it does not answer.
+    """
     state, note = state_of(run)
+    if state == "queued" and is_gone(run / "job.json", queue):
+        state, note = "unfinished", f"job {job_in(run / 'job.json').get('job')} left the queue before it began"
     if swept and state == "unfinished":
         state = "waiting"
     steps, step = None, last_step(run)
@@ -123,20 +134,47 @@ def state_of(run: Path) -> tuple[str, str]:
         return "running", f"in {who}"
     log, job = run / "run.log", run / "job.json"
     if job.exists() and (not log.exists() or log.stat().st_mtime < job.stat().st_mtime):
-        return "queued", f"as job {job_in(job)}"
+        return "queued", f"as job {described(job_in(job))}"
     reason = last_failure(log)
     if reason is None or reason.startswith(STOPPED):
         return "unfinished", "" if reason is None else f"stopped by {reason.rstrip(': ')}"
     return "failed", reason
 
 
-def job_in(path: Path) -> str:
-    """The job that a job.json names, and when it was submitted; empty for a damaged one."""
+def job_in(path: Path) -> dict[str, Any]:
+    """What a job.json says; nothing if it is damaged."""
     try:
-        job = json.loads(path.read_text())
+        said = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def described(job: dict[str, Any]) -> str:
+    """A job, and when it was submitted; empty for a damaged one."""
+    try:
         return f"{job['job']} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job['submitted']))}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return ""
+
+
+def is_gone(path: Path, queue: Callable[[], Container[str] | None]) -> bool:
+    """Whether Slurm no longer has the job of a job.json; not known, hence false, of the jobs of other users."""
+    job = job_in(path)
+    if job.get("scheduler") != "slurm" or path.stat().st_uid != os.getuid():
+        return False
+    jobs = queue()
+    return jobs is not None and str(job.get("job")) not in jobs
+
+
+def own_jobs() -> Container[str] | None:
+    """This user's jobs in Slurm's queue; None where there is no Slurm, or none that answers."""
+    from hydra_plugins.slurm_launcher.queue import NoAnswer, read_queue  # which takes half a second to import
+
+    try:
+        return read_queue()
+    except (FileNotFoundError, NoAnswer):
+        return None
 
 
 def last_failure(log: Path) -> str | None:

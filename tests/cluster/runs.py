@@ -9,16 +9,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from qerl_bench.aqn.base import Schedule
 from tests.faults.run import WORDS, numbers
 
 ROOT = Path(__file__).parents[2]
-TINY = [word for word in WORDS[1:] if not word.startswith(("name=", "aqn="))]
-Expected = Callable[[int, int], dict[str, Any]]  # the numbers of a run by its steps and seed
-OPTION = "_target_: tests.cluster.runs.Slow\nname: slow\nlevel: 0.01\nseconds: 3.0\n"
+TINY = [word for word in WORDS[1:] if not word.startswith(("name=", "aqn=", "steps="))]
+STEPS = 40
+Expected = Callable[[int], dict[str, Any]]  # the numbers of a run by its seed
+OPTION = "_target_: tests.cluster.runs.Slow\nname: slow\nlevel: 0.01\nseconds: 2.0\n"
 HURRY = "QERL_TEST_HURRY"  # environment variable: a file that makes runs hurry when it is there
+if HURRY in os.environ:  # in a run, which then draws no figures: they take seconds
+    sys.modules["qerl_bench.figures.run"] = ModuleType("figures")
+    sys.modules["qerl_bench.figures.run"].run_figures = lambda path: None  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,8 @@ class Started:
     output: Path
 
     def wait_for(self, words: str) -> None:
-        wait_until(lambda: words in self.output.read_text())
+        wait_until(lambda: words in self.output.read_text() or self.process.poll() is not None)
+        assert words in self.output.read_text()
 
     def ended(self, seconds: float = 900) -> tuple[int, str]:
         """Exit code and output."""
@@ -70,7 +76,7 @@ class Sweeps:
         (options / "slow.yaml").write_text(OPTION)
         program = [sys.executable, str(ROOT / "src" / "run.py"), "-m"]
         own = [f"hydra.searchpath=['file://{options.parent}']", "aqn=slow", "name=run-${seed}", f"root={self.place}"]
-        return [*program, *own, *TINY, *self.launcher, *words]
+        return [*program, *own, f"steps={STEPS}", *TINY, *self.launcher, *words]
 
     def start(self, *words: str) -> Started:
         environment = {**self.environment, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", HURRY: str(self.hurry)}

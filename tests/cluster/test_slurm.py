@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from qerl_bench.status import statuses
 from tests.cluster import slurm as fake
 from tests.cluster.runs import Expected, Sweeps, finished, require_numbers, wait_until
 from tests.cluster.slurm import Slurm
@@ -42,23 +43,23 @@ def test_a_sweep_equals_that_of_the_process_launcher_and_one_failure_does_not_hu
     sweeps: Sweeps, expected: Expected
 ) -> None:
     sweeps.hurry.touch()
-    obstacle = sweeps.folder(2) / "metrics.jsonl"
+    obstacle = sweeps.folder(1) / "metrics.jsonl"
     obstacle.mkdir(parents=True)
-    code, said = sweeps.run("seed=0,1,2", "steps=4", "hydra.launcher.array_size=2")  # two arrays, one of one run
+    code, said = sweeps.run("seed=0,1", "hydra.launcher.array_size=1")  # two arrays
     assert code == 1, said
-    assert "1 of 3 runs failed" in said and "IsADirectoryError" in said.splitlines()[-2]
-    assert [finished(sweeps.folder(seed)) for seed in range(3)] == [True, True, False]
+    assert "1 of 2 runs failed" in said and "IsADirectoryError" in said.splitlines()[-2]
+    assert [finished(sweeps.folder(seed)) for seed in range(2)] == [True, False]
     obstacle.rmdir()
-    code, said = sweeps.run("seed=0,1,2", "steps=4")
-    assert code == 0 and "2 finished before, 1 to do" in said, said
-    for seed in range(3):
-        require_numbers(sweeps.folder(seed), expected(4, seed))
+    code, said = sweeps.run("seed=0,1")
+    assert code == 0 and "1 finished before, 1 to do" in said, said
+    for seed in range(2):
+        require_numbers(sweeps.folder(seed), expected(seed))
 
 
 def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
     """Of three runs the walltime of one is over twice, another is preempted, and the third is cancelled. Meanwhile the
     scheduler goes away, and the launcher is stopped and started again."""
-    words = ("seed=0,1,2", "steps=40")
+    words = ("seed=0,1,2",)
     launcher = sweeps.start(*words)
     wait_until(lambda: all(sweeps.steps(seed) >= 2 for seed in range(3)))
     jobs = [job_of(sweeps, seed) for seed in range(3)]
@@ -90,13 +91,26 @@ def test_what_happens_to_jobs_costs_no_numbers(slurm: Slurm, sweeps: Sweeps, exp
     code, said = sweeps.run(*words)
     assert code == 0 and "2 finished before, 1 to do" in said, said
     for seed in range(3):
-        require_numbers(sweeps.folder(seed), expected(40, seed))
+        require_numbers(sweeps.folder(seed), expected(seed))
         attempts = len([*sweeps.folder(seed).glob("env*.json")])
         assert attempts == {0: 3, 1: 2, 2: 2}[seed]
 
 
+def test_a_job_that_is_cancelled_before_it_begins_is_no_longer_queued(
+    slurm: Slurm, sweeps: Sweeps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    launcher = sweeps.start("seed=0", "hydra.launcher.additional={hold: true}")
+    launcher.wait_for("submitted 1 runs")
+    assert [status.state for status in statuses([sweeps.place])] == ["queued"]
+    slurm.ask("scancel", job_of(sweeps, 0))
+    code, said = launcher.ended()
+    assert code == 1 and "left the queue before it began" in said, said
+    assert [status.state for status in statuses([sweeps.place])] == ["unfinished"]
+
+
 def test_a_walltime_shorter_than_a_step_is_told_and_not_repeated(slurm: Slurm, sweeps: Sweeps) -> None:
-    launcher = sweeps.start("seed=0", "steps=40", "save_on_term=false", "save_every=30")
+    launcher = sweeps.start("seed=0", "save_on_term=false", "save_every=30")
     wait_until(lambda: sweeps.steps(0) >= 1)
     slurm.ask("scancel", "--signal=USR2", job_of(sweeps, 0))
     code, said = launcher.ended()
@@ -104,7 +118,7 @@ def test_a_walltime_shorter_than_a_step_is_told_and_not_repeated(slurm: Slurm, s
 
 
 def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweeps, expected: Expected) -> None:
-    launcher = sweeps.start("seed=0", "steps=40")
+    launcher = sweeps.start("seed=0")
     wait_until(lambda: sweeps.steps(0) >= 3)
     lost = slurm.ask("squeue", "-h", "-o", "%N").strip()
     slurm.kill(lost)
@@ -112,7 +126,7 @@ def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweep
     code, said = launcher.ended()
     slurm.start(lost)
     assert code == 0 and {word.rstrip(",") for word in said.split() if word in ("n1,", "n2,")} == {"n1", "n2"}, said
-    require_numbers(sweeps.folder(0), expected(40, 0))
+    require_numbers(sweeps.folder(0), expected(0))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +140,7 @@ def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweep
     ],
 )
 def test_what_cannot_work_is_refused_in_words_and_leaves_nothing(sweeps: Sweeps, words: str, says: list[str]) -> None:
-    code, said = sweeps.run("seed=0,1", "steps=4", words)
+    code, said = sweeps.run("seed=0,1", words)
     assert code == 2 and "Traceback" not in said
     assert all(word in said for word in says), said
     assert [*sweeps.place.glob("runs/run-*")] == []
@@ -139,8 +153,6 @@ def test_a_machine_without_slurm_is_told_so(sweeps: Sweeps, tmp_path: Path) -> N
 
 
 def test_a_dry_run_submits_nothing(slurm: Slurm, sweeps: Sweeps) -> None:
-    code, said = sweeps.run(
-        "seed=0,1", "steps=4", "hydra.launcher.dry_run=true", "hydra.launcher.setup=[module load x]"
-    )
+    code, said = sweeps.run("seed=0,1", "hydra.launcher.dry_run=true", "hydra.launcher.setup=[module load x]")
     assert code == 0 and "#SBATCH --array=0-1%2" in said and "\nmodule load x\n" in said and "seed=1" in said, said
     assert subprocess.run(["squeue", "-h"], env=slurm.environment, capture_output=True, text=True).stdout == ""

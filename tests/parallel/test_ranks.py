@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.parallel import World, joined
+from qerl_bench.parallel import World, joined, largest
+from qerl_bench.study.load import load_run
 from tests.parallel.ranks import Ended, run
+from tests.parallel.speed import row, with_ratios
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 # Two chunks of sampling and, with sequences of unequal lengths, four micro-batches of a single process.
@@ -222,3 +224,22 @@ def test_one_process_is_a_world_without_torch_distributed() -> None:
         assert type(world) is World
         assert (world.rank, world.size, world.gather(3), [*world.take(2)]) == (0, 1, [3], [0, 1])
     assert not torch.distributed.is_initialized()
+
+
+def test_a_number_of_all_ranks_is_the_largest_even_if_some_lack_it() -> None:
+    class Two(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {"memory/cache_gib": 3.0, "time/recording_s": 1.0}]
+
+    assert largest(Two(), {}) == {"memory/cache_gib": 3.0, "time/recording_s": 1.0}
+    assert largest(Two(), {"memory/cache_gib": 4.0}) == {"memory/cache_gib": 4.0, "time/recording_s": 1.0}
+    assert largest(World(), {"memory/cache_gib": 4.0}) == {"memory/cache_gib": 4.0}
+
+
+def test_a_table_of_speeds_takes_no_run_of_another_number_of_ranks(alone: Path, summed: Path) -> None:
+    table = with_ratios(pd.DataFrame([row(load_run(alone), "tiny", 1), row(load_run(summed), "tiny", 2)]))
+    assert table["step_x"].tolist() == [1.0, pytest.approx(float(table["step_s"].iloc[0] / table["step_s"].iloc[1]))]
+    one, two = table["tokens"].tolist()
+    assert one == two > 0
+    with pytest.raises(ConfigError, match=r"\[2\] ranks, not 1"):
+        row(load_run(summed), "tiny", 1)

@@ -10,12 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from hydra_plugins.ray_launcher.launcher import RayLauncher
 from hydra_plugins.slurm_launcher import launcher as slurm
 from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
 from qerl_bench import job
+from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point
+from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS
 from qerl_bench.status import state_of
 
 STUB = """
@@ -83,7 +86,26 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     launcher = slurm.SlurmLauncher(dry_run=True)
     monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
     monkeypatch.setattr(launcher, "preview", previewed.extend)
-    assert launcher.run_points(points, 0) == [] and previewed == points[:1]
+    assert launcher.run_points(points) == [] and previewed == points[:1]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "found"),
+    [
+        ("slurm", "additional={reservation: x}", {"reservation": "x"}),
+        ("ray", "resources={special: 0.5}", {"special": 0.5}),
+    ],
+)
+def test_more_options_of_a_scheduler_can_be_given(launcher: str, words: str, found: dict[str, Any]) -> None:
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+        chosen = [f"hydra/launcher={launcher}", f"hydra.launcher.{words}"]
+        conf = compose("run", chosen, return_hydra_config=True).hydra.launcher
+    assert conf[words.partition("=")[0]] == found
+
+
+def test_a_launcher_refuses_options_without_names() -> None:
+    with pytest.raises(ConfigError, match=r"hydra\.launcher\.additional.*name: value.*reservation"):
+        slurm.SlurmLauncher(additional="reservation").check()
 
 
 def test_a_point_that_ray_refuses_keeps_its_folder_only_if_it_had_one(

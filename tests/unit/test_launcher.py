@@ -94,7 +94,7 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
         point(tmp_path / "waits", DONE),
     ]
     (tmp_path / "half" / "config.yaml").write_text("steps: 10")
-    running = launcher.Sweep(points, 1, [], before=1)
+    running = launcher.Sweep([*points, Point([], "before", tmp_path / "before", finished=True)], 1, [])
     monkeypatch.setattr(launcher.time, "sleep", lambda _: None)
     for _ in range(2):
         running.fill(0)

@@ -70,6 +70,36 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
     assert "waiting" not in capsys.readouterr().out  # the sweep has ended
 
 
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("echo '12_3|PENDING|Resources'", "queued"),
+        ("echo '12_3|CANCELLED|None'", "unfinished"),
+        ("echo '12_4|RUNNING|n1'", "unfinished"),
+        ("echo down >&2; exit 1", "queued"),
+        (None, "queued"),
+    ],
+)
+def test_a_job_that_left_the_queue_before_it_began_is_not_queued(
+    tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch, said: str | None, state: str
+) -> None:
+    """As Slurm's squeue says; without it, or an answer, nothing is known."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    if said is not None:
+        (programs / "squeue").write_text(f"#!/bin/sh\necho >> {tmp_path / 'asked'}\n{said}\n")
+        (programs / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin" if said else str(programs))
+    record = json.dumps({"scheduler": "slurm", "job": "12_3", "submitted": 0})
+    for name in ("one", "two"):
+        (run(name) / "job.json").write_text(record)
+        os.utime(tmp_path / name / "run.log", (0, 0))
+    found = status.statuses([tmp_path])
+    assert [one.state for one in found] == [state, state]
+    assert all("12_3" in one.note for one in found)
+    assert said is None or (tmp_path / "asked").read_text() == "\n"  # once for all runs
+
+
 def test_watching_ends_when_nothing_goes_on(
     run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import Check, ConfigError
 from qerl_bench.cli import Point, SweepFailed, check_points
 from qerl_bench.config import refuse_env_copy
 from qerl_bench.installation import CONF_DIR
@@ -24,6 +24,7 @@ from qerl_bench.points import listed
 from qerl_bench.sweep_table import sweep_table
 
 log = logging.getLogger(__name__)
+pairs = Check(lambda value: value is None or isinstance(value, Mapping), "null or names with values, {name: value}")
 
 
 class SweepLauncher(Launcher):
@@ -38,11 +39,10 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         self.check()
         points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
-        todo = [point for point in points if not point.finished]
-        before = len(points) - len(todo)
-        log.info("sweep of %d runs: %d finished before, %d to do", len(points), before, len(todo))
+        todo = len(unfinished(points))
+        log.info("sweep of %d runs: %d finished before, %d to do", len(points), len(points) - todo, todo)
         with listed(self.folder, [point.run_dir for point in points]):
-            failed = self.run_points(todo, before)
+            failed = self.run_points(points)
         if begun := [point.run_dir for point in points if (point.run_dir / "config.yaml").exists()]:
             print(sweep_table(begun))
         if failed:
@@ -54,8 +54,12 @@ class SweepLauncher(Launcher):
         """Raise ConfigError if the launcher's own options cannot work."""
 
     @abstractmethod
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
-        """Run the points `todo`; `before` more were finished already. The failed ones, with the reason in a line."""
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
+        """Run those of `points` that are not finished. The failed ones, with the reason in a line."""
+
+
+def unfinished(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if not point.finished]
 
 
 def not_running(todo: Sequence[Point]) -> list[Point]:

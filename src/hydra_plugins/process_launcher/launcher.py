@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hydra.core.config_store import ConfigStore
 
-from hydra_plugins.process_launcher.base import SweepLauncher
+from hydra_plugins.process_launcher.base import SweepLauncher, unfinished
 from qerl_bench.checks import count, optional
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point
@@ -55,11 +55,11 @@ class ProcessLauncher(SweepLauncher):
     def check(self) -> None:
         optional(count())("hydra.launcher.slots", self.slots)
 
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
         log.info("%d at a time", slots)
-        return Sweep(todo, slots, gpus, before).run()
+        return Sweep(points, slots, gpus).run()
 
 
 class Started(NamedTuple):
@@ -72,18 +72,15 @@ class Started(NamedTuple):
 
 
 class Sweep:
-    """Runs the points `todo`, `slots` at a time; `before` more were finished already.
+    """Runs those of `points` that are not finished, `slots` at a time. Each slot has one of the `gpus`, if any."""
 
-    Each slot has one of the `gpus`, if there are any.
-    """
-
-    def __init__(self, todo: Sequence[Point], slots: int, gpus: list[str], before: int = 0) -> None:
-        self.todo = deque(todo)
+    def __init__(self, points: Sequence[Point], slots: int, gpus: list[str]) -> None:
+        self.todo = deque(unfinished(points))
         self.slots, self.gpus = slots, gpus
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
-        self.total, self.done = before + len(todo), before
+        self.total, self.done = len(points), len(points) - len(self.todo)
         self.made = 0.0  # runs by this sweep; one that was half done before is half a run
         self.started = time.monotonic()
 

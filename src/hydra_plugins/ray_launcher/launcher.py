@@ -12,13 +12,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running
+from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running, pairs, unfinished
 from qerl_bench.checks import ConfigError, count, number, require, require_package, text
 from qerl_bench.children import STOP_LIMIT_S
 from qerl_bench.cli import Point
@@ -42,7 +42,7 @@ class RayLauncherConf:
     cpus: float = 1.0  # cores of each run
     mem_gb: float = 0.0  # memory that each run reserves, GB
     max_retries: int = 3  # times that a run whose node was lost goes on in another
-    resources: dict[str, float] = field(default_factory=dict)  # others, such as {"accelerator_type:H100": 0.001}
+    resources: Any = None  # others: {"accelerator_type:H100": 0.001}; no typed dict, which Hydra adds no keys to
     dry_run: bool = False  # true: print the points, and what the cluster has
 
 
@@ -63,13 +63,15 @@ class RayLauncher(SweepLauncher):
             "cpus": number(above=0),
             "ranks": count(),
             "max_retries": count(0),
+            "resources": pairs,
         }
         for name, check in checks.items():
             check(f"hydra.launcher.{name}", getattr(conf, name))
         check_ranks(conf.gpus, conf.ranks)
         require_package("ray", "hydra/launcher=ray", "ray")
 
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
+        todo = unfinished(points)
         if not todo:
             return []
         import ray
@@ -104,7 +106,7 @@ class RayLauncher(SweepLauncher):
     def wanted(self) -> dict[str, float]:
         """What a run takes of its node."""
         conf = self.conf
-        wanted = {"CPU": conf.cpus, "GPU": conf.gpus, "memory": conf.mem_gb * 1e9, **conf.resources}
+        wanted = {"CPU": conf.cpus, "GPU": conf.gpus, "memory": conf.mem_gb * 1e9, **(conf.resources or {})}
         return {name: float(amount) for name, amount in wanted.items() if amount}
 
     def run(self, points: Sequence[Point]) -> list[tuple[Point, str]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running
+from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running, pairs, unfinished
 from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
 from hydra_plugins.slurm_launcher.queue import arrays, follow, read_queue, what_goes_on
 from qerl_bench.checks import ConfigError, count, flag, number, optional, require, require_package, text
@@ -49,7 +49,7 @@ class SlurmLauncherConf:
     array_size: int | None = None  # runs in a job array; null = the cluster's MaxArraySize
     setup: list[str] = field(default_factory=list)  # shell lines before each run, such as module load cuda
     python: str | None = None  # what starts Python: apptainer exec --nv FILE python; null = this one
-    additional: dict[str, Any] = field(default_factory=dict)  # other options of sbatch: {reservation: x}
+    additional: Any = None  # other options of sbatch: {reservation: x}; no typed dict, which Hydra adds no keys to
     wait: bool = True  # false: submit, and end
     dry_run: bool = False  # true: print what would be submitted
 
@@ -72,6 +72,7 @@ class SlurmLauncher(SweepLauncher):
             **dict.fromkeys(("array_parallelism", "array_size"), optional(count())),
             **dict.fromkeys(("wait", "dry_run"), flag),
             "mem_gb": optional(number(above=0)),
+            "additional": pairs,
         }
         for name, check in checks.items():
             check(f"hydra.launcher.{name}", getattr(conf, name))
@@ -89,7 +90,8 @@ class SlurmLauncher(SweepLauncher):
                 "hydra/launcher=process on this machine",
             )
 
-    def run_points(self, todo: Sequence[Point], before: int) -> list[tuple[Point, str]]:
+    def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
+        todo = unfinished(points)
         queue = read_queue() if todo else {}
         jobs = {job: point for point in todo if (job := job_of(point)) in queue}
         new = not_running([point for point in todo if point not in jobs.values()])
@@ -130,7 +132,7 @@ class SlurmLauncher(SweepLauncher):
             signal_delay_s=conf.signal_s,
             array_parallelism=conf.array_parallelism or 1_000_000,
             srun_args=[f"--cpus-per-task={conf.cpus}"],  # which srun no longer takes from sbatch
-            additional_parameters={"requeue": True, **conf.additional},  # after a node is lost, too
+            additional_parameters={"requeue": True, **(conf.additional or {})},  # after a node is lost, too
             **{key: value for key, value in optional_words.items() if value is not None},
         )
         return executor

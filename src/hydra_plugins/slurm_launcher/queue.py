@@ -100,7 +100,9 @@ def follow(jobs: dict[str, Point], folder: Path) -> list[tuple[Point, str]]:
 def why_ended(point: Point, job: str, log_size: int, folder: Path) -> str:
     """Why a job ended without its run: what Slurm said last, and what the run said."""
     printed = folder / ".slurm" / f"{job}_0_log.err"
-    lines = printed.read_text(errors="replace").splitlines() if printed.exists() else []
+    if not printed.exists():
+        return f"job {job} left the queue before it began: it was cancelled, or Slurm has lost it"
+    lines = printed.read_text(errors="replace").splitlines()
     slurm = [line.partition("error: ")[2].strip(" *") for line in lines if re.match("slurmstepd|srun", line)]
     killed = next((line for line in reversed(slurm) if re.search("CANCELLED|LIMIT|oom|NODE|memory", line)), None)
     said = reason_of(point.run_dir, 0, log_size)

@@ -1,8 +1,10 @@
-"""Report what finished runs say about each claim of the QeRL paper.
+"""Report what finished runs say about each claim of the QeRL paper, or of later papers.
 
     qerl-bench claims runs/ out=figures/
+    qerl-bench claims runs/ out=figures/ papers=literature
 
-Writes claims.md, and claims.svg, all claims in one picture. `qerl-bench report` makes a page of the same with filters.
+Writes claims.md, and claims.svg, all claims in one picture; for the claims of other papers literature.md, a table, and
+literature.svg. `qerl-bench report` makes a page of the paper's claims with filters.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 
 from qerl_bench.checks import require
 from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.literature import REGISTRIES, verdict_table
 from qerl_bench.claims.report import markdown, summary_text
 from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.study.load import Run, load_runs
@@ -22,13 +24,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     only = "only runs with this value of a config key, if several settings fit a primary contrast: lora.alpha=32"
     parser.add_argument("--where", nargs="+", metavar="KEY=VALUE", default=[], help=only)
+    parser.add_argument("--papers", choices=[*REGISTRIES], default="qerl", help="whose claims (default: qerl)")
     options = parser.parse_args(arguments)
 
     runs = with_values(load_runs(options.runs, options.mixed_code), options.where)
-    results = {scope: evaluate_claims(CLAIMS, group) for scope, group in by_scope(runs).items()}
-    files = {"claims.md": markdown(results, runs)}
+    results = {scope: evaluate_claims(REGISTRIES[options.papers], group) for scope, group in by_scope(runs).items()}
+    if options.papers == "qerl":
+        picture, files = "claims", {"claims.md": markdown(results, runs)}
+    else:
+        tables = [f"## {scope}\n\n{verdict_table(of_scope)}" for scope, of_scope in results.items()]
+        picture, files = "literature", {"literature.md": "\n".join(tables)}
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
-        files[f"claims{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
+        files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
         print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -1,6 +1,7 @@
 """How many bases and seeds would decide a claim, and what they cost, given the spread of existing runs.
 
     qerl-bench plan runs/ effect=1 power=0.8
+    qerl-bench plan runs/ papers=literature
 
 For each training claim it takes the spread of the primary contrast over seeds, and over bases if there are several, and
 prints the design with the fewest runs that finds the effect (in margins) with that power, at the strictest level of
@@ -17,7 +18,7 @@ from statistics import fmean, median
 from qerl_bench.checks import require
 from qerl_bench.claims.estimate import Effect
 from qerl_bench.claims.evaluate import DIRECTION, ClaimResult, evaluate_claims
-from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.literature import REGISTRIES
 from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import load_runs
 from qerl_bench.study.script import parser_for
@@ -103,11 +104,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--power", type=float, default=0.8, help="probability of finding it (default: 0.8)")
     between = "assumed sd between bases, in margins, if runs have one base (default: 0.5)"
     parser.add_argument("--between", type=float, default=0.5, help=between)
+    parser.add_argument("--papers", choices=[*REGISTRIES], default="qerl", help="whose claims (default: qerl)")
     options = parser.parse_args(arguments)
     require(options.effect > 0, f"--effect is a size in margins and must be positive, got {options.effect:g}")
     require(0 < options.power < 1, f"--power is a probability between 0 and 1, got {options.power:g}")
     require(options.between >= 0, f"--between must be 0 or more margins, got {options.between:g}")
-    claims = [claim for claim in CLAIMS if not claim.measure.gpu and claim.expected != "same"]
+    claims = [one for one in REGISTRIES[options.papers] if not one.measure.gpu and one.expected != "same"]
     runs = load_runs(options.runs, options.mixed_code)
     scopes = sorted({(run.option("model.name"), run.option("task.name")) for run in runs})
     for model, task in scopes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qerl_bench.engine.base import RolloutEngine, Sampling
-from qerl_bench.parallel import World
+from qerl_bench.parallel import World, largest
 from qerl_bench.records import Prompt, Rollout
 
 
@@ -39,7 +39,7 @@ class SharedEngine:
         return [rollout for number in range(len(portions)) for rollout in by_number[number]]
 
     def sleep(self) -> dict[str, float]:
-        return self.engine.sleep()
+        return largest(self.world, self.engine.sleep())
 
     def record(self) -> dict[str, Any]:
         return self.engine.record() | {"engines": self.world.size}

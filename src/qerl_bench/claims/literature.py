@@ -1,0 +1,239 @@
+"""Claims that others made after QeRL, as data of the same kind as QeRL's own (paper.py): one entry for each paper.
+
+Only what the options of this harness can compare is here; docs/literature.md lists what needs a new one. Where a paper
+acts on something else than we do (on the entropy itself, say, where we act on the noise), `source` says so, and the
+verdict is about ours. These claims are a family of their own: Holm's method corrects for their number, and QeRL's
+verdicts do not depend on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qerl_bench.claims import paper
+from qerl_bench.claims.contrasts import (
+    ANSWERING,
+    DEFAULT_RATE,
+    GRPO,
+    LEARNING,
+    NEAREST,
+    NO_NOISE,
+    PRIMARY,
+    formats,
+    noise,
+    rank,
+    schedules,
+    two_values,
+)
+from qerl_bench.claims.evaluate import Claim, ClaimResult
+from qerl_bench.claims.gates import ManipulationCheck
+from qerl_bench.claims.match import Filter
+from qerl_bench.claims.measure import Measure, last_fifth_mean, mean_between
+from qerl_bench.claims.paper import INITIAL_ENTROPY, LATE_REWARD, MAIN, NOISY, NOISY_ENTROPY, NVFP4_RUNS, TRAINED
+from qerl_bench.study.load import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """What one paper claims."""
+
+    name: str
+    address: str  # arXiv number, or a page
+    claims: tuple[Claim, ...]
+
+
+def growth_of_mismatch(run: Run) -> float:
+    """The gap between sampler and trainer over the last fifth of the steps, divided by that over the second tenth."""
+    return last_fifth_mean("mismatch/kl")(run) / mean_between("mismatch/kl", 0.1, 0.2)(run)
+
+
+LATE_MISMATCH = Measure(
+    "KL between sampler and trainer over the last fifth of the steps",
+    last_fifth_mean("mismatch/kl"),
+    ratio=True,
+    margin=math.log(2.0),
+)
+MISMATCH_GROWTH = Measure(
+    "KL between sampler and trainer, last fifth of the steps over their second tenth",
+    growth_of_mismatch,
+    ratio=True,
+    margin=math.log(1.5),
+)
+BF16 = Filter("quant.name", among=("bf16",))
+ROUNDS = Filter(
+    "model.dtype",
+    among=("bfloat16", "float16"),
+    excuse="computed in float32, where nothing but rounding parts sampler and trainer: set model.dtype",
+)
+RANK_1 = "python src/run.py experiment=tiny/ranks quant=bf16 lora.rank=1,32 -m"
+RANK_1_AT_SCALE = (
+    "python src/run.py experiment=paper/figure10 quant=bf16 aqn=none quantizer=rtn lora.rank=1,32 lora.alpha=32 -m"
+)
+ONE_ALPHA = (GRPO, NEAREST, DEFAULT_RATE, Filter("lora.alpha", among=(32,)))
+
+LITERATURE = (
+    Paper(
+        name="Entrocraft",
+        address="arXiv 2604.26326",
+        claims=(
+            Claim(
+                title="Linear annealing is best",
+                statement="Noise that decays linearly ends with more reward than noise that decays exponentially.",
+                paper="best of its schedules, no number",
+                source="abstract: entropy that starts high and falls linearly does best. The paper steers entropy "
+                "by rejecting samples; here the noise falls linearly. QeRL claims the opposite",
+                expected="more",
+                measure=LATE_REWARD,
+                where=NVFP4_RUNS,
+                primary=NOISY,
+                contrasts=schedules("linear", "exp"),
+                gates=(
+                    ManipulationCheck(NOISY_ENTROPY, (noise("linear"), noise("exp")), (*NVFP4_RUNS, *NOISY)),
+                    *TRAINED,
+                ),
+                command="python src/run.py experiment=tiny/schedules -m",
+                at_scale="python src/run.py experiment=paper/figure9 -m",
+            ),
+        ),
+    ),
+    Paper(
+        name="MXFP4 error in RL",
+        address="arXiv 2605.20402",
+        claims=(
+            Claim(
+                title="Grid error raises entropy",
+                statement="Of two 4-bit formats that round to nearest, the one with more grid noise in its weights "
+                "samples with more entropy: MXFP4 over NVFP4, and NVFP4 over NF4.",
+                paper="more, no number",
+                source="the paper divides MXFP4's error into parts of grid and scale, of which the first raises "
+                "entropy. The order of the formats here is that of grid_noise in docs/results/quantizers, "
+                "0.0119, 0.0088 and 0.0080 of the squared weights; their dead zones differ as well",
+                expected="more",
+                measure=INITIAL_ENTROPY,
+                where=LEARNING,
+                primary=PRIMARY,
+                contrasts=(*formats("nvfp4", "mxfp4"), *formats("nf4", "nvfp4")),
+                command=MAIN,
+                at_scale="python src/run.py experiment=paper/table1 recipe=none quant=mxfp4,nvfp4,nf4 -m",
+            ),
+        ),
+    ),
+    Paper(
+        name="FP16 against the mismatch",
+        address="arXiv 2510.26788",
+        claims=(
+            Claim(
+                title="FP16 removes the mismatch",
+                statement="Sampler and trainer that compute in FP16 differ less than in BF16.",
+                paper="eliminated, no number",
+                source="abstract: the rounding of BF16 is the root of the mismatch, and FP16 removes it. Without loss "
+                "scaling here; fused kernels compute in BF16 only, so FP16 takes plain PyTorch, and kernel=torch must "
+                "hold for both",
+                expected="less",
+                measure=LATE_MISMATCH,
+                where=(*LEARNING, BF16, NO_NOISE, Filter("kernel", among=("torch",))),
+                primary=PRIMARY,
+                contrasts=(two_values("model.dtype", "float16", "bfloat16", ("model.dtype",)),),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16 kernel=torch "
+                "model.dtype=bfloat16,float16 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen2.5-3b-instruct quant=bf16 kernel=torch "
+                "model.dtype=bfloat16,float16 seed=0,1,2 -m",
+            ),
+        ),
+    ),
+    Paper(
+        name="QUADS",
+        address="arXiv 2607.15810",
+        claims=(
+            Claim(
+                title="4-bit weights alone do not part sampler and trainer",
+                statement="With 4-bit weights and 16-bit activations the gap between sampler and trainer grows over "
+                "the run as with 16-bit weights.",
+                paper="stable, where 4-bit activations collapse after about 150 steps",
+                source="the paper samples with other weights than it trains; here both have the same 4-bit weights, "
+                "which should be easier. 4-bit activations are no option yet",
+                expected="same",
+                measure=MISMATCH_GROWTH,
+                where=(*LEARNING, ROUNDS),
+                primary=PRIMARY,
+                contrasts=formats("bf16", "nvfp4"),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16,nvfp4 model.dtype=bfloat16 -m",
+                at_scale="python src/run.py experiment=paper/table1 recipe=method/lora,method/nvfp4 optim.lr=1e-5 "
+                "steps=300 -m",
+            ),
+        ),
+    ),
+    Paper(
+        name="LoRA Without Regret",
+        address="https://thinkingmachines.ai/blog/lora",
+        claims=(
+            Claim(
+                title="Rank 1 is enough",
+                statement="An adapter of rank 1 ends with the reward of one of rank 32.",
+                paper="rank 1 matches full training, no number",
+                source="policy gradients on mathematical questions; a reward of one bit needs little capacity. It "
+                "compares with full training at the best rate of each; here both ranks have one rate and one alpha",
+                expected="same",
+                measure=LATE_REWARD,
+                where=(*LEARNING, BF16, NO_NOISE),
+                primary=ONE_ALPHA,
+                contrasts=(rank(1),),
+                gates=TRAINED,
+                command=RANK_1,
+                at_scale=RANK_1_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="PEFT for RLVR",
+        address="arXiv 2512.23165",
+        claims=(
+            Claim(
+                title="Rank 1 is a bottleneck",
+                statement="A policy with an adapter of rank 1 answers fewer held-out questions than one with rank 32.",
+                paper="less, no number",
+                source="abstract: extreme reduction, such as rank 1, holds reasoning back "
+                "(DeepSeek-R1-Distill-Qwen 1.5B and 7B). Contradicts LoRA Without Regret",
+                expected="less",
+                measure=paper.ACCURACY,
+                where=(*ANSWERING, BF16, NO_NOISE),
+                primary=ONE_ALPHA,
+                contrasts=(rank(1),),
+                gates=TRAINED,
+                command=RANK_1,
+                at_scale=RANK_1_AT_SCALE,
+            ),
+        ),
+    ),
+)
+
+REGISTRIES = {
+    "qerl": paper.CLAIMS,
+    "literature": tuple(claim for one in LITERATURE for claim in one.claims),
+}
+HEADER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
+
+
+def verdict_table(results: Sequence[ClaimResult]) -> str:
+    """A Markdown table: paper, claim, the command that makes its runs, the verdict on each, and its effects."""
+    of_title = {result.claim.title: result for result in results}
+    rows = [
+        (f"{one.name} ({one.address})", claim.title, f"`{claim.command}`", *_verdict_cells(of_title[claim.title]))
+        for one in LITERATURE
+        for claim in one.claims
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (HEADER, ("---",) * len(HEADER), *rows)) + "\n"
+
+
+def _verdict_cells(result: ClaimResult) -> tuple[str, str]:
+    effects = [
+        f"{one.contrast.label}: {result.claim.measure.estimate_text(one.primary.effect.whole)}"
+        for one in result.voting
+        if one.primary and one.primary.effect
+    ]
+    verdict = f"**{result.verdict}**" + (f": {result.reason}" if result.reason else "")
+    return verdict.replace("|", "/"), "; ".join(effects) or "-"

@@ -1,0 +1,143 @@
+"""The claims of later papers: they can be run, contradict each other where the papers do, and are on their page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+from qerl_bench.claims import command
+from qerl_bench.claims.evaluate import ClaimResult, evaluate_claims
+from qerl_bench.claims.literature import LITERATURE, REGISTRIES, growth_of_mismatch
+from qerl_bench.config import build, compose
+from qerl_bench.study.load import Run, load_runs
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = REGISTRIES["literature"]
+STEPS = 40
+Arm = Callable[..., list[Run]]
+
+
+@pytest.fixture
+def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
+    """arm("lora.rank=1", reward=0.1): four seeds of a setting; returns the runs of all settings so far.
+
+    Reward ends at 0.5 + `reward`; the mismatch is `kl`, times `growth` in the last fifth. Of sixty questions a run
+    answers the first 30 + 30 `right` but one, which depends on its seed.
+    """
+
+    def add(*words: str, reward: float = 0.0, kl: float = 1e-4, growth: float = 1.0, right: float = 0.0) -> list[Run]:
+        config = make_config("eval=task", f"steps={STEPS}", "lora.rank=32", "lora.alpha=32", *words)
+        setting = config["name"]
+        for seed in range(4):
+            config["name"], config["seed"] = f"{setting}-{seed}", seed
+            folder = tmp_path / "runs" / config["name"]
+            folder.mkdir(parents=True)
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
+            wobble = 1 + 1e-3 * math.sin(seed + len(folder.name) + reward)
+            lines: list[dict[str, Any]] = [
+                {
+                    "kind": "train", "step": step, "accuracy": 0.3 + 0.4 * step / STEPS, "entropy": 0.2 * wobble,
+                    "reward/mean": (0.5 + reward) * step / STEPS * wobble, "train/taught_frac": 1.0,
+                    "mismatch/kl": kl * wobble * (growth if step > 0.8 * STEPS else 1.0),
+                }
+                for step in range(1, STEPS + 1)
+            ]  # fmt: skip
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (folder / "env.json").write_text(json.dumps({"code": "1f", "device": "cpu", "packages": {}}))
+            (folder / "done.json").write_text('{"wall_s": 60.0}')
+            answers = [question < 30 + 30 * right and question != seed * (2 if right else 1) for question in range(60)]
+            rows = {"mode": "sampled", "question": [f"q{n:02d}" for n in range(60)], "step": STEPS, "correct": answers}
+            pd.DataFrame(rows).to_parquet(folder / "samples.parquet")
+        return load_runs([tmp_path / "runs"])
+
+    return add
+
+
+def verdicts(runs: list[Run]) -> dict[str, ClaimResult]:
+    return {result.claim.title: result for result in evaluate_claims(CLAIMS, runs)}
+
+
+def test_papers_that_contradict_each_other_get_opposite_verdicts(arm: Arm) -> None:
+    arm("quant=bf16", "lora.rank=32")
+    found = verdicts(arm("quant=bf16", "lora.rank=1", reward=-0.2, right=-0.9))
+    assert found["Rank 1 is enough"].verdict == "reversed"
+    assert found["Rank 1 is a bottleneck"].verdict == "supported"
+
+
+def test_equal_ranks_support_the_one_and_not_the_other(arm: Arm) -> None:
+    arm("quant=bf16", "lora.rank=32")
+    found = verdicts(arm("quant=bf16", "lora.rank=1"))
+    assert found["Rank 1 is enough"].verdict == "supported"
+    assert found["Rank 1 is a bottleneck"].verdict != "supported"
+
+
+def test_fp16_is_compared_with_bf16_of_the_same_kernels(arm: Arm) -> None:
+    arm("quant=bf16", "kernel=torch", "model.dtype=bfloat16", kl=1e-3)
+    arm("quant=bf16", "kernel=auto", "model.dtype=bfloat16", kl=1e-9)
+    found = verdicts(arm("quant=bf16", "kernel=torch", "model.dtype=float16", kl=1e-4))["FP16 removes the mismatch"]
+    assert found.verdict == "supported"
+    (effect,) = [one.primary.effect for one in found.voting if one.primary]
+    assert effect is not None and math.exp(effect.whole.value) == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_mismatch_that_grows_with_4_bit_weights_alone_contradicts_quads(arm: Arm) -> None:
+    title = "4-bit weights alone do not part sampler and trainer"
+    grown = arm("quant=nvfp4", "model.dtype=bfloat16", growth=3.0)
+    assert growth_of_mismatch(grown[0]) == pytest.approx(3.0)
+    assert verdicts(arm("quant=bf16", "model.dtype=bfloat16"))[title].verdict == "reversed"
+
+
+def test_in_float32_there_is_no_mismatch_to_compare(arm: Arm) -> None:
+    arm("quant=nvfp4", "model.dtype=float32")
+    found = verdicts(arm("quant=bf16", "model.dtype=float32"))["4-bit weights alone do not part sampler and trainer"]
+    assert found.verdict == "not testable here" and "model.dtype" in found.reason
+
+
+def test_formats_are_in_the_order_of_their_grid_noise() -> None:
+    """The order that the claim takes for granted, in the layers that were measured."""
+    layers = pd.read_parquet(ROOT / "docs" / "results" / "quantizers" / "layers.parquet")
+    noise = {
+        str(quant): float(np.mean(rows["grid_noise"]))
+        for quant, rows in layers[layers["quantizer"] == "rtn"].groupby("quant")
+    }
+    claim = next(claim for claim in CLAIMS if claim.title == "Grid error raises entropy")
+    for contrast in claim.contrasts:
+        more, less = (float(noise[arm.label]) for arm in contrast.arms)
+        assert more > 1.05 * less
+    assert all(f"{noise[quant]:.4f}" in claim.source for quant in ("mxfp4", "nvfp4", "nf4"))
+
+
+@pytest.mark.parametrize("words", sorted({claim.command for claim in CLAIMS} | {claim.at_scale for claim in CLAIMS}))
+def test_what_to_run_can_be_run(words: str) -> None:
+    python, path, *overrides = shlex.split(words)
+    assert (python, path) == ("python", "src/run.py") and "-m" in overrides
+    swept = [word.partition("=") for word in overrides if word != "-m"]
+    for place in (0, -1):
+        build(compose([f"{key}={values.split(',')[place]}" for key, _, values in swept]))
+
+
+def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main([str(ROOT / "docs" / "results" / "tiny"), "--papers", "literature", "--out", str(tmp_path)])
+    assert "Rank 1 is enough: incomplete" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"literature.md", "literature.svg"}
+    table = (tmp_path / "literature.md").read_text().split("\n\n", 1)[1]
+    page = (ROOT / "docs" / "literature.md").read_text()
+    (shown,) = re.findall(r"<!-- table of [^>]* -->\n(.*?)<!-- end of table -->", page, re.DOTALL)
+    assert shown == table
+    assert table.count("\n") == 2 + len(CLAIMS)
+
+
+def test_papers_and_titles_are_different() -> None:
+    titles = [claim.title for claims in REGISTRIES.values() for claim in claims]
+    addresses = [paper.address for paper in LITERATURE]
+    assert len({*titles}) == len(titles) and len({*addresses}) == len(addresses)
