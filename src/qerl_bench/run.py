@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qerl_bench import own_options
+from qerl_bench import __version__, own_options
 from qerl_bench.checks import require
 from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
@@ -72,6 +72,9 @@ def run(world: World) -> None:
 def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         print(usage(words))
+        return
+    if "--version" in words:
+        print(__version__)
         return
     if "--explain" in words:
         print(explain([word for word in words if word != "--explain"]))

@@ -43,6 +43,11 @@ def failure(error: BaseException) -> str | None:
     return None
 
 
+def is_a_limit(error: BaseException) -> bool:
+    """Whether a limit on the size of files is behind `error`, for which it does not matter how much room is left."""
+    return any(isinstance(cause, OSError) and cause.errno == errno.EFBIG for cause in chain(error))
+
+
 def chain(error: BaseException) -> Iterator[BaseException]:
     """`error` and the errors behind it."""
     seen: list[BaseException] = []

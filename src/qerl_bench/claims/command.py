@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--where", nargs="+", metavar="KEY=VALUE", default=[], help=only)
     options = parser.parse_args(arguments)
 
-    runs = with_values(load_runs(options.runs, options.mixed_code), options.where)
+    runs = with_values(load_runs(options.runs, options.mixed_code, options.without), options.where)
     scopes: dict[str, list[Run]] = {}
     for run in runs:
         scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)

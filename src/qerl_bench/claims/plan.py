@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     require(0 < options.power < 1, f"--power is a probability between 0 and 1, got {options.power:g}")
     require(options.between >= 0, f"--between must be 0 or more margins, got {options.between:g}")
     claims = [claim for claim in CLAIMS if not claim.measure.gpu and claim.expected != "same"]
-    runs = load_runs(options.runs, options.mixed_code)
+    runs = load_runs(options.runs, options.mixed_code, options.without)
     scopes = sorted({(run.option("model.name"), run.option("task.name")) for run in runs})
     for model, task in scopes:
         group = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]
