@@ -38,11 +38,13 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         self.check()
         points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
-        todo = [point for point in points if not point.finished]
-        before = len(points) - len(todo)
-        log.info("sweep of %d runs: %d finished before, %d to do", len(points), before, len(todo))
+        damaged = [(point, point.damage) for point in points if point.damage is not None]
+        todo = [point for point in points if not point.finished and point.damage is None]
+        before = sum(point.finished for point in points)
+        broken = f", {len(damaged)} damaged" if damaged else ""
+        log.info("sweep of %d runs: %d finished before, %d to do%s", len(points), before, len(todo), broken)
         with listed(self.folder, [point.run_dir for point in points]):
-            failed = self.run_points(todo, before)
+            failed = [*damaged, *self.run_points(todo, before)]
         if begun := [point.run_dir for point in points if (point.run_dir / "config.yaml").exists()]:
             print(sweep_table(begun))
         if failed:
