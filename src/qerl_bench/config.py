@@ -318,7 +318,7 @@ class Composer:
             key, values = several.groups()
             first = values.partition(",")[0]
             if re.fullmatch(r"[\w./-]+", first):
-                self.tree([f"{key}={first}" if word == f"{key}={values}" else word for word in overrides])  # names the key
+                self.tree([f"{key}={first}" if word == f"{key}={values}" else word for word in overrides])
             return f"{key}={values} has several values: -m runs them all; a list is {key}=[{values}]"
         parsed = [self._parsed(word) for word in overrides]
         choices = [word for word, one in zip(overrides, parsed, strict=True) if _is_choice(one) and _is_axis(one)]

@@ -40,7 +40,7 @@ from qerl_bench.seals import (
     seals_of_growing,
     settle,
 )
-from qerl_bench.storage import failure, is_a_limit, room, size
+from qerl_bench.storage import failure, room, size
 from qerl_bench.stored import read_config, read_object
 
 log = logging.getLogger(__name__)
@@ -266,10 +266,9 @@ def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
     if reason is None:
         return None
     newest = last_checkpoint(path)
-    needs = "no checkpoint yet" if newest is None else f"a checkpoint takes {size(newest) / 2**20:,.1f} MiB"
-    left = "" if is_a_limit(error) else f"{room(path)}; "
+    needs = "" if newest is None else f"; a checkpoint takes {size(newest) / 2**20:,.1f} MiB"
     return TrainingStopped(
-        f"{path}: {reason} ({left}{needs}). When that is solved, the same command continues from step "
+        f"{path}: {reason} ({room(path, error)}{needs}). When that is solved, the same command continues from step "
         f"{0 if newest is None else step_of(newest)}"
     )
 

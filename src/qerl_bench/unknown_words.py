@@ -29,6 +29,7 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     known = [one for one in known if one.rpartition(".")[2] not in ("name", *SET_BY_FILE)]
     ours = OURS.get(key.rpartition(".")[2], ())
     if ours and key not in keys_of_axis(key.partition(".")[0], folders):
+        ours = [one for one in ours if one in known] or ours
         near = [_with_its_options(one, known, folders) for one in ours]
         return f"there is no option {key}.{did_you_mean(near)} What it means: --explain {' '.join(ours)}"
     axis, _, rest = key.partition(".")
