@@ -9,11 +9,13 @@ from qerl_bench.checks import require
 from qerl_bench.exits import guarded
 from qerl_bench.figures.error_decomposition import draw, one_of_each
 from qerl_bench.figures.script import figure_parser, write_figure
+from qerl_bench.study.load import leave_out
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = figure_parser(__doc__).parse_args(arguments)
-    files = [file for folder in options.runs for file in sorted(folder.rglob("layers.parquet"))]
+    found = [file.parent for folder in options.runs for file in sorted(folder.rglob("layers.parquet"))]
+    files = [folder / "layers.parquet" for folder in leave_out(found, options.without)]
     folders = ", ".join(map(str, options.runs))
     require(len(files) > 0, f"no layers.parquet in {folders}: give folders of runs, exports or a committed table")
     table = pd.concat([pd.read_parquet(file).assign(file=str(file)) for file in files]).query("relative_error > 0")

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = figure_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
     options = parser.parse_args(arguments)
-    runs = [run for run in load_runs(options.runs, options.mixed_code) if run.finished]
+    runs = [run for run in load_runs(options.runs, options.mixed_code, options.without) if run.finished]
     evaluated = [run for run in runs if run.option("algo.name") != "sft" and run.option("eval.name") != "none"]
     tables, settings = scores(evaluated, final_accuracy("sampled"))
     figure = overview(tables, settings, "held-out, sampled", np.random.default_rng(options.seed))

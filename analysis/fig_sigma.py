@@ -11,7 +11,7 @@ from qerl_bench.study.load import load_runs
 
 def main(arguments: list[str] | None = None) -> None:
     options = figure_parser(__doc__).parse_args(arguments)
-    runs = [run for run in load_runs(options.runs, options.mixed_code) if run.finished]
+    runs = [run for run in load_runs(options.runs, options.mixed_code, options.without) if run.finished]
     doses = sigma_doses(select(with_constant_sigma(runs), SIGMA_FACTORS))
     effects = sigma_effects(doses)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--step", type=int, default=1, help="training step to match at (default: 1)")
     options = parser.parse_args(arguments)
 
-    runs = load_runs(options.runs, options.mixed_code)
+    runs = load_runs(options.runs, options.mixed_code, options.without)
     factors = (*SIGMA_FACTORS, "rollout.temperature")
     table = entropies(select(with_constant_sigma(runs), factors).runs, options.step)
     arm = table[(table["quant"] == options.noisy) & (table["sigma"] == options.sigma) & (table["temperature"] == 1.0)]

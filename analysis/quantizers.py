@@ -49,7 +49,7 @@ def compare(runs: list[Run]) -> pd.DataFrame:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser_for(__doc__).parse_args(arguments)
-    table = compare(load_runs(options.runs, options.mixed_code))
+    table = compare(load_runs(options.runs, options.mixed_code, options.without))
     options.out.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.out / "quantizers.csv", index=False)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}", na_rep="-"))

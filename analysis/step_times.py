@@ -23,7 +23,7 @@ PEAKS = {f"{part}_gib": f"memory/{part}_gib" for part in ("rollout", "train", "r
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser_for(__doc__).parse_args(arguments)
-    rows = [row(run) for run in load_runs(options.runs, options.mixed_code)]
+    rows = [row(run) for run in load_runs(options.runs, options.mixed_code, options.without)]
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "step_times.csv"
     pd.DataFrame(rows).sort_values([*KEYS, "seed"]).to_csv(file, index=False, float_format="%.6g")

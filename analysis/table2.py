@@ -24,7 +24,7 @@ from qerl_bench.study.script import parser_for
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser_for(__doc__).parse_args(arguments)
-    runs = load_runs(options.runs, options.mixed_code)
+    runs = load_runs(options.runs, options.mixed_code, options.without)
     chosen = [run for run in runs if run.finished and set_of(run.config) is not None]
     require(bool(chosen), "no finished run holds out one of the four sets: they are made by experiment=paper/table2 -m")
     if len(chosen) < len(runs):

@@ -9,11 +9,14 @@ from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.config import Composer, Experiment, build
-from qerl_bench.rundir import check_run_dir, is_finished, refuse_locked
+from qerl_bench.installation import CONF_DIR
+from qerl_bench.rundir import RunDamaged, check_run_dir, is_finished, refuse_locked
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ class Point:
     name: str
     run_dir: Path
     finished: bool
+    damage: str | None = None  # why it can neither run nor count as finished
 
 
 class SweepFailed(TrainingStopped):
@@ -57,6 +61,28 @@ def flags_first(argv: list[str]) -> list[str]:
         if word in takes_value:
             flags += [value for value in [next(remaining, None)] if value is not None]
     return flags + words
+
+
+def with_swept_axes(words: Sequence[str]) -> list[str]:
+    """The words of a sweep, where a value of an axis that is swept becomes a sweep over one value: with
+    aqn=exp,linear, aqn.stages=5 becomes aqn.stages=choice(5).
+
+    Hydra composes the grid with one option of each axis, its default, which need not have the key.
+    """
+    pairs = [word.partition("=") for word in words]
+    swept = {axis for axis, _, value in pairs if (CONF_DIR / axis).is_dir() and "," in value}
+    return [
+        f"{key}=choice({value})" if key.partition(".")[0] in swept and "." in key and is_one_value(word) else word
+        for word, (key, _, value) in zip(words, pairs, strict=True)
+    ]
+
+
+def is_one_value(word: str) -> bool:
+    """Whether a word of the command line sets one value, and is no sweep over several."""
+    try:
+        return not OverridesParser.create().parse_override(word).is_sweep_override()
+    except OverrideParseException:
+        return False
 
 
 def check_single(argv: list[str]) -> Point | None:
@@ -112,12 +138,15 @@ def check(cfg: DictConfig) -> Experiment:
 
 
 def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
-    """Compose and check every point of a sweep. Raises ConfigError naming the first point that cannot run."""
+    """Compose and check every point of a sweep. Raises ConfigError naming the first point that cannot run.
+
+    A point whose folder is damaged does not keep the others from running.
+    """
     points: dict[str, Point] = {}
     composer = Composer()
     for overrides in job_overrides:
         try:
-            point = check_point(composer, overrides)
+            point = check_point(composer, overrides, keep_damaged=True)
         except ConfigError as error:
             raise ConfigError(f"{' '.join(overrides)}: {error}") from error
         if point.name in points:
@@ -126,13 +155,21 @@ def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
     return list(points.values())
 
 
-def check_point(composer: Composer, overrides: Sequence[str]) -> Point:
-    """Compose and check one point. A finished one needs no more than the config that it was made with."""
+def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool = False) -> Point:
+    """Compose and check one point. A finished one needs no more than the config that it was made with.
+
+    Raises ConfigError; what is damaged is noted in the point instead, if `keep_damaged`.
+    """
     tree = composer.tree(overrides)
     name, run_dir = str(tree["name"]), Path(str(tree["root"]), "runs", str(tree["name"]))
-    finished = is_finished(run_dir)
-    if finished:
-        check_run_dir(run_dir, tree)
-    else:
-        check(OmegaConf.create(tree))
-    return Point(list(overrides), name, run_dir, finished)
+    finished, damage = is_finished(run_dir), None
+    try:
+        if finished:
+            check_run_dir(run_dir, tree)
+        else:
+            check(OmegaConf.create(tree))
+    except RunDamaged as error:
+        if not keep_damaged:
+            raise
+        damage = str(error)
+    return Point(list(overrides), name, run_dir, finished and damage is None, damage)

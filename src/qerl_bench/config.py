@@ -50,6 +50,7 @@ from qerl_bench.installation import CONF_DIR
 from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model, short_name
+from qerl_bench.option_files import options_of
 from qerl_bench.option_names import check_class, check_option_names, make_option, search_folders
 from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import WeightFormat
@@ -315,6 +316,9 @@ class Composer:
             if several is None:
                 return text
             key, values = several.groups()
+            first = values.partition(",")[0]
+            if re.fullmatch(r"[\w./-]+", first):
+                self.tree([f"{key}={first}" if word == f"{key}={values}" else word for word in overrides])
             return f"{key}={values} has several values: -m runs them all; a list is {key}=[{values}]"
         parsed = [self._parsed(word) for word in overrides]
         choices = [word for word, one in zip(overrides, parsed, strict=True) if _is_choice(one) and _is_axis(one)]
@@ -339,6 +343,9 @@ def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
         try:
             cfg = hydra_compose("run", overrides=list(choices), return_hydra_config=True)
         except ValueError as error:  # what Hydra raises for quant=5 and =5
+            for axis, _, value in (word.partition("=") for word in choices):
+                if axis and value not in options_of([CONF_DIR], axis):
+                    raise ConfigError(unknown_option(axis, value, [CONF_DIR])) from error
             raise ConfigError(f"{' '.join(choices)}: {error}. An option is chosen by name: quant=nvfp4") from error
     with open_dict(cfg):
         hydra = cfg.pop("hydra")

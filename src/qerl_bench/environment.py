@@ -76,7 +76,7 @@ def git(*words: str) -> str | None:
     if CHECKOUT is None:
         return None
     try:
-        done = subprocess.run(["git", *words], cwd=CHECKOUT, capture_output=True, text=True)
+        done = subprocess.run(["git", "--no-optional-locks", *words], cwd=CHECKOUT, capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -38,10 +38,11 @@ conf/, a word KEY=VALUE changes a value. `python src/run.py` in a checkout is th
 FLAGS = """
 Flags:
   -m, --multirun      run every combination of the values that are separated by commas
-  --explain KEY ...   what a value, all values of a group (noise) or an axis (aqn) mean; other words
-                      choose options: --explain aqn.stages aqn=exp
+  --explain KEY ...   what a value, all values of a group (noise), an axis (aqn) or an option (exp)
+                      mean; other words choose options: --explain aqn.stages aqn=exp
   --cfg job           print the config instead of running it; --resolve fills in references
   --config-dir DIR    look for options in DIR/quant/*.yaml and so on as well
+  --version           print the version
   --hydra-help        flags of Hydra, which composes the config
 
 Read on: docs/options.md (options), docs/errors.md (refusals), docs/runs.md (what a run writes,
@@ -79,7 +80,8 @@ def usage(words: Sequence[str] = ()) -> str:
 def explain(words: Sequence[str]) -> str:
     """Explain the keys among `words`, with the options that the others (KEY=VALUE) choose.
 
-    A key is that of a value, a prefix that ends with a dot, or an axis or a group. Raises ConfigError for others.
+    A key is that of a value, a prefix that ends with a dot, an axis or a group, or the name of an option. Raises
+    ConfigError for others.
     """
     overrides = [word for word in words if "=" in word]
     keys = [word for word in words if "=" not in word] or [word.partition("=")[0].lstrip("+~") for word in overrides]
@@ -104,6 +106,8 @@ def _explain(
         return "\n\n".join([_choices(key, choices.get(key), folders), *blocks])
     if blocks:
         return "\n\n".join(blocks)
+    if called := [axis for axis in AXES if key in options_of(folders, axis)]:
+        return "\n\n".join(_option(axis, key, folders) for axis in called)
     elsewhere = keys_of_axis(name.partition(".")[0], folders) if name.partition(".")[0] in choices else {}
     if name not in elsewhere:
         chosen = {axis: option for axis, option in choices.items() if axis in AXES}
@@ -172,6 +176,16 @@ def _choices(axis: str, chosen: str | None, folders: Sequence[Path]) -> str:
     presets = [option for option, summary in summaries.items() if not summary]
     lines += [_wrapped(f"presets: {' '.join(presets)}", "  ")] if presets else []
     return "\n".join([f"{axis} = {chosen or 'null'}; its options:", *lines])
+
+
+def _option(axis: str, option: str, folders: Sequence[Path]) -> str:
+    """What the file of an option says about itself and its values."""
+    heading = _hanging(f"{axis}={option}  ", read_option(find_option(folders, axis, option)).summary)
+    fields = {} if axis in SEVERAL else option_fields(folders, axis, option)
+    shown = {key: field for key, field in fields.items() if _is_shown(field)}
+    return "\n\n".join(
+        [heading, *(_block(f"{axis}.{key} = {field.default}", field.meaning) for key, field in shown.items())]
+    )
 
 
 def _sentence(text: str) -> str:

@@ -21,15 +21,18 @@ RECORDS = ("metrics.jsonl", "eval.json", "checkpoints", DONE)  # a run with one 
 
 @contextmanager
 def nothing_left_if_refused(path: Path) -> Iterator[None]:
-    """Delete the folder `path` of a run, and those above that were made for it, if this block refuses the new run.
+    """Delete `path`, and the folders above that were made for it, if this block refuses what it is made for: the folder
+    of a new run, or the file with the grid of a sweep.
 
-    A folder that was there before is left as it is.
+    What was there before is left as it is.
     """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
     except REFUSALS as error:
         if path in made and not isinstance(error, RunLocked):
+            if path.is_file():
+                path.unlink()
             discard(path)
             with suppress(OSError):  # not empty: another run is there
                 for folder in made[1:]:

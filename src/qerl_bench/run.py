@@ -16,9 +16,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from qerl_bench import own_options
+from qerl_bench import __version__, own_options
 from qerl_bench.checks import require
-from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point
+from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point, with_swept_axes
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
 from qerl_bench.explain import explain, usage
 from qerl_bench.failure import failure_in_log
@@ -73,6 +73,9 @@ def main(words: list[str]) -> None:
     if {"-h", "--help"} & {*words}:
         print(usage(words))
         return
+    if "--version" in words:
+        print(__version__)
+        return
     if "--explain" in words:
         print(explain([word for word in words if word != "--explain"]))
         return
@@ -81,14 +84,16 @@ def main(words: list[str]) -> None:
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
     with joined() as world:
+        sweep = bool({"-m", "--multirun"} & {*words})
         require(
-            world.size == 1 or not {"-m", "--multirun"} & {*words},
+            world.size == 1 or not sweep,
             "torchrun makes one run on several GPUs, and -m many runs: leave torchrun out, and each takes one GPU",
         )
         point = world.from_first(lambda: check_single(words))
         if point is not None and point.finished:
             print(finished_before(point.run_dir))
             return
+        words = with_swept_axes(words) if sweep else words
         sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them
         own_folder = nothing_left_if_refused(point.run_dir) if point is not None and world.first else nullcontext()
         with own_folder:

@@ -68,6 +68,10 @@ MADE_AGAIN = (
 )  # by each attempt; the old env.json becomes env_<n>.json
 
 
+class RunDamaged(ConfigError):
+    """A run can neither continue nor be taken as finished, because its files are not as it wrote them."""
+
+
 def is_finished(path: Path) -> bool:
     """Whether the run in `path` is complete."""
     return (path / DONE).exists()
@@ -76,15 +80,23 @@ def is_finished(path: Path) -> bool:
 def check_run_dir(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str = ELSEWHERE) -> None:
     """Raise ConfigError, with `elsewhere` as the remedy, if the run can neither start nor continue in `path`.
 
-    Also if it is damaged: an unfinished run in anything that it continues from, a finished one in what `quick` finds.
+    It is RunDamaged for an unfinished run that is damaged in anything that it continues from, and for a finished one
+    in what `quick` finds.
     """
-    finished, checkpoint = is_finished(path), last_checkpoint(path)
-    if not finished:
+    if not is_finished(path):
         refuse_unwritable(path, elsewhere)
-    if checkpoint is not None or finished:
-        check_records(path, f"Or choose another place: {elsewhere}", to_continue=True)
+    try:
+        refuse_damaged(path, elsewhere)
+    except ConfigError as error:
+        raise RunDamaged(str(error)) from error
     if (path / "config.yaml").exists():
         refuse_other_config(path, cfg, elsewhere)
+
+
+def refuse_damaged(path: Path, elsewhere: str) -> None:
+    finished, checkpoint = is_finished(path), last_checkpoint(path)
+    if checkpoint is not None or finished:
+        check_records(path, f"Or choose another place: {elsewhere}", to_continue=True)
     if checkpoint is not None:
         check_checkpoint(checkpoint, quick=finished)
 
@@ -255,7 +267,7 @@ def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
     newest = last_checkpoint(path)
     needs = "" if newest is None else f"; a checkpoint takes {size(newest) / 2**20:,.1f} MiB"
     return TrainingStopped(
-        f"{path}: {reason} ({room(path)}{needs}). When that is solved, the same command continues from step "
+        f"{path}: {reason} ({room(path, error)}{needs}). When that is solved, the same command continues from step "
         f"{0 if newest is None else step_of(newest)}"
     )
 

@@ -35,6 +35,7 @@ from qerl_bench.checks import ConfigError, require
 from qerl_bench.failure import MARK
 from qerl_bench.locks import holder
 from qerl_bench.points import going_on
+from qerl_bench.progress import duration
 from qerl_bench.rundir import is_finished
 from qerl_bench.stored import read_config
 
@@ -232,7 +233,7 @@ def lines(found: list[Status]) -> list[str]:
     told = []
     for status in found:
         left = status.left * status.step_s if status.step_s and status.state == "running" else 0
-        notes = filter(None, [status.note, f"about {span(left)} left" if left else ""])
+        notes = filter(None, [status.note, f"about {duration(left)} left" if left else ""])
         total = "?" if status.steps is None else status.steps
         told.append("  ".join([f"{status.state:10}", f"{status.step:>6} of {total!s:<6}", str(status.run), *notes]))
     return told
@@ -249,12 +250,4 @@ def summary(found: list[Status]) -> str:
     usual = median(paces)
     goes_on = [status for status in found if status.state in GOES_ON]
     seconds = sum((status.left if status.steps else median(sizes)) * (status.step_s or usual) for status in goes_on)
-    return f"{told}; about {span(seconds / counts['running'])} left" if seconds else told
-
-
-def span(seconds: float) -> str:
-    """A length of time in two words."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{told}; about {duration(seconds / counts['running'])} left" if seconds else told

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,10 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
-def room(path: Path) -> str:
-    """What is left on the disk that holds `path`."""
+def room(path: Path, error: BaseException) -> str:
+    """What is left on the disk that holds `path`; if `error` is about the size of a file, how large one may be."""
+    if any(isinstance(cause, OSError) and cause.errno == errno.EFBIG for cause in chain(error)):
+        return f"at most {resource.getrlimit(resource.RLIMIT_FSIZE)[0] / 2**20:,.3g} MiB a file"
     place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     files = os.statvfs(place)
     inodes = f", {files.f_favail:,} inodes" if files.f_files else ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.progress import duration
 from qerl_bench.rundir import flat, with_effect
-from qerl_bench.status import last_step, total_steps
+from qerl_bench.status import last_step, seconds_per_step, total_steps
 
 
 def sweep_table(run_dirs: Sequence[Path]) -> str:
@@ -61,9 +62,25 @@ def counts(total: int, done: int, running: Sequence[float], failed: int, left_s:
     return f"{done} of {total} runs done, {len(running)} running{shares}, {failed} failed{left}"
 
 
-def time_left(elapsed_s: float, made: float, to_make: float) -> float | None:
-    """Seconds for `to_make` more runs if `made` took `elapsed_s`, counted by their steps; None before the first step.
+def run_left(run_dir: Path) -> float | None:
+    """Seconds for the steps that a run has still to make, at the pace of its last ones; None before the second."""
+    with suppress(ConfigError, OSError):
+        if pace := seconds_per_step(run_dir):
+            return max(0, total_steps(run_dir) - last_step(run_dir)) * pace
+    return None
 
-    A sweep that has made a run by half and has two more to go has made 0.5 and 2.5 to make.
+
+def time_left(
+    running: Sequence[tuple[float, float | None]], took: Sequence[float], to_start: int, slots: int
+) -> float | None:
+    """Seconds until a sweep ends: each run that goes on, (seconds so far, seconds left), at its own pace, and those to
+    start as long as the mean of these and of the ones that `took` as long. None while nothing is known of any.
+
+    A run begins with imports and the loading of its model, which its pace leaves out.
     """
-    return elapsed_s / made * to_make if made > 0 else None
+    whole = [*took, *(so_far + left for so_far, left in running if left is not None)]
+    if not whole:
+        return None
+    usual = sum(whole) / len(whole)
+    waits = [max(0.0, usual - so_far) if left is None else left for so_far, left in running]
+    return max([*waits, (sum(waits) + to_start * usual) / slots])

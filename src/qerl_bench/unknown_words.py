@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from qerl_bench.names_elsewhere import OURS
 from qerl_bench.option_files import SET_BY_FILE, option_fields, options_of, read_option
 from qerl_bench.renamed_keys import renamed, renamed_value
 
 SHOWN = 8  # keys or choices that a message lists
+NUMBERS = {"lora": "lora.rank", "aqn": "aqn=constant aqn.level"}  # what a number for the whole axis probably means
 ALL = "All options: --help"
 
 
@@ -25,6 +27,11 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     if key.startswith("model.template"):
         return f"{key} is not set yet, so add it with a plus: +model.template.KEYWORD=VALUE"
     known = [one for one in known if one.rpartition(".")[2] not in ("name", *SET_BY_FILE)]
+    ours = OURS.get(key.rpartition(".")[2], ())
+    if ours and key not in keys_of_axis(key.partition(".")[0], folders):
+        ours = [one for one in ours if one in known] or ours
+        near = [_with_its_options(one, known, folders) for one in ours]
+        return f"there is no option {key}.{did_you_mean(near)} What it means: --explain {' '.join(ours)}"
     axis, _, rest = key.partition(".")
     if not rest or (axis not in choices and not any(one.startswith(f"{axis}.") for one in known)):
         return f"there is no option {key}.{_near_anywhere(key, known, choices, folders)} {ALL}"
@@ -43,6 +50,13 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     return f"{chosen}{_has(own)}{belongs}"
 
 
+def _with_its_options(key: str, known: Collection[str], folders: Sequence[Path]) -> str:
+    """A key, with the options that have it if none of them is chosen."""
+    axis = key.partition(".")[0]
+    options = [] if key in known else keys_of_axis(axis, folders).get(key, [])
+    return f"{key} (of {axis}={'|'.join(options)})" if options else key
+
+
 def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
     """Say that an axis has no such option, and which it has."""
     if sentence := renamed_value(group, option):
@@ -52,9 +66,10 @@ def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
     if not options:
         return f"there is no axis {axis}. {ALL}"
     near = [f"{axis}={one}" for one in difflib.get_close_matches(place, options, n=3)]
+    number = f" A number is {NUMBERS[axis]}={place}." if axis in NUMBERS and place.replace(".", "").isdecimal() else ""
     few = len(options) <= 2 * SHOWN
     choices = f"Choose {axis}={'|'.join(options)}" if few else f"All of them: --explain {axis}"
-    return f"there is no {axis}={place}.{did_you_mean(near)} {choices}"
+    return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}"
 
 
 def unread(word: str) -> str:

@@ -14,8 +14,10 @@ from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.explain import AXES, SEVERAL, explain
+from qerl_bench.names_elsewhere import OURS
 from qerl_bench.option_files import option_fields, options_of, read_option
 from qerl_bench.rundir import as_dict, flat
+from qerl_bench.unknown_words import keys_of_axis
 
 
 def test_comments_belong_to_their_fields(tmp_path: Path) -> None:
@@ -97,8 +99,13 @@ def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
     [
         (
             "aqn=constant aqn.sigma=1",
-            r"aqn=constant has no option aqn.sigma; it has aqn.level\. aqn.sigma_min .*=entropy",
+            r"no option aqn.sigma\. Did you mean aqn.level\?",
         ),
+        ("aqn.sigma=1", r"Did you mean aqn.level \(of aqn=constant\) or aqn.sigma_start \(of aqn=.*exp"),
+        ("beta=0.1", r"no option beta\. Did you mean kl.coef\?"),  # as TRL and others call it
+        ("algo.num_generations=4", r"Did you mean rollout.group_size\?"),
+        ("seeds=0", r"Did you mean seed\?"),
+        ("lora=16", r"A number is lora.rank=16\. Choose lora=default\|none"),
         ("aqn=exp aqn.sigma_strat=1", r"aqn=exp has no option .* Did you mean aqn.sigma_start\?"),
         ("aqn.level=1", r"aqn=none has no option aqn.level, which belongs to aqn=constant$"),
         ("aqn=exp aqn.level=1", r"belongs to aqn=constant; it has aqn.sigma_start, aqn.sigma_end, aqn.stages"),
@@ -121,6 +128,24 @@ def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
 def test_a_word_that_names_no_option_is_answered_with_one_that_does(words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         compose(words.split())
+
+
+def test_names_of_other_libraries_lead_to_options_that_exist_and_are_none_themselves() -> None:
+    inside = {key for axis in AXES for key in keys_of_axis(axis, [CONF_DIR])}
+    keys = {*inside, *(field.key for field in read_option(CONF_DIR / "run.yaml").fields), *AXES}
+    assert {ours for names in OURS.values() for ours in names} <= keys
+    assert not OURS.keys() & keys
+
+
+def test_the_name_of_an_option_is_explained_with_its_values() -> None:
+    said = explain(["constant"])
+    assert said.startswith("aqn=constant  ") and "\n\naqn.level = 1.0e-2\n    " in said
+    assert re.findall(r"^(\w+=none) ", explain(["none"]), flags=re.MULTILINE) == [
+        "aqn=none",
+        "lora=none",
+        "eval=none",
+        "recipe=none",
+    ]
 
 
 def test_the_suggested_option_of_another_folder(tmp_path: Path) -> None:

@@ -7,16 +7,21 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from qerl_bench.__main__ import main
+from qerl_bench.config import build, compose
 from qerl_bench.eval.command import main as evaluate_again
+from qerl_bench.experiment import run_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -49,6 +54,14 @@ def run(*words: str, cwd: Path = ROOT, timeout: float = 400) -> subprocess.Compl
     return subprocess.run(command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the program, in this process, says on stderr before it exits with code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(["run", *words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
 def run_dirs(root: Path) -> list[Path]:
     return sorted(path for path in (root / "runs").iterdir() if path.is_dir())
 
@@ -58,10 +71,11 @@ def records(run_dir: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not MEASURED.match(k)} for line in lines]
 
 
-def assert_complete(run_dir: Path) -> None:
+def assert_complete(run_dir: Path, logged: bool = True) -> None:
+    """`logged`: by Hydra, which gives a run from the command line its run.log."""
     expected = {
         *("config.yaml", "seals.jsonl", "env.json", "metrics.jsonl", "rollouts.jsonl", "eval.json", "samples.parquet"),
-        *("checkpoints", "figures", "run.log", "done.json"),
+        *("checkpoints", "figures", "done.json", *(["run.log"] if logged else [])),
     }
     assert expected <= {file.name for file in run_dir.iterdir()}
     assert {"reward.png", "entropy.png"} <= {file.name for file in (run_dir / "figures").iterdir()}
@@ -72,11 +86,12 @@ def assert_complete(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("quant", ["bf16", "nf4", "mxfp4", "nvfp4"])
-def test_smoke_writes_a_complete_run_with_every_format(tmp_path, quant):
-    done = run("experiment=smoke", f"quant={quant}", "aqn=exp", f"root={tmp_path}")
-    assert done.returncode == 0, done.stderr
+def test_smoke_writes_a_complete_run_with_every_format(tmp_path, capsys, quant):
+    """In this process, which has imported PyTorch; the README's commands are processes of their own."""
+    config = compose(["experiment=smoke", f"quant={quant}", "aqn=exp", f"root={tmp_path}"])
+    run_experiment(build(config), config)
     (run_dir,) = run_dirs(tmp_path)
-    assert_complete(run_dir)
+    assert_complete(run_dir, logged=False)
     train = [record for record in records(run_dir) if record["kind"] == "train"]
     assert [record["step"] for record in train] == [1, 2, 3, 4, 5, 6]
     stages = {record["aqn/sigma"] for record in train}
@@ -87,8 +102,9 @@ def test_smoke_writes_a_complete_run_with_every_format(tmp_path, quant):
         assert record["aqn/sigma_realised"] == pytest.approx(record["aqn/sigma"], rel=0.15)
         assert record["grad_norm"] > 0 and record["reward/frac_zero_std"] == 0
         assert record["mismatch/noise_logp_abs_max"] > 0
-    assert quant in done.stdout
-    assert "accuracy" in done.stdout
+    printed = capsys.readouterr().out
+    assert quant in printed
+    assert "accuracy" in printed
 
 
 def user_commands() -> list[str]:
@@ -99,18 +115,19 @@ def user_commands() -> list[str]:
     return sorted({line.strip() for line in shown + made})
 
 
-@pytest.mark.parametrize("line", user_commands())
-def test_commands_of_the_readme_run_as_written(tmp_path, line):
-    """The very words of the README with `experiment=smoke` behind them, so that they end soon."""
-    words = shlex.split(line)[1:]
-    small = [] if any(word.startswith("experiment=") for word in words) else ["experiment=smoke"]
-    done = run(*words, *small, f"root={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    points = [values.split("=")[1].split(",") for values in words if "," in values]
-    expected = 1
-    for values in points:
-        expected *= len(values)
-    assert len(run_dirs(tmp_path)) == expected
+def test_commands_of_the_readme_run_as_written(tmp_path):
+    """The very words of the README with `experiment=smoke` behind them, so that they end soon; in one folder, where
+    the command behind `make run` meets a point of the sweep."""
+    expected = set()
+    for line in user_commands():
+        words = shlex.split(line)[1:]
+        small = [] if any(word.startswith("experiment=") for word in words) else ["experiment=smoke"]
+        done = run(*words, *small, f"root={tmp_path}")
+        assert done.returncode == 0, done.stderr
+        swept = [[f"{word.partition('=')[0]}={value}" for value in word.partition("=")[2].split(",")] for word in words]
+        points = product(*[values for word, values in zip(words, swept, strict=True) if not word.startswith("-")])
+        expected |= {compose([*point, *small]).name for point in points}
+        assert {run_dir.name for run_dir in run_dirs(tmp_path)} == expected
     for run_dir in run_dirs(tmp_path):
         assert_complete(run_dir)
 
@@ -245,25 +262,23 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_bad_input_ends_with_one_message_and_code_2(tmp_path, words, message):
-    done = run(*words, f"root={tmp_path}")
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) <= 4
+def test_bad_input_ends_with_one_message_and_code_2(tmp_path, capsys, words, message):
+    said = refusal(capsys, *words, f"root={tmp_path}")
+    assert message in said
+    assert "Traceback" not in said
+    assert len(said.strip().splitlines()) <= 4
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("content", "message"), [("", "empty"), ('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n', "line 2")]
 )
-def test_a_broken_data_file_is_named(tmp_path, content, message):
+def test_a_broken_data_file_is_named(tmp_path, capsys, content, message):
     broken = tmp_path / "train.jsonl"
     broken.write_text(content)
-    done = run(*GSM8K, f"task.train_file={broken}", f"root={tmp_path}")
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert str(broken) in done.stderr
+    said = refusal(capsys, *GSM8K, f"task.train_file={broken}", f"root={tmp_path}")
+    assert message in said
+    assert str(broken) in said
 
 
 def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp_path):
@@ -278,48 +293,43 @@ def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_root_that_cannot_be_written_is_refused(tmp_path):
+def test_a_root_that_cannot_be_written_is_refused(tmp_path, capsys):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    done = run("experiment=smoke", f"root={blocked}/inside")
-    assert done.returncode == 2
-    assert "not a writable folder" in done.stderr
+    assert "not a writable folder" in refusal(capsys, "experiment=smoke", f"root={blocked}/inside")
     assert blocked.read_text() == "not a folder"
 
 
 @one_worker
-def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learning_root):
+def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learning_root, capsys):
     run_dir = learning_root / "runs" / "straight"
     before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
-    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "name=straight", "lora.rank=8", f"root={learning_root}")
-    assert done.returncode == 2
-    assert "lora.rank is 32 there and 8 here" in done.stderr
+    said = refusal(capsys, *SMALL, "quant=nvfp4", "aqn=exp", "name=straight", "lora.rank=8", f"root={learning_root}")
+    assert "lora.rank is 32 there and 8 here" in said
     assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
 
 
-def test_a_half_written_checkpoint_is_refused_and_nothing_is_lost(tmp_path):
-    words = ["experiment=smoke", "quant=nvfp4", "name=half", f"root={tmp_path}"]
-    assert run(*words).returncode == 0
-    run_dir = tmp_path / "runs" / "half"
+@one_worker
+def test_a_half_written_checkpoint_is_refused_and_nothing_is_lost(learning_root, tmp_path, capsys):
+    run_dir = shutil.copytree(learning_root / "runs" / "straight", tmp_path / "runs" / "straight")
     (run_dir / "done.json").unlink()
     trainer = run_dir / "checkpoints" / "step_000006" / "trainer.pt"
     trainer.write_bytes(trainer.read_bytes()[:1000])
     before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
-    done = run(*words)
-    assert done.returncode == 2
-    assert "step_000006 is damaged: trainer.pt" in done.stderr
+    said = refusal(capsys, *SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={tmp_path}")
+    assert "step_000006 is damaged: trainer.pt" in said
     assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
 
 
-def test_a_sweep_with_a_bad_point_starts_nothing(tmp_path):
+def test_a_sweep_with_a_bad_point_starts_nothing_and_leaves_nothing(tmp_path):
     done = run("experiment=smoke", f"root={tmp_path}", "-m", "lora.rank=8,0")
     assert done.returncode == 2
     assert "lora.rank=0" in done.stderr
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("metrics.jsonl"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
-    words = ["experiment=smoke", f"root={tmp_path}", "aqn=constant", "-m", "aqn.level=0.01,1e-12"]
+    words = ["experiment=smoke", "steps=2", f"root={tmp_path}", "aqn=constant", "-m", "aqn.level=0.01,1e-12"]
     words.append("hydra.launcher.slots=2")
     done = run(*words)
     assert done.returncode == 1, done.stderr

@@ -18,11 +18,12 @@ from qerl_bench import __version__
 from qerl_bench.__main__ import COMMANDS, main
 from qerl_bench.arguments import WIDTH, KeyValueParser
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import build, compose
+from qerl_bench.cli import check_point, check_points, with_swept_axes
+from qerl_bench.config import Composer, build, compose
 from qerl_bench.eval.reevaluate import stored_config
 from qerl_bench.exits import exit_in_words, explain
 from qerl_bench.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
-from qerl_bench.rundir import as_dict, check_run_dir, flat
+from qerl_bench.rundir import RunDamaged, as_dict, check_run_dir, flat
 from qerl_bench.study.load import load_run
 
 RUNS = Path(__file__).parents[1] / "assets" / "runs"
@@ -62,6 +63,31 @@ def test_bad_input_of_any_command_ends_with_a_message_and_code_2(capsys: pytest.
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_damaged_run_is_left_out_of_a_sweep_and_refused_alone(tmp_path: Path) -> None:
+    """Of two points one has a folder with a checkpoint whose manifest is gone."""
+    words = [f"root={tmp_path}", "experiment=smoke"]
+    broken = tmp_path / "runs" / "b"
+    (broken / "checkpoints" / "step_000003").mkdir(parents=True)
+    good, damaged = check_points([[*words, "name=a"], [*words, "name=b"]])
+    assert good.damage is None and damaged.damage is not None and not damaged.finished
+    assert f"checkpoint {broken}/checkpoints/step_000003 is incomplete" in damaged.damage
+    with pytest.raises(RunDamaged, match="is incomplete"):
+        check_point(Composer(), damaged.overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "composed"),
+    [
+        ("-m aqn=exp,linear aqn.stages=5 steps=3", "-m aqn=exp,linear aqn.stages=choice(5) steps=3"),
+        ("-m aqn=exp,linear aqn.stages=5,7", "-m aqn=exp,linear aqn.stages=5,7"),
+        ("-m aqn=exp aqn.stages=5 lora.rank=8,16", "-m aqn=exp aqn.stages=5 lora.rank=8,16"),
+        ("-m model=hub,tiny model.template={a:1,b:[2]}", "-m model=hub,tiny model.template=choice({a:1,b:[2]})"),
+    ],
+)
+def test_values_of_an_axis_that_is_swept(words: str, composed: str) -> None:
+    assert with_swept_axes(words.split()) == composed.split()
 
 
 def parser() -> KeyValueParser:

@@ -525,6 +525,12 @@ def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
     with pytest.raises(ConfigError, match="no two of these 4 runs differ"):
         analysis_script("fig_accuracy").main(arguments)
     analysis_script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
+    for wrong, says in (
+        (["--also", "optim.rl"], "optim.rl: no config key"),
+        (["--except", "x*"], r"x\* fits none of the"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            analysis_script("fig_accuracy").main([*arguments, *wrong])
     assert (tmp_path / "out" / "accuracy.svg").is_file() and "compared" not in capsys.readouterr().err
 
 

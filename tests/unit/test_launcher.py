@@ -17,6 +17,7 @@ from hydra_plugins.process_launcher import launcher
 from qerl_bench import locks
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed
+from qerl_bench.sweep_table import time_left
 from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
 
 # A run whose overrides are Python: it gets the folder of the run as `folder`.
@@ -86,7 +87,8 @@ def test_a_refused_point_leaves_its_reason_and_a_folder_only_if_it_had_one(tmp_p
 
 def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five runs one was finished before, one is made, one has failed, one is half done, one waits."""
-    halves = '(folder / \'metrics.jsonl\').write_text(\'{"kind": "train", "step": 5}\\n\'); ' + WAITS
+    records = "".join(f'{{"kind": "train", "step": {step}, "time": {10 * step}}}\n' for step in (4, 5))
+    halves = f"(folder / 'metrics.jsonl').write_text({records!r}); {WAITS}"
     points = [
         point(tmp_path / "good", DONE),
         point(tmp_path / "bad", "sys.exit(1)"),
@@ -101,9 +103,18 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
         wait_until(lambda: (running.collect(), not running.running)[1])
     running.fill(0)
     wait_until(lambda: (tmp_path / "half" / "started").exists())
-    running.started = time.monotonic() - 100
-    assert running.state() == "2 of 5 runs done, 1 running (50%), 1 failed, about 1:00 left"  # 2.5 in 100 s, 1.5 to go
+    assert len(running.took) == 1  # that of the good one
+    running.took = [40.0]
+    running.running[0] = running.running[0]._replace(since=time.monotonic() - 30)
+    # five steps of 10 s after 30 s make 80 s; so 50 s, and a run of the mean of 40 and 80
+    assert running.state() == "2 of 5 runs done, 1 running (50%), 1 failed, about 1:50 left"
     running.stop(KeyboardInterrupt())
+
+
+def test_the_time_left_waits_for_the_slowest_and_shares_the_rest() -> None:
+    assert time_left([], [], 4, 2) is None and time_left([(9.0, None)], [], 4, 2) is None
+    assert time_left([(9.0, None)], [60.0], 1, 2) == pytest.approx((51 + 60) / 2)  # imports go on: no pace yet
+    assert time_left([(20.0, 100.0), (20.0, 10.0)], [], 0, 2) == 100
 
 
 def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

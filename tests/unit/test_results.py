@@ -279,6 +279,14 @@ def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
         tidy([])
 
 
+def test_runs_are_left_out_by_name(tmp_path: Path) -> None:
+    for name in ("nf4-s0", "nf4-s1", "bf16-s1"):
+        write_run(tmp_path / name)
+    assert [run.name for run in load_runs([tmp_path], without=["*-s1", "bf16*"])] == ["nf4-s0"]
+    with pytest.raises(ConfigError, match="--except nf4 fits none of the 3 runs"):
+        load_runs([tmp_path], without=["*-s1", "nf4"])
+
+
 def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
     table = summary([write_run(tmp_path / "a")])
     expected = {
@@ -300,17 +308,26 @@ def test_peak_memory_of_an_unfinished_run_is_the_largest_so_far(tmp_path: Path) 
 
 def test_the_rendered_table_is_aligned_and_marks_what_is_not_there(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "a-rather-long-name"), write_run(tmp_path / "b", LINES[:1], finished=False)]
-    text = render(summary(folders))
-    top, heading, first, second, *notes = text.splitlines()
-    assert " ".join(first.split()) == (
-        "a-rather-long-name tiny nvfp4 exp 32 0 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.42 0.50"
-    )
-    assert " ".join(second.split()) == "b * tiny nvfp4 exp 32 0 25.0 ±2.0 - - - - - - - -"
-    assert len(heading) == len(first) == len(second)
+    text = render(summary(folders), ["", "steps=4"])
+    shared, top, heading, first, second, blank, *named = text.splitlines()
+    assert shared == "model tiny, format nvfp4, noise exp, rank 32, seed 0"
+    assert " ".join(first.split()) == "1 25.0 ±2.0 50.0 ±3.0 +25.0 ±2.5 40.0 ±1.5 0.900 0.700 2,500 0.42 0.50"
+    assert " ".join(second.split()) == "2 25.0 ±2.0 - - - - - - - -"
+    assert len(heading) == len(first) == len(second) < 100
     assert heading.index("step 0") + len("step 0") == first.index("25.0 ±2.0") + len("25.0 ±2.0")
-    assert top.split() == ["accuracy", "accuracy", "gain", "sampled", "entropy", "entropy", "rollout", "taught", "peak"]
+    assert top.split() == ["accuracy", "accuracy", "gain", "sampled", "entropy"]
+    assert not blank and [line.split() for line in named[:2]] == [["1", folders[0].name], ["2", "b", "*", "steps=4"]]
+    notes = text.splitlines()
     assert notes[-1] == "* not finished" and "* not finished" not in render(summary(folders[:1]))
+    assert render(summary(folders[:1])).startswith(f"{folders[0].name}, {shared}\n")
     assert render(summary([])) == "no runs"
+
+
+def test_the_table_of_a_sweep_names_only_options_that_differ(tmp_path: Path) -> None:
+    table = summary([write_run(tmp_path / "a"), write_run(tmp_path / "b")]).assign(format=["nf4", "mxfp4"], seed=[0, 1])
+    shared, _, heading, first, *_ = render(table).splitlines()
+    assert shared == "model tiny, noise exp, rank 32"
+    assert heading.split()[:3] == ["run", "format", "seed"] and first.split()[:3] == ["1", "nf4", "0"]
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,13 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         self.check()
         points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
-        todo = len(unfinished(points))
-        log.info("sweep of %d runs: %d finished before, %d to do", len(points), len(points) - todo, todo)
+        damaged = [(point, point.damage) for point in points if point.damage is not None]
+        sound = [point for point in points if point.damage is None]
+        todo = len(unfinished(sound))
+        broken = f", {len(damaged)} damaged" if damaged else ""
+        log.info("sweep of %d runs: %d finished before, %d to do%s", len(points), len(sound) - todo, todo, broken)
         with listed(self.folder, [point.run_dir for point in points]):
-            failed = self.run_points(points)
+            failed = [*damaged, *self.run_points(sound)]
         if begun := [point.run_dir for point in points if (point.run_dir / "config.yaml").exists()]:
             print(sweep_table(begun))
         if failed:

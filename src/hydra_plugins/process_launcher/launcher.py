@@ -28,7 +28,8 @@ from qerl_bench.progress import duration, phase
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
 from qerl_bench.rundir import is_finished
-from qerl_bench.sweep_table import counts, share_done, time_left
+from qerl_bench.status import last_step
+from qerl_bench.sweep_table import counts, run_left, share_done, time_left
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -67,7 +68,7 @@ class Started(NamedTuple):
     child: Child
     log_size: int  # of run.log before
     new: bool  # without a folder before
-    share: float  # of its steps, made before
+    continued: bool  # from a checkpoint
     since: float  # time.monotonic()
 
 
@@ -81,8 +82,7 @@ class Sweep:
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
         self.total, self.done = len(points), len(points) - len(self.todo)
-        self.made = 0.0  # runs by this sweep; one that was half done before is half a run
-        self.started = time.monotonic()
+        self.took: list[float] = []  # seconds of the runs that this sweep has made from beginning to end
 
     def run(self) -> list[tuple[Point, str]]:
         """The failed points, each with the reason in one line."""
@@ -105,12 +105,12 @@ class Sweep:
         return self.failed
 
     def state(self) -> str:
-        """Points done, running and failed, and the time left at the speed so far."""
-        shares = [(share_done(one.point.run_dir), one.share) for one in self.running.values()]
-        made = self.made + sum(now - before for now, before in shares)
-        waiting = sum(1 - now for now, _ in shares) + self.to_start()
-        left = time_left(time.monotonic() - self.started, made, waiting)
-        return counts(self.total, self.done, [now for now, _ in shares], len(self.failed), left)
+        """Points done, running and failed, and about how long it will take."""
+        running = [one.point.run_dir for one in self.running.values()]
+        so_far = [time.monotonic() - one.since for one in self.running.values()]
+        paces = [*zip(so_far, map(run_left, running), strict=True)]
+        left = time_left(paces, self.took, self.to_start(), self.slots) if self.running or self.to_start() else None
+        return counts(self.total, self.done, [*map(share_done, running)], len(self.failed), left)
 
     def to_start(self) -> int:
         """How many points have yet to start."""
@@ -128,14 +128,14 @@ class Sweep:
                 self.elsewhere.append(point)
             else:
                 log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
-                share = share_done(point.run_dir)
+                continued = last_step(point.run_dir) > 0
                 child = start(point, slot, self.slots, self.gpus)
-                self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
+                self.running[slot] = Started(point, child, log_size, new, continued, time.monotonic())
                 return
 
     def collect(self) -> None:
         """Take note of the runs that have ended."""
-        for slot, (point, child, log_size, new, share, since) in list(self.running.items()):
+        for slot, (point, child, log_size, new, continued, since) in list(self.running.items()):
             code = child.poll()
             if code is None:
                 continue
@@ -143,9 +143,9 @@ class Sweep:
             if code == os.EX_TEMPFAIL:  # another process was faster
                 self.todo.appendleft(point)
                 continue
-            self.made += 1 - share
             if code == 0:
                 self.done += 1
+                self.took += [] if continued else [time.monotonic() - since]
                 log.info("done   %s in %s", point.name, duration(time.monotonic() - since))
             else:
                 reason = reason_of(point.run_dir, code, log_size)

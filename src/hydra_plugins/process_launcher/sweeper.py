@@ -11,6 +11,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 
+from qerl_bench.refusals import nothing_left_if_refused
 from qerl_bench.rundir import refuse_unwritable
 
 
@@ -29,8 +30,10 @@ class UncheckedSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         assert self.config is not None
-        refuse_unwritable(Path(self.config.hydra.sweep.dir), "root=DIR")  # where the grid is written
-        return super().sweep(arguments)
+        folder = Path(self.config.hydra.sweep.dir)
+        refuse_unwritable(folder, "root=DIR")  # where the grid is written
+        with nothing_left_if_refused(folder / "multirun.yaml"):
+            return super().sweep(arguments)
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
         """Nothing; `check_points` refuses bad points before the first one starts."""

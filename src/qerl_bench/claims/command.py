@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--papers", choices=[*REGISTRIES], default="qerl", help="whose claims (default: qerl)")
     options = parser.parse_args(arguments)
 
-    runs = with_values(load_runs(options.runs, options.mixed_code), options.where)
+    runs = with_values(load_runs(options.runs, options.mixed_code, options.without), options.where)
     results = {scope: evaluate_claims(REGISTRIES[options.papers], group) for scope, group in by_scope(runs).items()}
     if options.papers == "qerl":
         picture, files = "claims", {"claims.md": markdown(results, runs)}

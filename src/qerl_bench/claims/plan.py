@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     require(0 < options.power < 1, f"--power is a probability between 0 and 1, got {options.power:g}")
     require(options.between >= 0, f"--between must be 0 or more margins, got {options.between:g}")
     claims = [one for one in REGISTRIES[options.papers] if not one.measure.gpu and one.expected != "same"]
-    runs = load_runs(options.runs, options.mixed_code)
+    runs = load_runs(options.runs, options.mixed_code, options.without)
     scopes = sorted({(run.option("model.name"), run.option("task.name")) for run in runs})
     for model, task in scopes:
         group = [run for run in runs if (run.option("model.name"), run.option("task.name")) == (model, task)]

@@ -42,11 +42,11 @@ def main(argv: list[str]) -> None:
     words = [word for word in words if word.partition("=")[0] not in OURS]
     for key, values in given.items():
         require(len(values) <= 1 and "" not in values, f"{key}= takes one value; {USAGE}")
+    stored = stored_config(run_dir)
     require(
         bool(words or given["checkpoint"]),
         f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}",
     )
-    stored = stored_config(run_dir)
     cfg = apply_overrides(stored, words)
     checkpoint = chosen_checkpoint(run_dir, (given["checkpoint"] or ["last"])[0], stored.steps)
     name = evaluation_name(cfg) + ("" if step_of(checkpoint) == stored.steps else f"-{checkpoint.name}")

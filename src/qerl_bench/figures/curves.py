@@ -51,8 +51,10 @@ def paired_curves(
 ) -> Figure:
     """A row per curve: the means of the arms `shown`, then for each of `pairs` its difference to its control by step.
 
-    Above each difference is its value for the whole run, with its interval.
+    Above each difference is its value for the whole run, with its interval. Short runs are smoothed less.
     """
+    steps = max(run.last_step for arm in shown for run in arm.runs)
+    curves = [replace(curve, smooth=min(curve.smooth, steps // 20 * 2 + 1)) for curve in curves]
     with paper_style():
         figure, axes = panels(
             len(curves), 1 + len(pairs), 0.35 + 1.4 * len(curves), max(FULL_WIDTH, 1.5 + 1.2 * len(pairs)), sharex=True,

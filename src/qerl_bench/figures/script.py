@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from qerl_bench.checks import require
 from qerl_bench.figures.style import save
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
@@ -33,7 +34,14 @@ def read_study(
     also = "config keys that may differ too: optim.lr for the methods of the paper, model. for several model sizes"
     parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
     options = parser.parse_args(arguments)
-    runs = load_runs(options.runs, options.mixed_code)
+    runs = load_runs(options.runs, options.mixed_code, options.without)
+    keys = {key for run in runs for key in run.config_items}
+    unknown = [key for key in options.also if not any(known.startswith(key) for known in keys)]
+    require(
+        not unknown,
+        f"--also {' '.join(unknown)}: no config key of these runs begins so; it is a key such as optim.lr, or a group "
+        "with a dot behind it, such as model.",
+    )
     for run in runs:
         if not run.finished:
             effect = "its setting ends at the step that it has reached" if unfinished else "it is left out"

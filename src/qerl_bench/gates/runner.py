@@ -64,7 +64,7 @@ class Blocks(Sweep):
 
     def __init__(self, blocks: Sequence[Sequence[Point]], slots: int, gpus: list[str], deadline: Deadline) -> None:
         points = [point for block in blocks for point in block]
-        super().__init__([], slots, gpus, before=sum(point.finished for point in points))
+        super().__init__([point for point in points if point.finished], slots, gpus)
         self.total = len(points)
         self.blocks = deque(block for block in blocks if block)
         self.deadline = deadline

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import MAX_ALPHA, check_fields, count, flag, number, require
+from qerl_bench.hidden_packages import hidden_packages
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +115,8 @@ class LoRA:
         with torch.random.fork_rng(), names_taken_as_they_are():
             torch.manual_seed(seed)
             config.target_parameters = None if has_packed_experts(model) else experts or None
-            adapter = get_peft_model(model, config)
+            with hidden_packages():  # PEFT asks for them at each layer
+                adapter = get_peft_model(model, config)
             assert isinstance(adapter, PeftModel)
             if experts and not config.target_parameters:
                 config.target_parameters = experts

@@ -89,7 +89,9 @@ def read_errors(where: str | Path, what: str) -> Iterator[None]:
     except Exception as error:
         if shortage(error) or failure(error):
             raise
-        reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+        local = str(where).startswith(("/", ".", "~"))  # which no hub id does
+        absent = "there is no such folder" if local and not Path(where).exists() else ""
+        reason = absent or str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(
             f"{what} of model.id={where} cannot be read: {reason}. Give a hub id that this machine can reach or a "
             "complete local folder: model.id=/path/to/model"

@@ -10,7 +10,7 @@ writes all.
 from __future__ import annotations
 
 from qerl_bench.study.collect import write_study
-from qerl_bench.study.load import find_runs
+from qerl_bench.study.load import chosen_runs
 from qerl_bench.study.script import parser_for
 
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--csv", action="store_true", help="write tidy.csv too, about twenty times as large")
     options = parser.parse_args(arguments)
 
-    paths = [path for folder in options.runs for path in find_runs(folder)]
+    paths = chosen_runs(options.runs, options.without)
     metrics = [] if "all" in options.metrics else options.metrics
     runs, unfinished, rows = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
     print(f"{runs} runs, {unfinished} of them unfinished, {rows} numbers: {options.out}")

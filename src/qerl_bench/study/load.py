@@ -6,6 +6,7 @@ folder names or log text, and no service is asked. Left out: rollouts.jsonl, whi
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -223,9 +224,26 @@ def find_runs(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(runs)
 
 
-def load_runs(folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False) -> list[Run]:
-    """Every run at or below `folders`, for a comparison. Raises ConfigError as `load_run` and `check_comparable` do."""
-    runs = [load_run(path) for folder in folders for path in find_runs(folder)]
+def chosen_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str] = ()) -> list[Path]:
+    """Every run at or below `folders`, but those whose names fit a pattern of `without`.
+
+    Raises ConfigError as `find_runs` and `leave_out`.
+    """
+    return leave_out([path for folder in folders for path in find_runs(folder)], without)
+
+
+def leave_out(paths: Sequence[Path], without: Sequence[str]) -> list[Path]:
+    """The folders whose names fit no pattern of `without`. Raises ConfigError for a pattern that fits none."""
+    idle = [pattern for pattern in without if not fnmatch.filter([path.name for path in paths], pattern)]
+    require(not idle, f"--except {' '.join(idle)} fits none of the {len(paths)} runs; * stands for anything: '*-s1-*'")
+    return [path for path in paths if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in without)]
+
+
+def load_runs(
+    folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False, without: Sequence[str] = ()
+) -> list[Run]:
+    """The runs of `chosen_runs`, for a comparison. Raises ConfigError as it does, `load_run` and `check_comparable`."""
+    runs = [load_run(path) for path in chosen_runs(folders, without)]
     check_comparable(runs, mixed_code)
     return runs
 

@@ -18,9 +18,10 @@ from qerl_bench.rundir import DONE
 from qerl_bench.study.load import Run, load_run
 
 NOTES = (
-    "accuracy: held-out questions, % ±1 s.e. over questions, greedy decoding before and after training, then sampled;",
+    "accuracy: held-out questions, % ±1 s.e. over questions, greedy before and after training;",
     "gain: greedy accuracy minus that of step 0, the quantized base, ±1 s.e. of the paired difference;",
-    "entropy: nats/token, first and last step; rollout: completion tokens/s, median without step 1; peak: memory;",
+    "sampled: the same questions, sampled answers; entropy: nats/token, first and last step;",
+    "tok/s: completion tokens of rollouts, median without step 1; GiB: peak of memory;",
     "taught: share of completion tokens that a backward pass used, mean over steps",
 )
 LAST_STEPS = 5  # they show whether a run still trains
@@ -37,39 +38,42 @@ def summary(run_dirs: Iterable[str | os.PathLike[str]]) -> pd.DataFrame:
 def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     """The table of `summary` as aligned text with a legend; `-` stands for a missing number.
 
-    `notes`, one for each run, stand behind its name.
+    What all runs share stands above it. Several runs have numbers, and their names, each with its one of `notes`, stand
+    below: names are long, and a terminal is not.
     """
     if table.empty:
         return "no runs"
+    names = [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")]
+    several = len(names) > 1
+    options = {name: [str(value) for value in table[name]] for name in ("model", "format", "noise", "rank", "seed")}
+    same = [f"{name} {values[0]}" for name, values in options.items() if len({*values}) == 1]
     columns = {
-        ("", "run"): [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")],
-        **({("", "differs in"): list(notes)} if any(notes) else {}),
-        ("", "model"): list(table["model"]),
-        ("", "format"): list(table["format"]),
-        ("", "noise"): list(table["noise"]),
-        ("", "rank"): [str(rank) for rank in table["rank"]],
-        ("", "seed"): [str(seed) for seed in table["seed"]],
+        **({("", "run"): [str(number) for number, _ in enumerate(names, start=1)]} if several else {}),
+        **{("", name): values for name, values in options.items() if len({*values}) > 1},
         ("accuracy", "step 0"): _shares(table, "greedy_start"),
         ("accuracy", "final"): _shares(table, "greedy_final"),
         ("gain", "paired"): _shares(table, "gain_final", signed=True),
         ("sampled", "final"): _shares(table, "sampled_final"),
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
-        ("entropy", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
-        ("rollout", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
-        ("taught", "share"): [_number(value, ".2f") for value in table["taught"]],
-        ("peak", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
+        ("", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
+        ("", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
+        ("", "taught"): [_number(value, ".2f") for value in table["taught"]],
+        ("", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
     }
-    texts = {"run", "differs in", "model", "format", "noise"}
+    texts = {"model", "format", "noise"}
     aligned = [_align([*heading, *cells], left=heading[1] in texts) for heading, cells in columns.items()]
     lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    shared = [", ".join([*([] if several else names), *same])]
+    noted = zip(names, notes or [""] * len(names), strict=True)
+    named = [f"{number:3}  {name}  {note}".rstrip() for number, (name, note) in enumerate(noted, start=1)]
     unfinished = [] if all(table["finished"]) else ["* not finished"]
-    return "\n".join([*lines, "", *NOTES, *unfinished])
+    return "\n".join([*filter(None, shared), *lines, *(["", *named] if several else []), "", *NOTES, *unfinished])
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each flat config the values of the keys in which it differs from others with the same options.
 
-    Left out is what the table has columns for, and what comes with another option or rank.
+    Left out is what the table says of options, and what comes with another option or rank.
     """
     shown = {"seed", "lora.rank", "optim.lr" if len({str(config.get("model.name")) for config in configs}) > 1 else ""}
 

@@ -1,0 +1,87 @@
+"""What TRL, verl, OpenRLHF, PEFT and Transformers call our options, for the message to who types such a name.
+
+Nothing is translated silently: the two are not always the same, as batch_size counts completions in one place and
+prompts in another.
+"""
+
+from __future__ import annotations
+
+LEARNING_RATE = ("optim.lr",)
+GROUP = ("rollout.group_size",)
+PROMPTS = ("rollout.prompts_per_step", "train.micro_batch_tokens")
+CLIP = ("algo.epsilon_low", "algo.epsilon_high")
+STEPS = ("steps",)
+COMPLETION = ("task.max_completion_tokens",)
+FORMAT = ("quant",)
+
+OURS = {  # the last part of a key elsewhere -> config keys or axes of this project
+    "learning_rate": LEARNING_RATE,
+    "actor_learning_rate": LEARNING_RATE,
+    "lr_scheduler_type": ("optim.schedule",),
+    "warmup": ("optim.warmup_steps",),
+    "warmup_ratio": ("optim.warmup_steps",),
+    "max_norm": ("optim.max_grad_norm",),
+    "clip_grad": ("optim.max_grad_norm",),
+    "num_generations": GROUP,
+    "n_samples_per_prompt": GROUP,
+    "n": GROUP,
+    "batch_size": PROMPTS,
+    "train_batch_size": PROMPTS,
+    "rollout_batch_size": PROMPTS,
+    "per_device_train_batch_size": PROMPTS,
+    "micro_train_batch_size": PROMPTS,
+    "gradient_accumulation_steps": ("train.micro_batch_tokens",),
+    "num_iterations": ("train.updates_per_batch",),
+    "ppo_epochs": ("train.updates_per_batch",),
+    "beta": ("kl.coef",),
+    "kl_coef": ("kl.coef",),
+    "kl_loss_coef": ("kl.coef",),
+    "init_kl_coef": ("kl.coef",),
+    "entropy_coeff": ("train.entropy_coef",),
+    "clip": CLIP,
+    "clip_range": CLIP,
+    "clip_ratio": CLIP,
+    "eps_clip": CLIP,
+    "epsilon": CLIP,
+    "clip_ratio_low": ("algo.epsilon_low",),
+    "clip_ratio_high": ("algo.epsilon_high",),
+    "loss_type": ("algo",),
+    "algorithm": ("algo",),
+    "adv_estimator": ("algo",),
+    "max_steps": STEPS,
+    "num_steps": STEPS,
+    "total_training_steps": STEPS,
+    "epochs": STEPS,
+    "num_train_epochs": STEPS,
+    "total_epochs": STEPS,
+    "seeds": ("seed",),
+    "save_steps": ("save_every",),
+    "eval_steps": ("eval.every",),
+    "output_dir": ("root", "name"),
+    "run_name": ("name",),
+    "max_completion_length": COMPLETION,
+    "max_response_length": COMPLETION,
+    "max_new_tokens": COMPLETION,
+    "dataset": ("task",),
+    "dataset_name": ("task",),
+    "env": ("task",),
+    "reward_funcs": ("task",),
+    "model_name": ("model",),
+    "model_name_or_path": ("model",),
+    "r": ("lora.rank",),
+    "lora_r": ("lora.rank",),
+    "lora_rank": ("lora.rank",),
+    "lora_alpha": ("lora.alpha",),
+    "lora_dropout": ("lora.dropout",),
+    "target_modules": ("lora.targets",),
+    "load_in_4bit": FORMAT,
+    "quantization": FORMAT,
+    "bits": FORMAT,
+    "dtype": ("model.dtype",),
+    "torch_dtype": ("model.dtype",),
+    "use_vllm": ("engine",),
+    "report_to": ("logger",),
+    "gpu": ("device",),
+    "sigma": ("aqn.level", "aqn.sigma_start"),
+    "noise_scale": ("aqn.level", "aqn.sigma_start"),
+}
