@@ -81,7 +81,7 @@ def main(words: list[str]) -> None:
         print("\n".join(lines([status for status in found if status.state != "done"] if given.watch else found)))
         print(summary(found), flush=True)
         if (cost := cost_of(found)).runs:
-            print(f"the finished runs took {cost}", flush=True)
+            print(f"cost of the finished runs: {cost}", flush=True)
         if not given.watch or not any(status.state in GOES_ON for status in found):
             return
         time.sleep(WATCH_S)

@@ -12,6 +12,7 @@ from qerl_bench.figures.style import save
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
 from qerl_bench.study.study import Study
+from qerl_bench.study.tables import add_format
 
 
 def figure_parser(description: str | None) -> argparse.ArgumentParser:
@@ -23,13 +24,20 @@ def figure_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_study(
-    arguments: Sequence[str] | None, description: str | None, factors: Sequence[str], unfinished: bool = False
+    arguments: Sequence[str] | None,
+    description: str | None,
+    factors: Sequence[str],
+    unfinished: bool = False,
+    table: bool = False,
 ) -> tuple[Study, argparse.Namespace]:
     """Parse the command line, read the runs, and select those that differ in `factors` alone.
 
-    Unfinished runs are left out, unless `unfinished`. Their names, and the number of runs selected, go to stderr.
+    Unfinished runs are left out, unless `unfinished`. Their names, and the number of runs selected, go to stderr. With
+    `table` the script writes a table too, in the format that --format asks for.
     """
     parser = figure_parser(description)
+    if table:
+        add_format(parser)
     also = "config keys that may differ too: optim.lr for the methods of the paper, model. for several model sizes"
     parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
     options = parser.parse_args(arguments)

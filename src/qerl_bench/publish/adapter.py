@@ -105,8 +105,8 @@ def _score(run: Run, name: str, label: str) -> dict[str, Any] | None:
     if values.empty or values.index[-1] == 0:
         return None
     step = values.index[-1]
-    before = values.get(0)
-    return {"name": name, "label": label, "value": values[step], "stderr": errors.get(step), "before": before}
+    before, error = (None if one is None else float(one) for one in (values.get(0), errors.get(step)))
+    return {"name": name, "label": label, "value": float(values[step]), "stderr": error, "before": before}
 
 
 def _results(config: Mapping[str, Any], scores: list[dict[str, Any]]) -> list[EvalResult]:

@@ -106,12 +106,12 @@ def card(described: Description, out: Path) -> str:
         "dataset.md",
         header=header.to_yaml(),
         described=described,
-        files=[name for name in (SETTINGS, TIDY, CSV, ANSWERS, CROISSANT, CRATE) if (out / name).is_file()],
+        files=[SETTINGS, TIDY, CSV, *([ANSWERS] if ANSWERS in tables.values() else []), CROISSANT, CRATE],
         settings=[_row(setting) for setting in settings],
         codes=sorted({run.code for run in described.runs}),
         blocks=sorted({run.block for run in described.runs}),
         version=__version__,
-        address=described.names.repo or "PATH_OF_THIS_FOLDER",
+        repo=described.names.repo,
     )
 
 

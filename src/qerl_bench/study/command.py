@@ -25,4 +25,4 @@ def main(arguments: list[str] | None = None) -> None:
     metrics = [] if "all" in options.metrics else options.metrics
     study = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
     print(f"{study.runs} runs, {study.unfinished} of them unfinished, {study.rows} numbers: {options.out}")
-    print(f"the finished runs took {study.cost}")
+    print(f"cost of the finished runs: {study.cost}")

@@ -26,7 +26,7 @@ class Cost:
     energy_kwh: float
 
     def __str__(self) -> str:
-        parts = [f"{self.wall_h:.3g} h of runs"]
+        parts = [f"{self.wall_h:.3g} h one after the other"]
         parts += [f"{hours:.3g} {name}-hours" for name, hours in (("GPU", self.gpu_h), ("core", self.core_h)) if hours]
         if self.metered:
             some = "" if self.metered == self.runs else f" in {self.metered} of them"
