@@ -8,11 +8,11 @@ import pandas as pd
 from qerl_bench.checks import require
 from qerl_bench.exits import guarded
 from qerl_bench.figures.error_decomposition import draw, one_of_each
-from qerl_bench.figures.script import figure_parser, write_figure
+from qerl_bench.figures.script import figure_parser, parse, write_figure
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = figure_parser(__doc__).parse_args(arguments)
+    options = parse(figure_parser(__doc__), arguments)
     files = [file for folder in options.runs for file in sorted(folder.rglob("layers.parquet"))]
     folders = ", ".join(map(str, options.runs))
     require(len(files) > 0, f"no layers.parquet in {folders}: give folders of runs, exports or a committed table")

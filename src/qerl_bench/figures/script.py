@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from qerl_bench.figures.style import save
+from qerl_bench.figures.style import STYLES, save, use_style
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
 from qerl_bench.study.study import Study
@@ -19,8 +19,18 @@ def figure_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of a script that reads runs and draws."""
     parser = parser_for(description)
     kinds = ("svg", "pdf", "png")
-    parser.add_argument("--formats", nargs="+", choices=kinds, default=["svg"], help="of the files (default: svg)")
+    parser.add_argument("--formats", nargs="+", choices=kinds, help="of the files (default: svg, or pdf with a --style)")
+    look = "width and size of text: of these docs (default), a NeurIPS or ICML page, or slides of 16:9"
+    parser.add_argument("--style", choices=tuple(STYLES), default="docs", help=look)
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a script that draws; figures have the chosen style from here on."""
+    options = parser.parse_args(arguments)
+    style = use_style(options.style)
+    options.formats = options.formats or list(style.formats)
+    return options
 
 
 def read_study(
@@ -40,7 +50,7 @@ def read_study(
         add_format(parser)
     also = "config keys that may differ too: optim.lr for the methods of the paper, model. for several model sizes"
     parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     runs = load_runs(options.runs, options.mixed_code)
     for run in runs:
         if not run.finished:

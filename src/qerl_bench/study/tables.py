@@ -6,6 +6,7 @@ CSV has the numbers as they are, the others texts of a few digits; pandas writes
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +17,7 @@ Format = Literal["latex", "markdown", "csv"]
 ENDINGS: dict[Format, str] = {"latex": "tex", "markdown": "md", "csv": "csv"}
 SIGNS = {"→": r"$\rightarrow$", "σ": r"$\sigma$", "×": r"$\times$", "±": r"$\pm$", "−": "$-$", "≤": r"$\leq$"}
 
-LINE, LONG = 90, 14  # letters of a line of 5.5 in, and of a column that need not be wrapped
+LINE, LONG = 90, 20  # letters of a line of 5.5 in, and of a column that need not be wrapped
 NUMERIC = set("0123456789+-.,[]e ×±%")
 
 
@@ -57,7 +58,7 @@ def _markdown(frame: pd.DataFrame) -> str:
 
 
 def _latex(frame: pd.DataFrame, caption: str, label: str) -> str:
-    """A floating table with rules of booktabs, in small print; numbers are to the right. Needs no other package."""
+    """A floating table in small print; numbers are to the right, an interval is never broken in two."""
     style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1)
     text = style.to_latex(
         hrules=True,
@@ -69,7 +70,9 @@ def _latex(frame: pd.DataFrame, caption: str, label: str) -> str:
     )
     for sign, command in SIGNS.items():
         text = text.replace(sign, command)
-    return text.replace("\\centering\n", "\\centering\n\\footnotesize\n")
+    text = re.sub(r"(\[[^\] ]+,) ([^\] ]+\])", r"\1~\2", text)
+    text = text.replace("\\centering\n", "\\centering\n\\footnotesize\n")
+    return f"% needs \\usepackage{{array,booktabs}}\n{text}"
 
 
 def _columns(frame: pd.DataFrame) -> list[str]:
@@ -79,7 +82,7 @@ def _columns(frame: pd.DataFrame) -> list[str]:
     room = LINE - sum(widths[name] + 2 for name in widths.keys() - wrapped)
     parts = {name: widths[name] / sum(widths[each] for each in wrapped) * max(room, LINE // 2) / LINE for name in wrapped}
     return [
-        rf"p{{{0.9 * parts[name]:.2f}\linewidth}}" if name in wrapped
+        rf">{{\raggedright\arraybackslash}}p{{{0.9 * parts[name]:.2f}\linewidth}}" if name in wrapped
         else "r" if all(set(text) <= NUMERIC for text in frame[name].astype(str)) else "l"
         for name in frame.columns
     ]  # fmt: skip
