@@ -59,6 +59,7 @@ def paired_curves(
             width_ratios=[1.25] + [1.0] * len(pairs),
         )  # fmt: skip
         cut = False
+        narrow = figure.get_figwidth() / small() < 0.15 * (2 + len(pairs))  # a panel is narrower than its interval
         for row, curve in enumerate(curves):
             first, *others = axes[row]
             _levels(first, shown, curve)
@@ -66,7 +67,8 @@ def paired_curves(
             for ax, one in zip(others, pairs, strict=True):
                 cut |= _difference(ax, one, curve, low, high)
                 name = [one.label] if row == 0 else []
-                ax.set_title("\n".join([*name, *_whole(one, curve)]), fontsize=small())
+                whole = [line.replace(", ", ",\n ") if narrow else line for line in _whole(one, curve)]
+                ax.set_title("\n".join([*name, *whole]), fontsize=small())
                 if ax is not others[0]:
                     ax.set_yticklabels([])
             others[0].set_ylabel(f"difference{', %' if curve.summary.ratio else ''}")

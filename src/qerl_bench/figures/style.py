@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.optimize import isotonic_regression
 
@@ -174,9 +175,12 @@ def caption(figure: Figure, *sentences: str) -> None:
 
 
 def _width(figure: Figure, text: str) -> float:
-    """The width of `text` at the size of a caption, in pixels."""
+    """The width of `text` at the size of a caption, in pixels: the larger of that on a screen and on paper."""
     assert isinstance(figure.canvas, FigureCanvasAgg)
-    return figure.canvas.get_renderer().get_text_width_height_descent(text, FontProperties(size=small()), ismath=False)[0]
+    font = FontProperties(size=small())
+    on_screen = figure.canvas.get_renderer().get_text_width_height_descent(text, font, ismath=False)[0]
+    on_paper = TextPath((0, 0), text.replace("$", ""), prop=font).get_extents().width * figure.dpi / 72
+    return max(on_screen, on_paper)
 
 
 def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float | None = None) -> None:
