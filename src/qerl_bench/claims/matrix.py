@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qerl_bench.claims.evaluate import Claim, ClaimResult, evaluate_claims
+from qerl_bench.claims.evaluate import NO_RUNS, Claim, ClaimResult, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.study.committed import is_study
 from qerl_bench.study.load import Run, find_runs, load_runs
@@ -47,7 +47,7 @@ def matrix(studies: Mapping[str, Sequence[Run]]) -> Table:
             scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
         columns |= {f"{name}: {scope}": evaluate_claims(CLAIMS, group) for scope, group in scopes.items()}
     lines = [_line(index, claim, columns) for index, claim in enumerate(CLAIMS)]
-    frame = pd.DataFrame([line for line in lines if any(list(line.values())[1:])])
+    frame = pd.DataFrame([line for line in lines if any(list(line.values())[1:])], columns=["claim", *columns])
     return Table("matrix", frame, frame, CAPTION)
 
 
@@ -57,11 +57,13 @@ def _line(index: int, claim: Claim, columns: Mapping[str, Sequence[ClaimResult]]
 
 
 def _cell(result: ClaimResult) -> str:
-    """The verdict and the effect of each contrast that votes; empty without runs."""
+    """The verdict, and the effect of each contrast that votes or why there is none; empty without runs."""
     measure = result.claim.measure
     effects = [
         f"{one.contrast.label} {measure.estimate_text(effect.whole)}, n = {effect.whole.n}"
         for one in result.voting
         if one.primary and (effect := one.primary.effect)
     ]
-    return f"{result.verdict}: {'; '.join(effects)}" if effects else ""
+    if not effects and result.reason == NO_RUNS:
+        return ""
+    return f"{result.verdict}: {'; '.join(effects) or result.reason}"

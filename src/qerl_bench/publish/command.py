@@ -28,7 +28,7 @@ def main(words: list[str]) -> None:
     parser = KeyValueParser(__doc__)
     parser.add_argument("source", type=Path, help="a run, a folder of runs, or a committed study")
     parser.add_argument("--to", choices=("folder", "hub"), default="folder", help="where to (default: folder)")
-    parser.add_argument("--out", type=Path, help="folder to write (default: published/NAME of the source)")
+    parser.add_argument("--out", type=Path, help="folder to write, whose name is the title (default: published/NAME of the source)")
     parser.add_argument("--repo", help=f"at the hub, {NEW_REPO}; made, for others to see, if there is none")
     parser.add_argument("--author", default="Anonymous", help="who made the runs (default: Anonymous, as for a review)")
     licence = "as the hub writes it (default: cc-by-4.0 for a study; for an adapter that of the base, which you state)"
@@ -51,7 +51,7 @@ def main(words: list[str]) -> None:
         sender = Sender.logged_in(given.repo, "model" if is_run else "dataset")  # before anything is written
     out = given.out or Path("published", given.source.resolve().name)
     check_target(out, given.source)
-    names = Names(given.repo or given.source.resolve().name, given.author, given.license, given.repo)
+    names = Names(given.repo or out.resolve().name, given.author, given.license, given.repo)
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as place:
         folder = Path(place, "content")

@@ -83,7 +83,7 @@ def write_dataset(source: Path, out: Path, names: Names, private: Private, mixed
         f"{len(unfinished)} of {len(paths)} runs in {source} are not finished: {first_names(unfinished)}. The command "
         "that began them continues them; or move them elsewhere",
     )
-    study = write_study(paths, out, mixed_code, ["study"], with_csv=True, private=private)
+    study = write_study(paths, out, mixed_code, ["study", "time"], with_csv=True, private=private)
     described = Description(
         names, names.license or LICENSE, date.today(), load_runs([out], mixed_code=True), study.cost
     )
