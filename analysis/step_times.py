@@ -36,14 +36,18 @@ def for_paper(table: pd.DataFrame) -> Table:
     shown = table[[*KEYS, "seed"]].astype(str)
     for part in ("step", "rollout", "train"):
         columns = (table[f"{part}{end}"] for end in ("", "_p20", "_p80"))
-        shown[f"{part} (s)"] = [f"{middle:.3g} [{low:.3g}, {high:.3g}]" for middle, low, high in zip(*columns, strict=True)]
+        shown[f"{part} (s)"] = [
+            f"{middle:.3g} [{low:.3g}, {high:.3g}]" for middle, low, high in zip(*columns, strict=True)
+        ]
     shown["peak (GiB)"] = [f"{peak:.1f}" for peak in table[["rollout_gib", "train_gib"]].max(axis=1)]
     caption = (
         f"Time of a step and of its phases: median over n = {', '.join(str(n) for n in sorted(set(table['steps'])))} "
         "steps of one run. Brackets: from the 20 % to the 80 % quantile of these steps, not an interval of the median. "
         f"{', '.join(sorted(set(table['device'])))}."
     )
-    return Table("step_times", table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else value), shown, caption)
+    return Table(
+        "step_times", table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else value), shown, caption
+    )
 
 
 def row(run: Run) -> dict[str, object]:

@@ -57,7 +57,9 @@ COMMANDS = {
         composes=True,
     ),
     "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
-    "publish": Command("qerl_bench.publish.command", "make a run or a study ready for others, as a folder or at the hub"),
+    "publish": Command(
+        "qerl_bench.publish.command", "make a run or a study ready for others, as a folder or at the hub"
+    ),
     "check": Command("qerl_bench.publish.check", "check published studies, those in community/ for example"),
     "matrix": Command("qerl_bench.claims.matrix", "put the verdicts of several studies side by side"),
     "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),

@@ -45,7 +45,11 @@ def test_widths_and_sizes(name: str, widths: tuple[float, ...], size: float) -> 
 def test_a_script_writes_pdf_for_a_page_and_svg_for_the_docs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words, ending in ((["--style", "icml"], "pdf"), ([], "svg"), (["--style", "slides", "--formats", "png"], "png")):
+    for words, ending in (
+        (["--style", "icml"], "pdf"),
+        ([], "svg"),
+        (["--style", "slides", "--formats", "png"], "png"),
+    ):
         options = parse(figure_parser("x"), [str(tmp_path), "--out", str(tmp_path), *words])
         with style.paper_style():
             figure, _ = style.panels(1, 1, 2.0)

@@ -50,7 +50,9 @@ def study(tmp_path: Path) -> Path:
     for run in runs.iterdir():
         edited(run, "config.yaml", lambda config: config["task"].update(path="/home/alice/data/questions.jsonl"))
         edited(run, "config.yaml", lambda config: config["task"].update(note=f"{TOKEN} of alice"))
-        edited(run, "env.json", lambda env: env.update(own_code={"/home/alice/mine/halving.py": "0f0f0f"}, cpu="node-17"))
+        edited(
+            run, "env.json", lambda env: env.update(own_code={"/home/alice/mine/halving.py": "0f0f0f"}, cpu="node-17")
+        )
     return runs
 
 

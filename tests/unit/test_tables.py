@@ -12,7 +12,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.claims import command
+from qerl_bench.claims.evaluate import evaluate_claims
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.report import verdict_table
+from qerl_bench.study.load import load_runs
 from qerl_bench.study.tables import Table
 
 H200 = Path(__file__).parents[2] / "docs" / "results" / "h200"
@@ -53,13 +56,12 @@ def test_long_tables_are_wrapped_to_the_page() -> None:
     assert len(widths) == 2 and sum(widths) < 0.9
 
 
-def test_the_verdicts_of_a_study(tmp_path: Path) -> None:
-    for kind in ("csv", "latex"):
-        command.main([str(H200), "--out", str(tmp_path), "--format", kind])
-    table = pd.read_csv(tmp_path / "verdicts.csv")
+def test_the_verdicts_of_a_study() -> None:
+    verdicts = verdict_table("verdicts", "7b", evaluate_claims(CLAIMS, load_runs([H200])))
+    table = pd.read_csv(StringIO(verdicts.text("csv")))
     row = table[table["contrast"] == "nvfp4 - bf16"].iloc[0]
     assert row["verdict"] == "supported" and row["low"] < row["effect"] < row["high"] and row["n"] == 3
-    latex = (tmp_path / "verdicts.tex").read_text()
+    latex = verdicts.text("latex")
     assert {len(row) for row in rows_of(latex)} == {5} and "Student's t" in latex
 
 

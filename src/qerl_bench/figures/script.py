@@ -19,7 +19,9 @@ def figure_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of a script that reads runs and draws."""
     parser = parser_for(description)
     kinds = ("svg", "pdf", "png")
-    parser.add_argument("--formats", nargs="+", choices=kinds, help="of the files (default: svg, or pdf with a --style)")
+    parser.add_argument(
+        "--formats", nargs="+", choices=kinds, help="of the files (default: svg, or pdf with a --style)"
+    )
     look = "width and size of text: of these docs (default), a NeurIPS or ICML page, or slides of 16:9"
     parser.add_argument("--style", choices=tuple(STYLES), default="docs", help=look)
     return parser

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.textpath import TextPath
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.optimize import isotonic_regression
 
@@ -179,7 +179,7 @@ def _width(figure: Figure, text: str) -> float:
     assert isinstance(figure.canvas, FigureCanvasAgg)
     font = FontProperties(size=small())
     on_screen = figure.canvas.get_renderer().get_text_width_height_descent(text, font, ismath=False)[0]
-    on_paper = TextPath((0, 0), text.replace("$", ""), prop=font).get_extents().width * figure.dpi / 72
+    on_paper = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] * figure.dpi / 72
     return max(on_screen, on_paper)
 
 

@@ -51,9 +51,7 @@ def write_adapter(path: Path, out: Path, names: Names, private: Private) -> None
     trained_norms = (checkpoint / "norms.safetensors").is_file()
     if trained_norms:
         shutil.copyfile(checkpoint / "norms.safetensors", out / "norms.safetensors")
-    config = private.hidden(
-        {key: value for key, value in run.config.items() if key not in NOT_KEPT}
-    )
+    config = private.hidden({key: value for key, value in run.config.items() if key not in NOT_KEPT})
     settings = private.hidden(json.loads((checkpoint / "adapter" / "adapter_config.json").read_text()))
     (out / "adapter_config.json").write_text(json.dumps(settings, indent=2))
     (out / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))

@@ -86,7 +86,9 @@ def _check_run(run: Run) -> None:
     require(run.finished, f"{run.name} is not finished. Finish it with the command that began it. {AGAIN}")
     steps = run.option("steps")
     lacking = sorted(set(range(1, steps + 1)) - {*run.series("train", "loss").index})
-    require(not lacking, f"{run.name} has no loss of {len(lacking)} of its {steps} steps, the first {lacking[:1]}. {AGAIN}")
+    require(
+        not lacking, f"{run.name} has no loss of {len(lacking)} of its {steps} steps, the first {lacking[:1]}. {AGAIN}"
+    )
     evaluated = run.metrics.loc[run.metrics["kind"] == "eval", "step"].max()
     require(
         run.option("eval.name") == "none" or evaluated == steps,

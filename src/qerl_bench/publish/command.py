@@ -28,7 +28,9 @@ def main(words: list[str]) -> None:
     parser = KeyValueParser(__doc__)
     parser.add_argument("source", type=Path, help="a run, a folder of runs, or a committed study")
     parser.add_argument("--to", choices=("folder", "hub"), default="folder", help="where to (default: folder)")
-    parser.add_argument("--out", type=Path, help="folder to write, whose name is the title (default: published/NAME of the source)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write, whose name is the title (default: published/NAME of the source)"
+    )
     parser.add_argument("--repo", help=f"at the hub, {NEW_REPO}; made, for others to see, if there is none")
     parser.add_argument("--author", default="Anonymous", help="who made the runs (default: Anonymous, as for a review)")
     licence = "as the hub writes it (default: cc-by-4.0 for a study; for an adapter that of the base, which you state)"
@@ -41,7 +43,9 @@ def main(words: list[str]) -> None:
         given.repo is None or given.repo.count("/") == 1,
         f"repo must be OWNER/NAME, as in repo=ada/nvfp4-study, got {given.repo!r}",
     )
-    require(given.source.exists() or given.source.parent.exists(), f"{given.source} is not there: give a run or a study")
+    require(
+        given.source.exists() or given.source.parent.exists(), f"{given.source} is not there: give a run or a study"
+    )
     is_run = (given.source / "config.yaml").is_file()
     find_runs(given.source)  # raises ConfigError without any
     sender = None

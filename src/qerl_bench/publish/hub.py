@@ -42,5 +42,7 @@ class Sender:
             )
         except (HfHubHTTPError, OSError) as error:
             again = f"hf upload {self.repo} {folder} --repo-type {self.kind}"
-            raise TrainingStopped(f"the upload failed ({error}); {folder} is complete. To try again: {again}") from error
+            raise TrainingStopped(
+                f"the upload failed ({error}); {folder} is complete. To try again: {again}"
+            ) from error
         return str(commit)

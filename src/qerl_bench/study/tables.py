@@ -80,7 +80,9 @@ def _columns(frame: pd.DataFrame) -> list[str]:
     widths = {name: max(len(text) for text in [str(name), *frame[name].astype(str)]) for name in frame.columns}
     wrapped = {name for name, width in widths.items() if width > LONG and sum(widths.values()) > LINE}
     room = LINE - sum(widths[name] + 2 for name in widths.keys() - wrapped)
-    parts = {name: widths[name] / sum(widths[each] for each in wrapped) * max(room, LINE // 2) / LINE for name in wrapped}
+    parts = {
+        name: widths[name] / sum(widths[each] for each in wrapped) * max(room, LINE // 2) / LINE for name in wrapped
+    }
     return [
         rf">{{\raggedright\arraybackslash}}p{{{0.9 * parts[name]:.2f}\linewidth}}" if name in wrapped
         else "r" if all(set(text) <= NUMERIC for text in frame[name].astype(str)) else "l"
