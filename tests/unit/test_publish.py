@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 
 from qerl_bench.checks import ConfigError
@@ -27,7 +27,8 @@ SECRETS = ("/home/alice", "alice", "node-17", TOKEN)
 
 @pytest.fixture(autouse=True)
 def alice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Private, "here", classmethod(lambda cls: cls("alice", "node-17.example.org")))
+    alice = Private("alice", "node-17.example.org")
+    monkeypatch.setattr(Private, "here", lambda: alice)
 
 
 def publish(source: Path, out: Path, *words: str) -> Path:
@@ -126,6 +127,7 @@ def test_an_adapter_has_a_card_that_the_hub_can_read(runs: Any, tmp_path: Path) 
     here, there = (load_file(folder / "adapter_model.safetensors") for folder in (out, last))
     assert here.keys() == there.keys() and all((here[name] == there[name]).all() for name in here)
     card = ModelCard.load(out / "README.md")
+    assert isinstance(card.data, ModelCardData)
     loaded = load_run(run)
     scores = {result.metric_name: result.metric_value for result in card.data.eval_results or []}
     assert scores["accuracy, greedy"] == loaded.series("eval", "eval/accuracy_greedy").iloc[-1]

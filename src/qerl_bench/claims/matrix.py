@@ -9,7 +9,6 @@ matrix.md, or another --format.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pandas as pd
 

@@ -91,7 +91,7 @@ class PaperFigure(Figure):
 def paper_style() -> AbstractContextManager[None]:
     """The context in which every figure of this project is made, drawn on and saved."""
     sizes = matplotlib.rc_params_from_file(STYLE, use_default_template=False)
-    scaled = {key: value * _style.scale for key, value in sizes.items() if key.endswith(SIZES)}
+    scaled: dict[Any, Any] = {key: value * _style.scale for key, value in sizes.items() if key.endswith(SIZES)}
     return matplotlib.rc_context(scaled, STYLE)
 
 

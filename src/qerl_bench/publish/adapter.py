@@ -41,7 +41,7 @@ def write_adapter(path: Path, out: Path, names: Names, private: Private) -> None
     require(run.finished, f"{path} is not finished: the same command that began it continues it; publish it then")
     require(
         run.option("lora.name") != "none",
-        f"{path} was trained with lora=none and has no adapter. Publish its numbers: pass the folder that holds the run",
+        f"{path} was trained with lora=none and has no adapter. Publish its numbers: pass the folder that holds it",
     )
     checkpoint = last_checkpoint(path)
     require(checkpoint is not None, f"{path} has no checkpoint left, so its adapter is gone: run it again")
@@ -103,7 +103,9 @@ def _score(run: Run, name: str, label: str) -> dict[str, Any] | None:
     if values.empty or values.index[-1] == 0:
         return None
     step = values.index[-1]
-    before, error = (None if one is None else float(one) for one in (values.get(0), errors.get(step)))
+    before, error = (
+        float(series.loc[at]) if at in series.index else None for series, at in ((values, 0), (errors, step))
+    )
     return {"name": name, "label": label, "value": float(values[step]), "stderr": error, "before": before}
 
 

@@ -4,8 +4,8 @@
     qerl-bench check FOLDER ...
 
 What is looked at: files and their seals (SHA-256 in croissant.json), fingerprints and configs, finished runs with a
-number for every step and the evaluation after the last, versions of code and libraries, licence and author, and paths or
-keys that should not be there. Says what is wrong with each study; exit code 2 if anything is.
+number for every step and the evaluation after the last, versions of code and libraries, licence and author, and paths
+or keys that should not be there. Says what is wrong with each study; exit code 2 if anything is.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def check_study(folder: Path) -> str:
 
 def _check_seals(folder: Path, described: dict[str, Any]) -> None:
     files = described.get("distribution", [])
-    sealed = {file.get("name"): file.get("sha256") for file in files if isinstance(file, dict)}
+    sealed = {str(file.get("name")): file.get("sha256") for file in files if isinstance(file, dict)}
     unsealed = sorted({SETTINGS, TIDY} - sealed.keys())
     require(not unsealed, f"{CROISSANT} has no SHA-256 of {', '.join(unsealed)}. {AGAIN}")
     for name, expected in sealed.items():
-        require(Path(str(name)).name == name, f"{CROISSANT} names {name!r}, which is no file of the folder. {AGAIN}")
+        require(Path(name).name == name, f"{CROISSANT} names {name!r}, which is no file of the folder. {AGAIN}")
         require((folder / name).is_file(), f"{CROISSANT} names {name}, which is not there. {AGAIN}")
         require(digest(folder / name) == expected, f"{name} was changed after it was written (SHA-256). {AGAIN}")
 

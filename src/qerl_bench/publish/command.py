@@ -49,7 +49,7 @@ def main(words: list[str]) -> None:
     is_run = (given.source / "config.yaml").is_file()
     find_runs(given.source)  # raises ConfigError without any
     sender = None
-    if given.to == "hub":
+    if given.repo is not None:
         from qerl_bench.publish.hub import Sender
 
         sender = Sender.logged_in(given.repo, "model" if is_run else "dataset")  # before anything is written

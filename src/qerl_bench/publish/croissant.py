@@ -31,10 +31,11 @@ FORMATS = {
 PREFIX = "http://mlcommons.org/croissant"
 # As the specification prints it: the names that a reader may expect, and the spaces they are from.
 OWN = (
-    "citeAs column dct:conformsTo data:@json dataType:@vocab equivalentProperty examples:@json extract field "
-    "fileProperty fileObject fileSet format includes isLiveDataset jsonPath key md5 parentField path recordSet "
-    "references regex repeated replace samplingRate separator source subField transform"
-).split()
+    "citeAs", "column", "dct:conformsTo", "data:@json", "dataType:@vocab", "equivalentProperty", "examples:@json",
+    "extract", "field", "fileProperty", "fileObject", "fileSet", "format", "includes", "isLiveDataset", "jsonPath",
+    "key", "md5", "parentField", "path", "recordSet", "references", "regex", "repeated", "replace", "samplingRate",
+    "separator", "source", "subField", "transform",
+)  # fmt: skip
 SPACES = {
     "@language": "en",
     "@vocab": "https://schema.org/",

@@ -121,8 +121,8 @@ def _row(setting: Setting) -> dict[str, Any]:
     by_base: dict[str, list[float]] = {}
     metric = next((name for name in OUTCOMES if len(first.series("eval", name))), None)
     for run in setting.runs:
-        series = run.series("eval", metric) if metric else ()
-        if len(series):
+        series = run.series("eval", metric or "")
+        if not series.empty:
             by_base.setdefault(run.base, []).append(series.iloc[-1])
     means = [sum(values) / len(values) for values in by_base.values()]
     single = next(iter(by_base.values()), [])

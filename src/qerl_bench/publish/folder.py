@@ -1,4 +1,4 @@
-"""What both kinds of published folders share: who and where, the look for private things, templates, the list of files."""
+"""What both kinds of published folders share: who and where, the search for private things, pages, the list of files."""
 
 from __future__ import annotations
 

@@ -59,8 +59,9 @@ def _markdown(frame: pd.DataFrame) -> str:
 
 def _latex(frame: pd.DataFrame, caption: str, label: str) -> str:
     """A floating table in small print; numbers are to the right, an interval is never broken in two."""
-    style = frame.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis=1)
-    text = style.to_latex(
+    style = frame.style.hide(axis="index").format(escape="latex")
+    style.format_index(escape="latex", axis=1)
+    text: str = style.to_latex(  # type: ignore  # pandas annotates format() with a base class
         hrules=True,
         position="t",
         position_float="centering",
