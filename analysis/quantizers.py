@@ -60,7 +60,7 @@ def for_paper(table: pd.DataFrame) -> Table:
         shown[error] = [f"{value:.3f}" for value in table[error]]
     caption = (
         f"Accuracy before training (%), and its difference from round-to-nearest on the same n = "
-        f"{', '.join(str(n) for n in sorted(set(table['questions'])))} questions. Brackets: 95 % interval (Student's t) "
+        f"{', '.join(map(str, sorted(set(table['questions']))))} questions. Brackets: 95 % interval (Student's t) "
         "over questions; one base model. Errors are relative, means over layers."
     )
     return Table("quantizers", table, shown, caption)

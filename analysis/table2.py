@@ -48,8 +48,9 @@ def for_paper(table: pd.DataFrame) -> Table:
         f"{mean:.1f} [{mean - NORMAL_95 * error:.1f}, {mean + NORMAL_95 * error:.1f}]"
         for mean, error in zip(table["average"], table["stderr"], strict=True)
     ]
+    sizes = SETS.values()
     caption = (
-        f"Sampled accuracy (pass@1, %) on four sets of {', '.join(map(str, SETS.values()))} questions, and their average. "
+        f"Sampled accuracy (pass@1, %) on four sets of {', '.join(map(str, sizes))} questions, and their mean. "
         f"{table['run'].nunique()} runs, n = 1 seed in each line. Brackets: 95 % interval (normal) of the average over "
         "questions and samples of that one run; other seeds are not in it."
     )

@@ -106,7 +106,7 @@ def _score(run: Run, name: str, label: str) -> dict[str, Any] | None:
     before, error = (
         float(series.loc[at]) if at in series.index else None for series, at in ((values, 0), (errors, step))
     )
-    return {"name": name, "label": label, "value": float(values[step]), "stderr": error, "before": before}
+    return {"name": name, "label": label, "value": float(values.to_numpy()[-1]), "stderr": error, "before": before}
 
 
 def _results(config: Mapping[str, Any], scores: list[dict[str, Any]]) -> list[EvalResult]:

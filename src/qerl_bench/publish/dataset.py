@@ -54,7 +54,7 @@ class Description:
         return (
             f"{len(self.runs)} runs of reinforcement learning of language models on weights in "
             f"{', '.join(self.values('quant.name'))}: {', '.join(self.values('model.name'))} on {tasks}, "
-            f"{len(group_by_setting(self.runs))} settings. Measured with QeRL-Bench {__version__} to test the claims of "
+            f"{len(group_by_setting(self.runs))} settings. Measured with QeRL-Bench {__version__} to test claims of "
             "QeRL (arXiv 2510.11696)."
         )
 

@@ -1,4 +1,4 @@
-"""What both kinds of published folders share: who and where, the search for private things, pages, the list of files."""
+"""What both kinds of published folders share: who and where, a search for private things, pages, a list of files."""
 
 from __future__ import annotations
 
