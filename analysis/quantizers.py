@@ -50,8 +50,8 @@ def compare(runs: list[Run]) -> pd.DataFrame:
 
 def for_paper(table: pd.DataFrame) -> Table:
     """The table with an interval for each difference."""
-    half = t_quantile(0.975, int(table["questions"].min()) - 1)
-    shown = table[["format", "quantizer"]].copy()
+    half = t_quantile(0.975, min(table["questions"].tolist()) - 1)
+    shown = pd.DataFrame(table[["format", "quantizer"]])
     for mode in MODES:
         shown[mode] = [f"{value:.1f}" for value in table[mode]]
         pairs = zip(table[f"{mode} - rtn"], table[f"{mode} - rtn se"], strict=True)

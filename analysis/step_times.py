@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def for_paper(table: pd.DataFrame) -> Table:
     """The times of the phases and the peak of memory."""
-    shown = table[[*KEYS, "seed"]].astype(str)
+    shown = pd.DataFrame(table[[*KEYS, "seed"]]).astype(str)
     for part in ("step", "rollout", "train"):
         columns = (table[f"{part}{end}"] for end in ("", "_p20", "_p80"))
         shown[f"{part} (s)"] = [

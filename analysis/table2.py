@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def for_paper(table: pd.DataFrame) -> Table:
     """Table 2 with the interval of each average."""
-    shown = table[["model", "quant", "aqn", "lora_rank", "seed", "step"]].copy()
+    shown = pd.DataFrame(table[["model", "quant", "aqn", "lora_rank", "seed", "step"]])
     shown = shown.assign(**{name: [f"{value:.1f}" for value in table[name]] for name in SETS})
     shown["average"] = [
         f"{mean:.1f} [{mean - NORMAL_95 * error:.1f}, {mean + NORMAL_95 * error:.1f}]"
