@@ -8,12 +8,12 @@ import pandas as pd
 from qerl_bench.checks import require
 from qerl_bench.exits import guarded
 from qerl_bench.figures.error_decomposition import draw, one_of_each
-from qerl_bench.figures.script import figure_parser, write_figure
+from qerl_bench.figures.script import figure_parser, parse, write_figure
 from qerl_bench.study.load import leave_out
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = figure_parser(__doc__).parse_args(arguments)
+    options = parse(figure_parser(__doc__), arguments)
     found = [file.parent for folder in options.runs for file in sorted(folder.rglob("layers.parquet"))]
     files = [folder / "layers.parquet" for folder in leave_out(found, options.without)]
     folders = ", ".join(map(str, options.runs))

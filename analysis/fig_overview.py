@@ -8,14 +8,14 @@ import numpy as np
 from qerl_bench.claims.measure import final_accuracy
 from qerl_bench.exits import guarded
 from qerl_bench.figures.aggregate import overview, scores
-from qerl_bench.figures.script import figure_parser, write_figure
+from qerl_bench.figures.script import figure_parser, parse, write_figure
 from qerl_bench.study.load import load_runs
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = figure_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     runs = [run for run in load_runs(options.runs, options.mixed_code, options.without) if run.finished]
     evaluated = [run for run in runs if run.option("algo.name") != "sft" and run.option("eval.name") != "none"]
     tables, settings = scores(evaluated, final_accuracy("sampled"))

@@ -5,12 +5,12 @@ python analysis/fig_sigma.py runs/ --out figures/
 
 from qerl_bench.exits import guarded
 from qerl_bench.figures.noise import SIGMA_FACTORS, sigma_doses, sigma_effects, sigma_figure, with_constant_sigma
-from qerl_bench.figures.script import figure_parser, select, write_figure
+from qerl_bench.figures.script import figure_parser, parse, select, write_figure
 from qerl_bench.study.load import load_runs
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = figure_parser(__doc__).parse_args(arguments)
+    options = parse(figure_parser(__doc__), arguments)
     runs = [run for run in load_runs(options.runs, options.mixed_code, options.without) if run.finished]
     doses = sigma_doses(select(with_constant_sigma(runs), SIGMA_FACTORS))
     effects = sigma_effects(doses)

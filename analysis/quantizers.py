@@ -7,9 +7,10 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.exits import guarded
-from qerl_bench.statistics import mean_ci_crossed
+from qerl_bench.statistics import mean_ci_crossed, t_quantile
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
+from qerl_bench.study.tables import Table, add_format, write_table
 
 MODES = ("greedy", "sampled")
 
@@ -47,11 +48,30 @@ def compare(runs: list[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["format", "quantizer"], ignore_index=True)
 
 
+def for_paper(table: pd.DataFrame) -> Table:
+    """The table with an interval for each difference."""
+    half = t_quantile(0.975, min(table["questions"].tolist()) - 1)
+    shown = pd.DataFrame(table[["format", "quantizer"]])
+    for mode in MODES:
+        shown[mode] = [f"{value:.1f}" for value in table[mode]]
+        pairs = zip(table[f"{mode} - rtn"], table[f"{mode} - rtn se"], strict=True)
+        shown[f"{mode} - rtn"] = [f"{d:+.1f} [{d - half * se:+.1f}, {d + half * se:+.1f}]" for d, se in pairs]
+    for error in ("weight error", "output error"):
+        shown[error] = [f"{value:.3f}" for value in table[error]]
+    caption = (
+        f"Accuracy before training (%), and its difference from round-to-nearest on the same n = "
+        f"{', '.join(map(str, sorted(set(table['questions']))))} questions. Brackets: 95 % interval (Student's t) "
+        "over questions; one base model. Errors are relative, means over layers."
+    )
+    return Table("quantizers", table, shown, caption)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    options = parser_for(__doc__).parse_args(arguments)
+    parser = parser_for(__doc__)
+    add_format(parser)
+    options = parser.parse_args(arguments)
     table = compare(load_runs(options.runs, options.mixed_code, options.without))
-    options.out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(options.out / "quantizers.csv", index=False)
+    write_table(for_paper(table), options.format, options.out)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}", na_rep="-"))
 
 

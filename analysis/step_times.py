@@ -9,6 +9,7 @@ from qerl_bench.claims.measure import warm_steps
 from qerl_bench.exits import guarded
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
+from qerl_bench.study.tables import Table, add_format, write_table
 
 KEYS = {"model": "model.name", "format": "quant.name", "rank": "lora.rank", "recompute": "train.recompute"}
 TIMES = {part: f"time/{part}_s" for part in ("step", "rollout", "reward", "sync", "train", "idle")}
@@ -22,12 +23,31 @@ PEAKS = {f"{part}_gib": f"memory/{part}_gib" for part in ("rollout", "train", "r
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser_for(__doc__).parse_args(arguments)
+    parser = parser_for(__doc__)
+    add_format(parser)
+    options = parser.parse_args(arguments)
     rows = [row(run) for run in load_runs(options.runs, options.mixed_code, options.without)]
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "step_times.csv"
-    pd.DataFrame(rows).sort_values([*KEYS, "seed"]).to_csv(file, index=False, float_format="%.6g")
-    print(file)
+    table = pd.DataFrame(rows).sort_values([*KEYS, "seed"], ignore_index=True)
+    print(write_table(for_paper(table), options.format, options.out))
+
+
+def for_paper(table: pd.DataFrame) -> Table:
+    """The times of the phases and the peak of memory."""
+    shown = pd.DataFrame(table[[*KEYS, "seed"]]).astype(str)
+    for part in ("step", "rollout", "train"):
+        columns = (table[f"{part}{end}"] for end in ("", "_p20", "_p80"))
+        shown[f"{part} (s)"] = [
+            f"{middle:.3g} [{low:.3g}, {high:.3g}]" for middle, low, high in zip(*columns, strict=True)
+        ]
+    shown["peak (GiB)"] = [f"{peak:.1f}" for peak in table[["rollout_gib", "train_gib"]].max(axis=1)]
+    caption = (
+        f"Time of a step and of its phases: median over n = {', '.join(str(n) for n in sorted(set(table['steps'])))} "
+        "steps of one run. Brackets: from the 20 % to the 80 % quantile of these steps, not an interval of the median. "
+        f"{', '.join(sorted(set(table['device'])))}."
+    )
+    return Table(
+        "step_times", table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else value), shown, caption
+    )
 
 
 def row(run: Run) -> dict[str, object]:

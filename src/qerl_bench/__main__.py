@@ -59,6 +59,11 @@ COMMANDS = {
     "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
     "report": Command("qerl_bench.report.command", "make pages of a folder of runs: verdicts, effects, samples"),
     "compare": Command("qerl_bench.report.compare", "tell in which options and numbers two runs, or two arms, differ"),
+    "publish": Command(
+        "qerl_bench.publish.command", "make a run or a study ready for others, as a folder or at the hub"
+    ),
+    "check": Command("qerl_bench.publish.check", "check published studies, those in community/ for example"),
+    "matrix": Command("qerl_bench.claims.matrix", "put the verdicts of several studies side by side"),
     "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),
 }
 USAGE = "\n".join(

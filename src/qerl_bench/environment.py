@@ -17,7 +17,7 @@ from qerl_bench.own_options import own_modules
 from qerl_bench.seals import digest
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
-ONLY_READ_RUNS = ("study", "claims", "figures")  # packages whose code cannot change the numbers of a run
+ONLY_READ_RUNS = ("study", "claims", "figures", "publish")  # packages whose code cannot change the numbers of a run
 
 
 def versions() -> dict[str, str | None]:

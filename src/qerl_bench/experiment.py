@@ -62,6 +62,8 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             log.info("%s was finished by another process", run.path)
             return
         experiment.check_model()
+        if world.size == 1:
+            run.meter(device)
         with session(experiment, experiment.engine, run, device, world) as (policy, engine):
             names = experiment.quant.name, experiment.quantizer.name
             with run.replacing("layers.parquet") as file:
@@ -306,6 +308,7 @@ def save_checkpoint(
         "sigma": policy.noise.controller.sigma(step),
         "lr": experiment.optim.lr_at(step, experiment.steps),
         "wall_s": run.wall_s,
+        "energy_j": run.energy_j,
     }
     (folder / "state.json").write_text(json.dumps(position, indent=1))
 
@@ -323,4 +326,5 @@ def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
     policy.noise.restore(state["noise"])
-    run.spent_s = json.loads((folder / "state.json").read_text())["wall_s"]
+    position = json.loads((folder / "state.json").read_text())
+    run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")

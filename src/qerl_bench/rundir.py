@@ -21,6 +21,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from qerl_bench import energy
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.durable import make_folder, replace, sync, sync_tree
 from qerl_bench.environment import environment
@@ -296,6 +297,8 @@ class RunDir:
         self.path = path
         self.started = time.time()
         self.spent_s = 0.0  # by earlier attempts, up to the checkpoint that this one continues from
+        self.spent_j: float | None = 0.0  # as spent_s; None if an earlier attempt did not measure it
+        self._meter: tuple[str, float | None] = "cpu", None  # the device, and its counter when it was first read
         try:
             self._claim(cfg, elsewhere)
         except OSError as error:
@@ -332,6 +335,17 @@ class RunDir:
     def wall_s(self) -> float:
         """Seconds of this attempt, and of earlier ones as far as their steps are kept."""
         return self.spent_s + time.time() - self.started
+
+    def meter(self, device: str) -> None:
+        """Count the energy of `device` from here on, if it can be counted."""
+        self._meter = device, energy.counter(device)
+
+    @property
+    def energy_j(self) -> float | None:
+        """Joules of the GPU in the time of `wall_s`; None if they were not counted all along."""
+        device, before = self._meter
+        now = None if before is None else energy.counter(device)
+        return None if now is None or before is None or self.spent_j is None else self.spent_j + now - before
 
     def replacing(self, name: str) -> AbstractContextManager[Path]:
         """A path to write to; afterwards it takes the place of the file `name` of this run."""
@@ -464,6 +478,7 @@ class RunDir:
         peaks = [record["memory/peak_gib"] for record in records if record.get("memory/peak_gib") is not None]
         done = {
             "wall_s": round(self.wall_s, 3),
+            "energy_j": self.energy_j,
             "peak_memory_gib": max(peaks, default=None),
             "collapse": collapse,
             "checkpoints": {"last": None if last is None else step_of(last), "best": best},

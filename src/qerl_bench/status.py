@@ -24,6 +24,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -36,8 +37,9 @@ from qerl_bench.failure import MARK
 from qerl_bench.locks import holder
 from qerl_bench.points import going_on
 from qerl_bench.progress import duration
-from qerl_bench.rundir import is_finished
-from qerl_bench.stored import read_config
+from qerl_bench.rundir import DONE, is_finished
+from qerl_bench.stored import read_config, read_object
+from qerl_bench.study.cost import Cost, total_cost
 
 TAIL_BYTES = 1 << 16  # more than the records of one step
 WATCH_S = 5.0
@@ -81,6 +83,8 @@ def main(words: list[str]) -> None:
         found = statuses(given.folders)
         print("\n".join(lines([status for status in found if status.state != "done"] if given.watch else found)))
         print(summary(found), flush=True)
+        if (cost := cost_of(found)).runs:
+            print(f"cost of the finished runs: {cost}", flush=True)
         if not given.watch or not any(status.state in GOES_ON for status in found):
             return
         time.sleep(WATCH_S)
@@ -251,3 +255,13 @@ def summary(found: list[Status]) -> str:
     goes_on = [status for status in found if status.state in GOES_ON]
     seconds = sum((status.left if status.steps else median(sizes)) * (status.step_s or usual) for status in goes_on)
     return f"{told}; about {duration(seconds / counts['running'])} left" if seconds else told
+
+
+def cost_of(found: list[Status]) -> Cost:
+    """What the finished runs took; those whose records are damaged are left out."""
+    records = []
+    for status in found:
+        with suppress(ConfigError, OSError):
+            if status.state == "done":
+                records.append(tuple(read_object(status.run / name, "") for name in (DONE, "env.json")))
+    return total_cost(records)

@@ -4,7 +4,8 @@
     qerl-bench claims runs/ out=figures/ papers=literature
 
 Writes claims.md, and claims.svg, all claims in one picture; for the claims of other papers literature.md, a table, and
-literature.svg. `qerl-bench report` makes a page of the paper's claims with filters.
+literature.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the paper's
+claims with filters.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Sequence
 
 from qerl_bench.checks import require
 from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.literature import REGISTRIES, verdict_table
-from qerl_bench.claims.report import markdown, summary_text
+from qerl_bench.claims.literature import REGISTRIES, page_table
+from qerl_bench.claims.report import markdown, summary_text, verdict_table
 from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
+from qerl_bench.study.tables import add_format, write_table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -25,6 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     only = "only runs with this value of a config key, if several settings fit a primary contrast: lora.alpha=32"
     parser.add_argument("--where", nargs="+", metavar="KEY=VALUE", default=[], help=only)
     parser.add_argument("--papers", choices=[*REGISTRIES], default="qerl", help="whose claims (default: qerl)")
+    add_format(parser, default=None)
     options = parser.parse_args(arguments)
 
     runs = with_values(load_runs(options.runs, options.mixed_code, options.without), options.where)
@@ -32,11 +35,14 @@ def main(arguments: list[str] | None = None) -> None:
     if options.papers == "qerl":
         picture, files = "claims", {"claims.md": markdown(results, runs)}
     else:
-        tables = [f"## {scope}\n\n{verdict_table(of_scope)}" for scope, of_scope in results.items()]
+        tables = [f"## {scope}\n\n{page_table(of_scope)}" for scope, of_scope in results.items()]
         picture, files = "literature", {"literature.md": "\n".join(tables)}
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
         files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
         print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")
+        if options.format:
+            name = f"verdicts{'' if len(results) == 1 else f'_{number}'}"
+            print(write_table(verdict_table(name, scope, claim_results), options.format, options.out))
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.out / name).write_text(text)

@@ -218,7 +218,7 @@ REGISTRIES = {
 HEADER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
 
 
-def verdict_table(results: Sequence[ClaimResult]) -> str:
+def page_table(results: Sequence[ClaimResult]) -> str:
     """A Markdown table: paper, claim, the command that makes its runs, the verdict on each, and its effects."""
     of_title = {result.claim.title: result for result in results}
     rows = [

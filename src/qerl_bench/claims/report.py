@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qerl_bench.claims.estimate import Comparison, Effect
@@ -12,6 +13,7 @@ from qerl_bench.claims.evaluate import DIRECTION, NO_RUNS, SMALLNESS, Claim, Cla
 from qerl_bench.claims.gates import diverged_arms
 from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import Run
+from qerl_bench.study.tables import Table
 
 DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "from", "detectable", "why", "the paper")
@@ -54,6 +56,35 @@ def summary_text(results: Sequence[ClaimResult]) -> str:
     """The summary table as Markdown, for the terminal."""
     rows = [(f"{row['title']}: {row['verdict']}" if row["title"] else "", *row["cells"]) for row in _summary(results)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (SUMMARY, ("---",) * len(SUMMARY), *rows))
+
+
+def verdict_table(name: str, scope: str, results: Sequence[ClaimResult]) -> Table:
+    """The verdicts for a paper: a line for each contrast that votes and has runs, with its interval."""
+    shown, numbers = [], []
+    for number, claim_result in enumerate(results, start=1):
+        measure = claim_result.claim.measure
+        for result in claim_result.voting:
+            effect = _effect(result)
+            if effect is None:
+                continue
+            title = f"{number}. {claim_result.claim.title}"
+            same = {"claim": title, "verdict": claim_result.verdict, "contrast": result.contrast.label}
+            again = result is not claim_result.voting[0] and bool(shown) and numbers[-1]["claim"] == title
+            shown.append(
+                {name: "" if again and name != "contrast" else text for name, text in same.items()}
+                | {"effect": measure.estimate_text(effect.whole), "n": effect.whole.n}
+            )
+            ends = {"effect": effect.whole.value, "low": effect.whole.low, "high": effect.whole.high}
+            scale = "logarithm of a ratio" if measure.ratio else measure.name
+            numbers.append(same | ends | {"n": effect.whole.n, "unit": scale, "p": claim_result.p_direction})
+    none = "" if shown else " No runs decide any of them."
+    caption = (
+        f"Verdicts on the claims of QeRL: {scope}.{none} Effects are means over n paired units with 95 % intervals "
+        f"(Student's t, not adjusted); verdicts are at {DIRECTION:g} over all claims (Holm)."
+    )
+    columns = ("claim", "verdict", "contrast", "effect", "n")
+    wide = (*columns[:4], "low", "high", "n", "unit", "p")
+    return Table(name, pd.DataFrame(numbers, columns=wide), pd.DataFrame(shown, columns=columns), caption)
 
 
 def _material(runs: Sequence[Run]) -> str:

@@ -19,7 +19,17 @@ from qerl_bench.checks import require
 from qerl_bench.claims.contrasts import FORMAT
 from qerl_bench.figures.effects import label_rows
 from qerl_bench.figures.paired import average_seeds, by_cell
-from qerl_bench.figures.style import GRAY, TEXT_WIDTH, PaperFigure, caption, color, format_order, paper_style, percent
+from qerl_bench.figures.style import (
+    GRAY,
+    TEXT_WIDTH,
+    PaperFigure,
+    caption,
+    color,
+    format_order,
+    inches,
+    paper_style,
+    percent,
+)
 from qerl_bench.statistics import (
     Resampled,
     interquartile_mean,
@@ -105,7 +115,7 @@ def overview(tables: dict[str, np.ndarray], settings: str, label: str, generator
     values = np.concatenate([table.ravel() for table in tables.values()])
     thresholds = np.linspace(values.min(), values.max(), PROFILE_POINTS)
     with paper_style():
-        figure = PaperFigure(figsize=(TEXT_WIDTH, 1.9 + 0.2 * len(tables)))
+        figure = PaperFigure(figsize=inches(TEXT_WIDTH, 1.9 + 0.2 * len(tables), len(others)))
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(2, 2 * len(others), height_ratios=[0.45 + 0.2 * len(tables), 1.3])
         middle, better = (figure.add_subplot(grid[0, part]) for part in (slice(len(others)), slice(len(others), None)))

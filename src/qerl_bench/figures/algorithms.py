@@ -124,6 +124,7 @@ def _row(name: str, group: Sequence[Run]) -> dict[str, Any]:
         "final": np.mean([values[-1] for values in greedy]),
         "gain": gain.value,
         "gain_se": gain.stderr,
+        "gain_half": gain.half_width,  # of the 95 % interval
         "gain_z": _quotient(gain),
         "worst_z": min(_quotient(mean_ci_crossed(seed)) for seed in changes.T),
         "sampled_final": np.mean(sampled_final),

@@ -21,7 +21,7 @@ from qerl_bench.figures.effects import PlottedArm, plotted_arm
 from qerl_bench.figures.labels import label_settings, noise_text
 from qerl_bench.figures.paired import ENTROPY as ENTROPY_MEAN
 from qerl_bench.figures.paired import REWARD_MEAN, average_seeds, by_cell, differences, effect, effect_text
-from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, SMALL, caption, label_axes, label_ends, panels, paper_style
+from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, caption, label_axes, label_ends, panels, paper_style, small
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import Run
 from qerl_bench.study.study import Study, describe_repeats
@@ -61,6 +61,7 @@ def paired_curves(
             width_ratios=[1.25] + [1.0] * len(pairs),
         )  # fmt: skip
         cut = False
+        narrow = figure.get_figwidth() / small() < 0.15 * (2 + len(pairs))  # a panel is narrower than its interval
         for row, curve in enumerate(curves):
             first, *others = axes[row]
             _levels(first, shown, curve)
@@ -68,7 +69,8 @@ def paired_curves(
             for ax, one in zip(others, pairs, strict=True):
                 cut |= _difference(ax, one, curve, low, high)
                 name = [one.label] if row == 0 else []
-                ax.set_title("\n".join([*name, *_whole(one, curve)]), fontsize=SMALL)
+                whole = [line.replace(", ", ",\n ") if narrow else line for line in _whole(one, curve)]
+                ax.set_title("\n".join([*name, *whole]), fontsize=small())
                 if ax is not others[0]:
                     ax.set_yticklabels([])
             others[0].set_ylabel(f"difference{', %' if curve.summary.ratio else ''}")

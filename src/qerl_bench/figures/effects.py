@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from qerl_bench.claims.gates import LOST, diverged
 from qerl_bench.claims.measure import Measure
 from qerl_bench.figures.paired import average_seeds, by_cell, effect, interval_note, level
-from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, SMALL, caption, color, panels, paper_style
+from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, caption, color, panels, paper_style, small
 from qerl_bench.study.load import Run
 from qerl_bench.study.study import Setting, describe_repeats
 
@@ -63,7 +63,7 @@ def draw_dots(axes: Sequence[Axes], arms: Sequence[PlottedArm], measures: Sequen
             if arm.runs:
                 ax.annotate(
                     measure.level_format.format(level(arm.runs, measure)), (1, height), (3, 0), va="center",
-                    xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=SMALL, color="#555555",
+                    xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=small(), color="#555555",
                 )  # fmt: skip
         ax.set_title(measure.name)
         ax.set_xlabel("difference, %" if measure.ratio else f"difference{f', {measure.unit}' if measure.unit else ''}")
@@ -150,7 +150,7 @@ def level_plot(arms: Sequence[PlottedArm], measures: Sequence[Measure], *notes: 
                     text += f", ×{ratio}" + (f" [{low}, {high}]" if estimate.n > 1 and not estimate.identical else "")
                 ax.annotate(
                     text, (0, height), (2, -8), xycoords=("axes fraction", "data"), textcoords="offset points",
-                    va="center", fontsize=SMALL, color="#555555",
+                    va="center", fontsize=small(), color="#555555",
                 )  # fmt: skip
             ax.set_xlim(left=0)
             ax.margins(x=0.08)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.figures.style import FULL_WIDTH, SMALL, caption, color, format_order, panels, paper_style
+from qerl_bench.figures.style import FULL_WIDTH, caption, color, format_order, panels, paper_style, small
 
 TOLERANCE = 1e-3  # relative difference that rounding on another device may make
 PARTS = {
@@ -60,7 +60,7 @@ def draw(table: pd.DataFrame) -> Figure:
                     ax.plot(mean, height, "o", color=color(quant), markersize=4.5, label=f"_{quantizer}")
                     ax.annotate(
                         f"{mean:.1f}", (1, height), (3, 0), xycoords=("axes fraction", "data"), va="center",
-                        textcoords="offset points", fontsize=SMALL, color="#555555",
+                        textcoords="offset points", fontsize=small(), color="#555555",
                     )  # fmt: skip
                 ax.set_yticks(range(len(quantizers)), quantizers)
                 ax.set_ylim(len(quantizers) - 0.4, -0.6)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.claims.estimate import Effect
 from qerl_bench.claims.evaluate import ClaimResult, ContrastResult
-from qerl_bench.figures.style import FULL_WIDTH, SMALL, caption, panels, paper_style
+from qerl_bench.figures.style import FULL_WIDTH, caption, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
@@ -41,7 +41,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
                 _point(ax, y, scaled(number), "D", PAPER, REACH, hollow=True)
             if word := claim_result.verdict if first else result.status or "":
                 shade = VERDICTS.get(word.split(" ")[0], OPEN)
-                ax.text(REACH * 1.06, y, word, color=shade, va="center", fontsize=SMALL)
+                ax.text(REACH * 1.06, y, word, color=shade, va="center", fontsize=small())
         _rows(ax, [label for label, *_ in lines])
         ax.set_xlim(-REACH, REACH)
         ax.set_xlabel("effect in margins, to the right as claimed")

@@ -22,7 +22,7 @@ from qerl_bench.figures.effects import PlottedArm, draw_effect, mark_notes, plot
 from qerl_bench.figures.labels import label_settings
 from qerl_bench.figures.paired import ENTROPY as MEAN_ENTROPY
 from qerl_bench.figures.paired import REWARD_LATE, SAMPLED, average_seeds, by_cell, effect, mean_of_runs
-from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, SMALL, caption, panels, paper_style
+from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, caption, panels, paper_style, small
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import Run
 from qerl_bench.study.study import Study
@@ -161,7 +161,7 @@ def _draw_kl(ax: Axes, dose: Dose) -> None:
     shade = dose.arm.shade
     ax.plot([dose.sigma] * len(values), values, ".", color=shade, alpha=0.45, markersize=3, label="_units")
     ax.plot(dose.sigma, mean_ci(values).value, "o", color=shade, markersize=4.5, label=f"_{dose.label}")
-    ax.tick_params(axis="y", labelsize=SMALL)
+    ax.tick_params(axis="y", labelsize=small())
 
 
 def entropies(runs: Iterable[Run], step: int) -> pd.DataFrame:

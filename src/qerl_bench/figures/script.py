@@ -9,31 +9,51 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from qerl_bench.checks import require
-from qerl_bench.figures.style import save
+from qerl_bench.figures.style import STYLES, save, use_style
 from qerl_bench.study.load import Run, load_runs
 from qerl_bench.study.script import parser_for
 from qerl_bench.study.study import Study
+from qerl_bench.study.tables import add_format
 
 
 def figure_parser(description: str | None) -> argparse.ArgumentParser:
     """The command line of a script that reads runs and draws."""
     parser = parser_for(description)
     kinds = ("svg", "pdf", "png")
-    parser.add_argument("--formats", nargs="+", choices=kinds, default=["svg"], help="of the files (default: svg)")
+    parser.add_argument(
+        "--formats", nargs="+", choices=kinds, help="of the files (default: svg, or pdf with a --style)"
+    )
+    look = "width and size of text: of these docs (default), a NeurIPS or ICML page, or slides of 16:9"
+    parser.add_argument("--style", choices=tuple(STYLES), default="docs", help=look)
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a script that draws; figures have the chosen style from here on."""
+    options = parser.parse_args(arguments)
+    style = use_style(options.style)
+    options.formats = options.formats or list(style.formats)
+    return options
+
+
 def read_study(
-    arguments: Sequence[str] | None, description: str | None, factors: Sequence[str], unfinished: bool = False
+    arguments: Sequence[str] | None,
+    description: str | None,
+    factors: Sequence[str],
+    unfinished: bool = False,
+    table: bool = False,
 ) -> tuple[Study, argparse.Namespace]:
     """Parse the command line, read the runs, and select those that differ in `factors` alone.
 
-    Unfinished runs are left out, unless `unfinished`. Their names, and the number of runs selected, go to stderr.
+    Unfinished runs are left out, unless `unfinished`. Their names, and the number of runs selected, go to stderr. With
+    `table` the script writes a table too, in the format that --format asks for.
     """
     parser = figure_parser(description)
+    if table:
+        add_format(parser)
     also = "config keys that may differ too: optim.lr for the methods of the paper, model. for several model sizes"
     parser.add_argument("--also", nargs="+", metavar="KEY", default=[], help=also)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     runs = load_runs(options.runs, options.mixed_code, options.without)
     keys = {key for run in runs for key in run.config_items}
     unknown = [key for key in options.also if not any(known.startswith(key) for known in keys)]

@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,37 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.optimize import isotonic_regression
 
-TEXT_WIDTH = 5.5  # inches: the text block of a NeurIPS page, the width of every figure unless told otherwise
-FULL_WIDTH = 6.75  # inches: both columns of an ICML page, for rows of panels with labels and numbers
-SMALL = 7  # points: ticks, captions and numbers; nothing is smaller
+TEXT_WIDTH = 5.5  # inches: the width of every figure of the docs, unless told otherwise
+FULL_WIDTH = 6.75  # inches, for rows of panels with labels and numbers
 STYLE = Path(__file__).with_name("paper.mplstyle")
+
+
+@dataclass(frozen=True)
+class Style:
+    """Where figures go: widths in inches, and by how much everything is larger than in paper.mplstyle."""
+
+    one_panel: float
+    text: float  # several panels
+    full: float
+    scale: float = 1.0
+    formats: tuple[str, ...] = ("pdf",)
+
+
+STYLES = {
+    "docs": Style(TEXT_WIDTH, TEXT_WIDTH, FULL_WIDTH, formats=("svg",)),
+    "neurips": Style(5.5, 5.5, 5.5),  # the one column of its pages
+    "icml": Style(3.25, 6.75, 6.75),  # one of its two columns, or both
+    "slides": Style(9.9, 9.9, 12.15, scale=1.8),  # of 13.33 x 7.5 in; text of 14.4 and 12.6 points
+}
 
 # Okabe and Ito's palette for color-blind readers, without its yellow, which is too faint for a line on white.
 FORMAT_COLORS = {"bf16": "#000000", "nf4": "#0072B2", "mxfp4": "#009E73", "nvfp4": "#D55E00"}
 OTHER_COLORS = ("#882255", "#56B4E9", "#E69F00", "#7F7F7F", "#CC79A7", "#44AA99", "#999933", "#332288")
+SIZES = ("size", "width", "titlepad")  # ends of the names of settings in points
 GRAY, BAND = "#777777", "#E6E6E6"  # a reference line; the margin of a claim
 
 LABELS = {
@@ -47,6 +68,16 @@ LABELS = {
 TITLES = {"entropy": "as sampled, noise in", "entropy_clean": "same tokens, noise off"}  # of panels that share a label
 
 
+_style = STYLES["docs"]  # of this process, like matplotlib's own settings
+
+
+def use_style(name: str) -> Style:
+    """Draw every further figure of this process in one of STYLES."""
+    global _style
+    _style = STYLES[name]
+    return _style
+
+
 class PaperFigure(Figure):
     """A figure that a notebook shows without pyplot."""
 
@@ -59,7 +90,22 @@ class PaperFigure(Figure):
 
 def paper_style() -> AbstractContextManager[None]:
     """The context in which every figure of this project is made, drawn on and saved."""
-    return matplotlib.rc_context(fname=STYLE)
+    sizes = matplotlib.rc_params_from_file(STYLE, use_default_template=False)
+    scaled: dict[Any, Any] = {key: value * _style.scale for key, value in sizes.items() if key.endswith(SIZES)}
+    return matplotlib.rc_context(scaled, STYLE)
+
+
+def small() -> float:
+    """Points of ticks, captions and numbers; nothing is smaller. Call inside `paper_style`."""
+    return matplotlib.rcParams["xtick.labelsize"]
+
+
+def inches(width: float, height: float, columns: int) -> tuple[float, float]:
+    """Width and height of a figure of `columns` panels in the style in use, from those of one in the docs."""
+    if width <= TEXT_WIDTH:
+        return _style.text if columns > 1 else _style.one_panel, height * _style.scale
+    full = width if _style is STYLES["docs"] else _style.full  # a page is no wider for more panels
+    return full, height * _style.scale
 
 
 def color(quant: str) -> str:
@@ -78,8 +124,11 @@ def line_style(aqn: str) -> str:
 
 
 def panels(rows: int, columns: int, height: float, width: float = TEXT_WIDTH, **layout: Any) -> tuple[Figure, Any]:
-    """A figure of `width` x `height` inches and its axes, an array (rows, columns). Call inside `paper_style`."""
-    figure = PaperFigure(figsize=(width, height))
+    """A figure of `width` x `height` inches and its axes, an array (rows, columns). Call inside `paper_style`.
+
+    In other styles than that of the docs it has their width, and their scale.
+    """
+    figure = PaperFigure(figsize=inches(width, height, columns))
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **layout)
 
@@ -121,19 +170,23 @@ def caption(figure: Figure, *sentences: str) -> None:
             lines.append(word)
         else:
             lines[-1] = longer
-    figure.supxlabel("\n".join(lines), x=0.08 / figure.get_figwidth(), ha="left", fontsize=SMALL, linespacing=1.25)
-    figure.set_figheight(figure.get_figheight() + (1.3 * SMALL * len(lines) + 4) / 72)
+    figure.supxlabel("\n".join(lines), x=0.08 / figure.get_figwidth(), ha="left", fontsize=small(), linespacing=1.25)
+    figure.set_figheight(figure.get_figheight() + (1.3 * small() * len(lines) + 4) / 72)
 
 
 def _width(figure: Figure, text: str) -> float:
-    """The width of `text` at the size of a caption, in pixels."""
+    """The width of `text` at the size of a caption, in pixels: the larger of that on a screen and on paper."""
     assert isinstance(figure.canvas, FigureCanvasAgg)
-    return figure.canvas.get_renderer().get_text_width_height_descent(text, FontProperties(size=SMALL), ismath=False)[0]
+    font = FontProperties(size=small())
+    on_screen = figure.canvas.get_renderer().get_text_width_height_descent(text, font, ismath=False)[0]
+    on_paper = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] * figure.dpi / 72
+    return max(on_screen, on_paper)
 
 
-def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float = SMALL) -> None:
+def label_ends(ax: Axes, ends: Iterable[tuple[float, str, str]], size: float | None = None) -> None:
     """Write each (value, text, color) at the right of `ax` at its value, moved apart where they would overlap."""
     ordered = sorted(ends)
+    size = small() if size is None else size
     figure = ax.get_figure(root=True)
     if not ordered or figure is None:
         return

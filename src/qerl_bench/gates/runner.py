@@ -238,7 +238,7 @@ def pack(
     (out / "gates.md").write_text(render(results) + "\n")
     paths = [run.path for run in finished_runs(design, probes).values()]
     if paths:
-        runs, _, rows = write_study(paths, out, mixed_code=True, metrics=("study",))
+        runs, _, rows, _ = write_study(paths, out, mixed_code=True, metrics=("study",))
         log.info("%d runs, %d numbers: %s", runs, rows, out)
 
 

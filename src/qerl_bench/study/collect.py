@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv as csv
@@ -16,8 +16,10 @@ import pyarrow.parquet as parquet
 from qerl_bench.checks import require
 from qerl_bench.config import fingerprint
 from qerl_bench.study.committed import ANSWERS, ANSWERS_SCHEMA, KEPT_OF_DONE, NOT_KEPT, SETTINGS, TIDY, nested
+from qerl_bench.study.cost import Cost, total_cost
 from qerl_bench.study.load import SCHEMA, Run, check_comparable, load_run, tidy_rows
 from qerl_bench.study.parse import first_names
+from qerl_bench.study.private import Private
 
 ROWS_IN_MEMORY = 300_000  # written together; memory holds at most the rows of one more run
 CSV = "tidy.csv"
@@ -55,20 +57,37 @@ STUDY_METRICS = (
 STUDY_PREFIXES = ("eval/", "validation/")  # every number of an evaluation is kept too
 
 
+class StudyFiles(NamedTuple):
+    """What `write_study` has written."""
+
+    runs: int
+    unfinished: int
+    rows: int
+    cost: Cost
+
+
 def write_study(
     paths: Sequence[Path],
     out: Path,
     mixed_code: bool,
     metrics: Sequence[str] = (),
     with_csv: bool = False,
-) -> tuple[int, int, int]:
+    private: Private | None = None,
+) -> StudyFiles:
     """Write settings.json, tidy.parquet and, if answers were kept, answers.parquet of the runs `paths` to `out`.
 
-    Returns the number of runs, of unfinished runs, and of rows. `metrics` are the names to write, all if empty; "study"
-    stands for STUDY_METRICS and the evaluations. Files are replaced only when all are written. Raises ConfigError as
-    `load_run` and `check_comparable` do, or if `out` holds the runs.
+    `metrics` are the names to write, all if empty; "study" stands for STUDY_METRICS and the evaluations. What is
+    `private` is hidden, and the fingerprints are then those of the configs that are written. Files are replaced only
+    when all are written. Raises ConfigError as `load_run` and `check_comparable` do, or if `out` holds the runs.
     """
-    heads = [load_run(path, metrics=False) for path in paths]
+
+    def read(path: Path, metrics: bool) -> Run:
+        run = load_run(path, metrics)
+        if private is None:
+            return run
+        return replace(run, config=private.hidden(run.config), environment=private.hidden(run.environment))
+
+    heads = [read(path, metrics=False) for path in paths]
     require(bool(heads), "no runs to put in a table: pass at least one")
     check_comparable(heads, mixed_code)
     inside = [path.name for path in paths if path.is_dir() and out.resolve() in path.resolve().parents]
@@ -86,7 +105,7 @@ def write_study(
             TableWriter(temporary[ANSWERS], ANSWERS_SCHEMA) as answers,
         ):
             for path in paths:
-                run = load_run(path)
+                run = read(path, metrics=True)
                 tidy_table.append(tidy_rows(_with_metrics(run, metrics)))
                 answers.append(_answer_rows(run))
         if answers.rows == 0:
@@ -100,7 +119,8 @@ def write_study(
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
-    return len(heads), sum(not run.finished for run in heads), tidy_table.rows
+    cost = total_cost((run.done, run.environment) for run in heads)
+    return StudyFiles(len(heads), sum(not run.finished for run in heads), tidy_table.rows, cost)
 
 
 class TableWriter:
@@ -170,7 +190,7 @@ def settings_text(runs: Sequence[Run]) -> str:
     environments: list[dict[str, Any]] = []
     entries: dict[str, dict[str, Any]] = {}
     for run in sorted(runs, key=lambda run: run.name):
-        digest, environment = fingerprint(run.config), _public(run.environment)
+        digest, environment = fingerprint(run.config), public(run.environment)
         if digest not in settings:
             kept = {key: part for key, part in run.config.items() if key not in (*KEPT_WITH_RUN, *NOT_KEPT)}
             settings[digest] = dotted(kept)
@@ -186,7 +206,7 @@ def settings_text(runs: Sequence[Run]) -> str:
             "environment": environments.index(environment),
             "finished": run.finished,
             **({"base": run.environment["base"]} if run.environment.get("base") else {}),
-            **{key: run.done[key] for key in KEPT_OF_DONE if key in run.done},
+            **{key: run.done[key] for key in KEPT_OF_DONE if run.done.get(key) is not None},
         }
     config, settings_left = _split_shared([settings[digest] for digest in sorted(settings)])
     environment, environments_left = _split_shared(environments)
@@ -232,7 +252,7 @@ def _split_shared(trees: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], l
     return shared, [{key: value for key, value in tree.items() if key not in shared} for tree in trees]
 
 
-def _public(environment: Mapping[str, Any]) -> dict[str, Any]:
+def public(environment: Mapping[str, Any]) -> dict[str, Any]:
     """`environment` without the command line, and with only the last two parts of the paths to kernel tables."""
     kept = {key: value for key, value in environment.items() if key not in PRIVATE}
     if "kernel_tables" in kept:

@@ -23,5 +23,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     paths = chosen_runs(options.runs, options.without)
     metrics = [] if "all" in options.metrics else options.metrics
-    runs, unfinished, rows = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
-    print(f"{runs} runs, {unfinished} of them unfinished, {rows} numbers: {options.out}")
+    study = write_study(paths, options.out, options.mixed_code, metrics, options.csv)
+    print(f"{study.runs} runs, {study.unfinished} of them unfinished, {study.rows} numbers: {options.out}")
+    print(f"cost of the finished runs: {study.cost}")

@@ -34,7 +34,7 @@ ANSWERS_SCHEMA = pa.schema(
 )
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
-KEPT_OF_DONE = ("wall_s", "peak_memory_gib")
+KEPT_OF_DONE = ("wall_s", "energy_j", "peak_memory_gib")
 REMEDY = "It is incomplete, or was edited. Collect it again: python analysis/collect.py RUNS --out"
 
 

@@ -1,0 +1,73 @@
+"""Tables for a paper: the same numbers in three formats, and LaTeX that a compiler would take."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from qerl_bench.claims.evaluate import evaluate_claims
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.report import verdict_table
+from qerl_bench.study.load import load_runs
+from qerl_bench.study.tables import Table
+
+H200 = Path(__file__).parents[2] / "docs" / "results" / "h200"
+NUMBERS = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": [1 / 3, 2.0], "low": [0.1, 1.5], "high": [0.5, 2.5]})
+SHOWN = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": ["0.33 [0.10, 0.50]", "×2.00 [1.50, 2.50]"]})
+TABLE = Table("t", NUMBERS, SHOWN, "n = 3 seeds; 95 % intervals.")
+DOCUMENT = "\\documentclass{{article}}\\usepackage{{array,booktabs}}\\begin{{document}}{}\\end{{document}}"
+
+
+def test_csv_has_the_numbers_unrounded() -> None:
+    assert pd.read_csv(StringIO(TABLE.text("csv")))["mean"].tolist() == [1 / 3, 2.0]
+
+
+def test_markdown_has_the_caption() -> None:
+    lines = TABLE.text("markdown").splitlines()
+    assert lines[2] == "| a_b & c | 0.33 [0.10, 0.50] |" and lines[-1] == TABLE.caption
+
+
+def rows_of(latex: str) -> list[list[str]]:
+    """The cells between the rules; every line has as many as there are columns."""
+    body = latex[latex.index("\\toprule") : latex.index("\\bottomrule")]
+    lines = [line for line in body.splitlines() if line.endswith("\\\\")]
+    return [re.split(r"(?<!\\)&", line.removesuffix("\\\\")) for line in lines]
+
+
+def test_latex_is_escaped_balanced_and_keeps_intervals_whole() -> None:
+    latex = TABLE.text("latex")
+    assert [len(row) for row in rows_of(latex)] == [2, 2, 2]
+    assert "a\\_b \\& c" in latex and "[0.10,~0.50]" in latex and "$\\times$2.00" in latex
+    assert "95 \\% intervals" in latex and "\\begin{tabular}{lr}" in latex
+    assert latex.count("{") == latex.count("}") and latex.count("\\begin") == latex.count("\\end") == 2
+
+
+def test_long_tables_are_wrapped_to_the_page() -> None:
+    wide = SHOWN.assign(text="words and more words " * 6, other="another long column of text")
+    (columns,) = re.findall(r"\\begin\{tabular\}\{(.*)\}", Table("t", NUMBERS, wide, "").text("latex"))
+    widths = [float(width) for width in re.findall(r"p\{([\d.]+)\\linewidth\}", columns)]
+    assert len(widths) == 2 and sum(widths) < 0.9
+
+
+def test_the_verdicts_of_a_study() -> None:
+    verdicts = verdict_table("verdicts", "7b", evaluate_claims(CLAIMS, load_runs([H200])))
+    table = pd.read_csv(StringIO(verdicts.text("csv")))
+    row = table[table["contrast"] == "nvfp4 - bf16"].iloc[0]
+    assert row["verdict"] == "supported" and row["low"] < row["effect"] < row["high"] and row["n"] == 3
+    latex = verdicts.text("latex")
+    assert {len(row) for row in rows_of(latex)} == {5} and "Student's t" in latex
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no TeX")
+def test_tex_compiles_it(tmp_path: Path) -> None:
+    (tmp_path / "t.tex").write_text(DOCUMENT.format(TABLE.text("latex")))
+    words: list[Any] = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "Overfull" not in done.stdout, done.stdout[-2000:]
