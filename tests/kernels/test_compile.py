@@ -262,7 +262,7 @@ def test_training_block(arch: int) -> None:
     block, warps = GATED
     kernels.append(built("swiglu_gradient", warps, ("width",), BLOCK=block))
     tokens, per_program, warps = ROTATED
-    heads = {"HEADS": 28, "KV": 4, "D": 128, "HALF": 64, "TOKENS": tokens, "PER_PROGRAM": per_program}
+    heads: dict[str, Any] = {"HEADS": 28, "KV": 4, "D": 128, "HALF": 64, "TOKENS": tokens, "PER_PROGRAM": per_program}
     kernels += [built(name, warps, **heads, NORM=True) for name in ("rotate", "rotate_back")]
     for kernel in kernels:
         _sound(kernel)
