@@ -99,9 +99,8 @@ def test_a_block_is_that_of_transformers(policy_of: Callable[..., Any], architec
             assert torch.allclose(base, policy.model(torch.arange(9)[None], use_cache=False).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_kernels_train_as_the_reference(policy_of: Callable[..., Any], architecture: str, interpreter: None) -> None:
-    policy = policy_of(architecture)
+def test_kernels_train_as_the_reference(policy_of: Callable[..., Any], interpreter: None) -> None:
+    policy = policy_of("qwen3")
     wanted = _computed(policy)
     _fuse(policy, training_block)
     _same(_computed(policy), wanted)
@@ -181,7 +180,7 @@ def test_it_keeps_fewer_bytes_for_the_backward_pass(policy_of: Callable[..., Any
     policy = policy_of("qwen2", "lora.rank=1", "model.dtype=bfloat16")
     _fuse(policy, training_block)
     decoder: Any = decoder_of(policy.model)
-    block, config, tokens = decoder.layers[1], decoder.config, 64
+    block, config, tokens = decoder.layers[1], decoder.config, 16
     own = {tensor.untyped_storage().data_ptr() for tensor in policy.model.state_dict().values()}
     x = torch.randn(1, tokens, config.hidden_size).bfloat16().requires_grad_()
     angles = decoder.rotary_emb(x, torch.arange(tokens)[None])
