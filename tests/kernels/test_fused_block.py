@@ -29,12 +29,12 @@ def policy_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """policy_of("qwen3", "train.recompute=full"): of a tiny checkpoint, in FP32, with an adapter that has an effect."""
     root = tmp_path_factory.mktemp("checkpoints")
 
-    def make(architecture: str, *words: str, quant: str = "nvfp4") -> Any:
+    def make(architecture: str, *words: str, quant: str = "nvfp4", device: str = "cpu") -> Any:
         folder = root / architecture
         if not folder.exists():
             builds.build(architecture, folder)
         options = [*builds.WORDS, f"model.id={folder}", "task=even_characters", "task.template=chat", f"quant={quant}"]
-        policy = build_policy(build(compose([*options, *words])), None, "cpu")
+        policy = build_policy(build(compose([*options, f"device={device}", *words])), None, device)
         generator = torch.Generator().manual_seed(1)
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
@@ -64,9 +64,10 @@ def _computed(policy: Any) -> Computed:
     ids = torch.randint(3, 250, (3, 20), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(20) > 2) & (torch.arange(20) < torch.tensor([20, 9, 14])[:, None])
     policy.train_mode(True)
-    stats = policy.token_stats(ids, mask, 1.0)
+    stats = policy.token_stats(ids.to(policy.device), mask.to(policy.device), 1.0)
     weights = torch.linspace(-1, 1, mask.numel()).view(mask.shape)
-    return stats.logprobs.detach(), list(torch.autograd.grad((stats.logprobs * weights).sum(), policy.trainable))
+    gradients = torch.autograd.grad((stats.logprobs * weights.to(policy.device)).sum(), policy.trainable)
+    return stats.logprobs.detach(), list(gradients)
 
 
 def _same(found: Computed, wanted: Computed) -> None:
@@ -104,6 +105,29 @@ def test_kernels_train_as_the_reference(policy_of: Callable[..., Any], interpret
     wanted = _computed(policy)
     _fuse(policy, training_block)
     _same(_computed(policy), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3"])
+def test_a_run_on_a_gpu_takes_the_kernels(policy_of: Callable[..., Any], architecture: str, mode: str) -> None:
+    """In bfloat16, as `kernel=auto` chooses them, to what that format resolves."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    words = ("model.dtype=bfloat16", f"train.recompute={mode}")
+    policy = policy_of(architecture, *words, device="cuda")
+    block = _block(policy).forward
+    assert isinstance(block, FusedBlock) and block.ops is training_block and block.qkv.base is not None
+    logprobs, gradients = _computed(policy)
+    with without_fused_blocks(policy.model):
+        wanted, others = _computed(policy)
+    assert torch.allclose(logprobs, wanted, rtol=0, atol=0.1)
+    found, plain = (torch.cat([x.flatten() for x in parts]) for parts in (gradients, others))
+    assert float((found - plain).norm() / plain.norm()) < 0.05
+    again = _computed(policy)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, again[1], strict=True))
+    plain_policy = policy_of(architecture, *words, "kernel=torch", device="cuda")
+    assert not isinstance(_block(plain_policy).forward, FusedBlock)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
