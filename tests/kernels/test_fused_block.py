@@ -13,7 +13,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.model.attention import NAME as OWN_ATTENTION
 from qerl_bench.model.block import MODEL_TYPES, FusedBlock, fuse_blocks, without_fused_blocks
-from qerl_bench.model.kernels import LoRALinear
+from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import build_policy
@@ -142,13 +142,17 @@ def test_what_is_computed_again_is_the_same(policy_of: Callable[..., Any], mode:
 
 
 def test_joined_layers_share_the_one_packed_copy(policy_of: Callable[..., Any]) -> None:
+    """Sampling joins the same layers again, and finds them joined."""
     policy = policy_of("qwen2")
     _fuse(policy)
     block = _block(policy)
     for joined, names in ((block.forward.qkv, ("q", "k", "v")), (block.forward.gate_up, ("gate", "up"))):
         owner = block.self_attn if len(names) == 3 else block.mlp
         parts = [getattr(owner, f"{name}_proj").get_base_layer() for name in names]
-        storages = {layer.get_buffer("kernel_words").untyped_storage().data_ptr() for layer in (joined.base, *parts)}
+        with adapters_cast_to(policy.model, torch.float32):
+            sampled: Any = fuse_linears(joined.layers)
+        layers = (joined.base, sampled.base, *parts)
+        storages = {layer.get_buffer("kernel_words").untyped_storage().data_ptr() for layer in layers}
         assert len(storages) == 1
         assert sum(layer.get_buffer("kernel_words").nbytes for layer in parts) == joined.base.kernel_words.nbytes
 
