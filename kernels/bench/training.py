@@ -1,15 +1,16 @@
-"""Times of the kernels other than the decode GEMM: dequantize, training linear, loss head, attention, sampling.
-Needs a GPU.
+"""Times of what training runs: the fused block and its kernels, dequantize, training linear, loss head, attention,
+sampling. Needs a GPU.
 
-    python kernels/bench/training.py [--out FILE] [--seconds 0.1] [--quick]
+    python kernels/bench/training.py [SUITE ...] [--out FILE] [--seconds 0.1] [--quick]
 
 Each case is timed in turns with a peer, so their ratio holds. The floor follows from bytes and flops at the rates that
-are measured first.
+are measured first. A case that fails prints its error, and the others go on; after 90 seconds the rest is left out.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +20,21 @@ import timing
 import torch
 from timing import LAYERS, Call, copies, floor_us, quantiles, random_weight
 
+from qerl_bench.config import build, compose
 from qerl_bench.model import attention
-from qerl_bench.model.packing import Packing
+from qerl_bench.model.block import without_fused_blocks
+from qerl_bench.model.lm_head import decoder_of
+from qerl_bench.model.packing import Packing, packed_hidden
+from qerl_bench.model_setup import build_policy
+from qerl_kernels import training_block, training_block_reference
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.loss_head import linear_scores
 from qerl_kernels.sampling import draw, draw_seeded
 from qerl_kernels.training_linear import packed_linear
 
 TRAINED = ("7B qkv", "7B o", "7B gate_up", "7B down")
+LIMIT_S = 90  # after which no further case is started
+BLOCKS = 2  # of the model whose blocks are timed
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,73 @@ class Case:
     peer_run: Sequence[Call]
     floor_bytes: float
     floor_flops: float
+
+
+def block_cases(tokens: Sequence[int]) -> Iterator[Case]:
+    """Sizes of 7B, and head norms as in Qwen3; the peer is the same in plain PyTorch. Bytes: each tensor once."""
+    width, heads, size, inner = 3584, (28, 4), 128, 18944
+    joined = (heads[0] + 2 * heads[1]) * size
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    for rows in tokens:
+        angles = torch.rand(rows, size, device="cuda").bfloat16()
+        scale, head_scale = torch.rand(width, device="cuda"), torch.rand(size, device="cuda").bfloat16()
+        leaves = values(rows, width), values(rows, width), values(rows, joined), values(rows, 2 * inner)
+        rotation: tuple[Any, ...] = (angles, angles, heads)
+        cases = (  # and the numbers per token that the forward and the backward pass read or write
+            ("add_norm", leaves[:2], (scale, 1e-6), 4 * width, 4 * width),
+            ("rotate", leaves[2:3], rotation, 2 * joined + 2 * size, 2 * joined + 2 * size),
+            ("rotate", leaves[2:3], (*rotation, (head_scale, head_scale), 1e-6), 2 * joined, 3 * joined),
+            ("swiglu", leaves[3:4], (), 3 * inner, 5 * inner),
+        )
+        for name, inputs, rest, forward, backward in cases:
+            ours, plain = (getattr(module, name) for module in (training_block, training_block_reference))
+            found = ours(*inputs, *rest)
+            grads = [torch.randn_like(output) for output in (found if isinstance(found, tuple) else (found,))]
+
+            def apply(function: Any, inputs: Any = inputs, rest: Any = rest) -> None:
+                with torch.no_grad():
+                    function(*inputs, *rest)
+
+            def train(function: Any, inputs: Any = inputs, rest: Any = rest, grads: Any = grads) -> None:
+                outputs = function(*inputs, *rest)
+                torch.autograd.grad(outputs, inputs, grads)
+
+            label = f"{name}, head norms" if len(rest) == 5 else name
+            for way, run, count in (("forward", apply, forward), ("both", train, forward + backward)):
+                runs = [partial(run, ours)], [partial(run, plain)]
+                yield Case(f"{label}, {way}", "bf16", "7B", rows, runs[0], "plain torch", runs[1], 2 * rows * count, 0)
+
+
+def layer_cases(tokens: Sequence[int], modes: Sequence[str]) -> Iterator[Case]:
+    """Forward and backward of whole 7B blocks, packed rows of 1,024 tokens, rank 32; the peer is their modules.
+
+    The floor is that of the matmuls with frozen weights, without adapters, attention and repetition.
+    """
+    parameters = BLOCKS * sum(n * k for n, k in (LAYERS[name] for name in TRAINED))
+    for mode in modes:
+        words = ("quant=nvfp4", "model=shape/7b", "model.dtype=bfloat16", "task=shape", "eval=none", "lora.rank=32")
+        experiment = build(compose([*words, f"model.layers={BLOCKS}", f"train.recompute={mode}"]))
+        policy = build_policy(experiment, None, "cuda")
+        policy.train_mode(True)
+        decoder = decoder_of(policy.model)
+        for rows in tokens:
+            packing = Packing.from_mask(torch.ones(rows // 1024, 1024, dtype=torch.bool, device="cuda"))
+            ids = torch.randint(200, (rows // 1024, 1024), device="cuda")
+            grad = torch.randn(rows, 3584, device="cuda", dtype=torch.bfloat16)
+
+            def fused(decoder: Any = decoder, policy: Any = policy, data: Any = (ids, packing, grad)) -> None:
+                hidden = packed_hidden(decoder, data[0], data[1])
+                torch.autograd.grad(hidden, policy.trainable, data[2])
+
+            def modules(policy: Any = policy, fused: Any = fused) -> None:
+                with without_fused_blocks(policy.model):
+                    fused()
+
+            name = f"{BLOCKS} blocks, recompute={mode}"
+            yield Case(name, "nvfp4", "7B", rows, [fused], "modules", [modules], 0, 4 * rows * parameters)
 
 
 def dequantize_cases(formats: Sequence[str]) -> Iterator[Case]:
@@ -161,38 +236,79 @@ def peak_rates() -> tuple[float, float]:
 
 
 def measure(cases: Iterator[Case], bandwidth: float, flop_rate: float, budget_s: float) -> Iterator[dict[str, Any]]:
+    """A row for each case. The error of a case, or of a suite that makes no more cases, is printed."""
+    started = time.perf_counter()
     for case in cases:
-        ours, peer = (quantiles(spans) for spans in timing.times((case.run, case.peer_run), budget_s))
+        if time.perf_counter() - started > LIMIT_S:
+            print(f"left out after {LIMIT_S} s: {case.kernel}, {case.layer}, {case.rows} rows, and all that follow")
+            return
+        try:
+            ours, peer = (quantiles(spans) for spans in timing.times((case.run, case.peer_run), budget_s))
+            peak, peer_peak = (peak_mib(run[0]) for run in (case.run, case.peer_run))
+        except Exception as error:
+            print(f"failed: {case.kernel}, {case.layer}, {case.rows} rows: {type(error).__name__}: {error}", flush=True)
+            continue
         floor = floor_us(case.floor_bytes, case.floor_flops, bandwidth, flop_rate)
-        yield {
+        row = {
             "kernel": case.kernel, "format": case.format, "layer": case.layer, "M": case.rows, **ours,
             "floor_us": floor, "share_of_floor": floor / ours["p50_us"], "peer": case.peer, "peer_us": peer["p50_us"],
-            "speed_relative_to_peer": peer["p50_us"] / ours["p50_us"],
+            "speed_relative_to_peer": peer["p50_us"] / ours["p50_us"], "peak_mib": peak, "peer_peak_mib": peer_peak,
         }  # fmt: skip
+        print(f"[{time.perf_counter() - started:.0f} s]", row, flush=True)
+        yield row
         torch.cuda.empty_cache()
 
 
-def all_cases(quick: bool) -> Iterator[Case]:
-    yield from dequantize_cases(("nvfp4", "mxfp4", "nf4"))
-    yield from training_cases((2048, 8192, 32768), [name for name in TRAINED if not quick or "gate_up" not in name])
-    yield from head_cases((4096,) if quick else (1024, 8192))
-    yield from attention_cases(((32, 512), (4, 4096)))
-    yield from sampling_cases((1, 64, 256))
+def peak_mib(call: Call) -> float:
+    """The most memory that a call has allocated at a time, beyond what it found."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
+    "block": lambda quick: block_cases((8192,)),
+    "layer": lambda quick: layer_cases(
+        (8192,) if quick else (8192, 16384), ("none",) if quick else ("none", "selective")
+    ),
+    "linear": lambda quick: training_cases(
+        (2048, 8192, 32768), [name for name in TRAINED if not quick or "gate_up" not in name]
+    ),
+    "head": lambda quick: head_cases((4096,) if quick else (1024, 8192)),
+    "attention": lambda quick: attention_cases(((32, 512), (4, 4096))),
+    "dequantize": lambda quick: dequantize_cases(("nvfp4", "mxfp4", "nf4")),
+    "sampling": lambda quick: sampling_cases((1, 64, 256)),
+}
+
+
+def all_cases(suites: Sequence[str], quick: bool) -> Iterator[Case]:
+    for name in suites:
+        try:
+            yield from SUITES[name](quick)
+        except Exception as error:
+            print(f"the suite {name} makes no more cases: {type(error).__name__}: {error}", flush=True)
 
 
 def main() -> None:
     parser = timing.argument_parser(__doc__)
+    parser.add_argument("suites", nargs="*", help=f"what to time, all if none is named: {', '.join(SUITES)}")
     parser.add_argument("--seconds", type=float, default=0.1, help="time for each measurement")
     parser.add_argument("--quick", action="store_true", help="fewer cases")
     options = parser.parse_args()
+    if unknown := [name for name in options.suites if name not in SUITES]:
+        parser.error(f"unknown suite {', '.join(unknown)}; choose from {', '.join(SUITES)}")
     timing.require_gpu(parser)
     bandwidth, flop_rate = peak_rates()
     print(
         f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {flop_rate / 1e12:.0f} TFLOP/s"
     )
-    timing.print_rows(
-        timing.write_rows(measure(all_cases(options.quick), bandwidth, flop_rate, options.seconds), options.out)
-    )
+    cases = all_cases(options.suites or list(SUITES), options.quick)
+    rows = timing.write_rows(measure(cases, bandwidth, flop_rate, options.seconds), options.out)
+    if not rows:
+        parser.exit(1, "no case could be measured\n")
+    timing.print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,15 @@ class Adapter:
     scaling: float
 
 
+JoinedAdapters = Sequence[tuple[slice, Adapter]]  # of layers that are one matmul: each adds to its range of rows
+
+
 def packed_linear(
     x: torch.Tensor,
     operand: Callable[[torch.dtype], torch.Tensor],
     row_scales: RowScales,
     bias: torch.Tensor | None,
-    adapter: Adapter | None = None,
+    adapter: Adapter | JoinedAdapters | None = None,
 ) -> torch.Tensor:
     """y (..., N) = scale * (x @ operand^T) + bias + the adapter's output; x is (..., K).
 
@@ -45,13 +48,17 @@ def packed_linear(
     Raises ValueError if the adapter does not fit.
     """
     rows = x.reshape(-1, x.shape[-1])  # (M, K); reshaped out here, since a view made inside cannot be changed in place
-    a, b, scaling = (None, None, 0.0) if adapter is None else (adapter.a, adapter.b, adapter.scaling)
-    if a is not None and b is not None and (a.shape[1] != x.shape[-1] or b.shape[1] != a.shape[0]):
-        raise ValueError(
-            f"the adapter must be (r, {x.shape[-1]}) and (N, r), got {tuple(a.shape)} and {tuple(b.shape)}; was it "
-            "made for another layer?"
-        )
-    y = _PackedLinear.apply(rows, a, b, operand, row_scales, bias, scaling)
+    joined = [(slice(None), adapter)] if isinstance(adapter, Adapter) else list(adapter or ())
+    for part, one in joined:
+        outputs = one.b.shape[0] if part.stop is None else part.stop - part.start
+        if one.a.shape[1] != x.shape[-1] or one.b.shape != (outputs, len(one.a)):
+            raise ValueError(
+                f"the adapter must be (r, {x.shape[-1]}) and ({outputs}, r), got {tuple(one.a.shape)} and "
+                f"{tuple(one.b.shape)}; was it made for another layer?"
+            )
+    parts = [(part, one.scaling) for part, one in joined]
+    matrices = [one.a for _, one in joined] + [one.b for _, one in joined]
+    y = _PackedLinear.apply(rows, operand, row_scales, bias, parts, *matrices)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -98,47 +105,64 @@ class _PackedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: torch.Tensor,
-        a: torch.Tensor | None,
-        b: torch.Tensor | None,
         operand: Callable[[torch.dtype], torch.Tensor],
         row_scales: RowScales,
         bias: torch.Tensor | None,
-        scaling: float,
+        parts: Sequence[tuple[slice, float]],
+        *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.operand, ctx.row_scales, ctx.scaling = operand, row_scales, scaling
+        ctx.operand, ctx.row_scales, ctx.parts = operand, row_scales, parts
         outputs, reuse = _kept.get()
-        down = None if a is None else rows @ a.to(rows.dtype).t()  # (M, r)
+        a, b = matrices[: len(parts)], matrices[len(parts) :]
+        down = rows @ _stacked(a, rows.dtype).t() if parts else None  # (M, sum of r)
         if outputs is not None and reuse:
             y, version = outputs.popleft()
             if y._version != version:
                 raise RuntimeError("a kept output was changed in place, so it cannot be reused")
         else:
             y = _matmul(rows, operand(rows.dtype), row_scales, bias)
-            if down is not None and b is not None:
-                y.addmm_(down, b.to(rows.dtype).t(), alpha=scaling)
+            for (part, scaling), up, through in zip(parts, b, _columns(down, a), strict=True):
+                y[:, part].addmm_(through, up.to(rows.dtype).t(), alpha=scaling)
             if outputs is not None:
                 outputs.append((y.detach(), y._version))
-        ctx.save_for_backward(*(() if down is None else (rows, down, a, b)))
+        ctx.save_for_backward(*(() if down is None else (rows, down, *matrices)))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (rows_y,) = grads  # (M, N)
-        grad_x = grad_a = grad_b = None
+        grad_x = None
         if ctx.needs_input_grad[0]:
             weight = ctx.operand(rows_y.dtype)  # (N, K)
             grad_x = rows_y.new_empty(1)
             for i, (part, scale) in enumerate(ctx.row_scales):
                 grad_x = torch.addmm(grad_x, rows_y[:, part], weight[part], beta=int(i > 0), alpha=scale)
         saved = ctx.saved_tensors  # read once: under gradient checkpointing only the first read recomputes them
-        if saved:
-            rows, down, a, b = saved
-            grad_down = (rows_y @ b.to(rows_y.dtype)).mul_(ctx.scaling)  # (M, r)
-            if grad_x is not None:
-                grad_x.addmm_(grad_down, a.to(rows_y.dtype))
-            grad_a = _product(grad_down.t(), rows, a.dtype)
-            grad_b = _product(rows_y.t(), down, b.dtype).mul_(ctx.scaling)
-        return grad_x, grad_a, grad_b, *(None,) * 4
+        if not saved:
+            return grad_x, *(None,) * 4
+        rows, down, *matrices = saved
+        a, b = matrices[: len(ctx.parts)], matrices[len(ctx.parts) :]
+        outputs = [(rows_y[:, part], scaling) for part, scaling in ctx.parts]
+        grad_down = [(y @ up.to(y.dtype)).mul_(scaling) for (y, scaling), up in zip(outputs, b, strict=True)]
+        all_down = grad_down[0] if len(grad_down) == 1 else torch.cat(grad_down, dim=1)  # (M, sum of r)
+        if grad_x is not None:
+            grad_x.addmm_(all_down, _stacked(a, rows_y.dtype))
+        grad_a = _product(all_down.t(), rows, a[0].dtype).split([len(one) for one in a])
+        grad_b = [
+            _product(y.t(), through, up.dtype).mul_(scaling)
+            for (y, scaling), through, up in zip(outputs, _columns(down, a), b, strict=True)
+        ]
+        return grad_x, *(None,) * 4, *grad_a, *grad_b
+
+
+def _stacked(matrices: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The matrices A (r, K) of all adapters as one, so that one matmul reads x for all of them."""
+    return matrices[0].to(dtype) if len(matrices) == 1 else torch.cat([one.to(dtype) for one in matrices])
+
+
+def _columns(down: torch.Tensor | None, a: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The part of `down` (M, sum of r) that belongs to each adapter."""
+    return () if down is None else down.split([len(one) for one in a], dim=1)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -244,6 +244,31 @@ def test_decoder_layer(arch: int) -> None:
     _sound(_compiled_layer_op(jit_rows.advance, {"STOPS_BLOCK": 2}, arch, 1))
 
 
+@pytest.mark.parametrize("arch", PAGED)
+def test_training_block(arch: int) -> None:
+    """Sizes of a 7B model: no spills, and whole vectors from and to memory."""
+    from qerl_kernels import jit_training_block
+    from qerl_kernels.training_block import GATED, NORM_WARPS, ROTATED
+
+    def built(name: str, warps: int, aligned: tuple[str, ...] = (), **constants: Any) -> Compiled:
+        kernel = getattr(jit_training_block, name)
+        types = dict.fromkeys(kernel.arg_names, "*bf16") | dict.fromkeys(("width", "rows"), "i32")
+        types |= {"epsilon": "fp32", "weight": "*fp32"}
+        wanted = {key: types[key] for key in kernel.arg_names if key not in constants}
+        pointers = tuple(key for key in wanted if wanted[key].startswith("*"))
+        return compiled(kernel, wanted, constants, arch, warps, aligned=pointers + aligned)
+
+    kernels = [built("norm_gradient", NORM_WARPS, ("width",), ADD=True, BLOCK=4096)]
+    block, warps = GATED
+    kernels.append(built("swiglu_gradient", warps, ("width",), BLOCK=block))
+    tokens, per_program, warps = ROTATED
+    heads: dict[str, Any] = {"HEADS": 28, "KV": 4, "D": 128, "HALF": 64, "TOKENS": tokens, "PER_PROGRAM": per_program}
+    kernels += [built(name, warps, **heads, NORM=True) for name in ("rotate", "rotate_back")]
+    for kernel in kernels:
+        _sound(kernel)
+        assert kernel.count(r"STG\.\S*(64|128)") == kernel.count("STG") > 0
+
+
 @pytest.mark.parametrize(("dtype", "size", "prefix"), [("bf16", 256, False), ("bf16", 256, True), ("fp32", 128, False)])
 def test_attention_fits_small_gpus(dtype: str, size: int, prefix: bool) -> None:
     """Heads twice as wide in bytes as those of the 7B model, where a program may have 99 KiB."""

@@ -42,6 +42,26 @@ def test_gradcheck(shape: tuple[int, ...], with_bias: bool, scales: list[tuple[s
     assert a.grad is not None and b.grad is not None
 
 
+@pytest.mark.parametrize("scales", [ONE, TWO])
+def test_joined_layers_have_an_adapter_each(scales: list[tuple[slice, float]]) -> None:
+    """Of three layers in one matmul the second has no adapter, and the others differ in rank and scaling."""
+    weight, x = _double(9, 6).detach(), _double(4, 6)
+    scales = [scales[0], (slice(3, 9), scales[1][1])] if len(scales) > 1 else scales
+    matrices = _double(2, 6), _double(4, 2), _double(3, 6), _double(3, 3)
+
+    def joined(x: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
+        first, last = Adapter(matrices[0], matrices[1], 1.5), Adapter(matrices[2], matrices[3], -0.5)
+        return packed_linear(x, lambda _: weight, scales, None, [(slice(0, 4), first), (slice(6, 9), last)])
+
+    dense = torch.cat([weight[these] * scale for these, scale in scales])
+    added = torch.cat([1.5 * matrices[1] @ matrices[0], torch.zeros(2, 6).double(), -0.5 * matrices[3] @ matrices[2]])
+    assert torch.allclose(joined(x, *matrices), x @ (dense + added).t(), rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(joined, (x, *matrices))
+    with pytest.raises(ValueError, match="another layer"):
+        wrong = Adapter(matrices[0], matrices[1], 1.0)
+        packed_linear(x, lambda _: weight, scales, None, [(slice(0, 3), wrong)])
+
+
 def test_layers_may_share_one_buffer() -> None:
     """The second layer overwrites the weight of the first before that one's backward pass."""
     first, second, buffer = _double(4, 4).detach(), _double(4, 4).detach() * 2, torch.empty(4, 4, dtype=torch.float64)

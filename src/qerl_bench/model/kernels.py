@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.decode import MAX_TOKENS, supported
 from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
-from qerl_kernels.training_linear import Adapter, packed_linear
+from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +66,11 @@ class LoRALinear(lora.Linear):
         return Adapter(a, b, self.scaling[name])
 
 
-def linear_with_lora(base: torch.nn.Linear, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+def linear_with_lora(base: torch.nn.Linear, x: torch.Tensor, adapter: Adapter | JoinedAdapters | None) -> torch.Tensor:
     """Output of a linear layer, packed or not, plus that of `adapter`."""
     if isinstance(base, PackedLinear):
         return base(x, adapter)
-    return packed_linear(x, lambda _: base.weight, [(slice(None), 1.0)], base.bias, adapter)
+    return packed_linear(x, base.weight.to, [(slice(None), 1.0)], base.bias, adapter)
 
 
 @contextmanager
@@ -90,6 +91,36 @@ def adapters_cast_to(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Non
     finally:
         for layer in layers:
             layer.cast_adapter = None
+
+
+class JoinedLinears:
+    """Layers over one input as one matmul in training: their outputs (..., N), one behind the other.
+
+    Their weights become one, which `fuse_linears` finds joined later. Where formats or adapters do not allow it, the
+    layers run one by one.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers = layers
+        bases: list[Any] = [layer.get_base_layer() if isinstance(layer, LoRALinear) else layer for layer in layers]
+        ends = list(accumulate(base.out_features for base in bases))
+        self.parts = [slice(end - base.out_features, end) for base, end in zip(bases, ends, strict=True)]
+        fused = all(layer.fused for layer in layers if isinstance(layer, LoRALinear))
+        self.base = concat_rows_in_place(bases) if fused else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        adapters: list[tuple[slice, Adapter]] = []
+        for part, layer in zip(self.parts, self.layers, strict=True):
+            if not isinstance(layer, LoRALinear) or layer.disable_adapters:
+                continue
+            adapter = layer.cast_adapter or layer.adapter()
+            if adapter is None:
+                break
+            adapters.append((part, adapter))
+        else:
+            if self.base is not None:
+                return linear_with_lora(self.base, x, adapters)
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
 
 class FusedLinears:

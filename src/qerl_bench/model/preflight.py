@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from qerl_bench.checks import require
+from qerl_bench.model.block import without_fused_blocks
 from qerl_bench.model.lm_head import decoder_of, hidden_states
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import consumers_of, observed, probe_ids
@@ -160,6 +161,7 @@ def stock(policy: Policy) -> Iterator[None]:
     attention = decoder.config._attn_implementation or "eager"
     with ExitStack() as stack:
         stack.enter_context(policy.without_adapter())
+        stack.enter_context(without_fused_blocks(policy.model))
         for module in policy.model.modules():
             if isinstance(module, PackedLinear):
                 _replace_forward(stack, module, _dequantized_linear(module))
@@ -267,7 +269,7 @@ def check_sites(policy: Policy) -> dict[str, Any]:
     model, structure = policy.model, policy.structure
     ids, mask = probe_batch(policy)
     policy.train_mode(True)
-    with observed(model, structure.blocks) as reads:
+    with without_fused_blocks(model), observed(model, structure.blocks) as reads:
         hidden = hidden_states(model, ids, mask, mask, policy.packing)
         policy.head(hidden)
     policy.train_mode(False)

@@ -18,7 +18,7 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.nf4 import NF4
 from qerl_kernels import decode, layout
 from qerl_kernels.dequantize import dequantize
-from qerl_kernels.training_linear import Adapter, packed_linear
+from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 
 # Checkpoint names of tensor scales, (1,).
 TENSOR_SCALES = ("weight_global_scale", "weight_scale_2")
@@ -167,8 +167,8 @@ class PackedLinear(torch.nn.Linear):
             weight[rows].mul_(scale)
         return weight
 
-    def forward(self, input: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
-        """x (..., K) to (..., N), plus the output of `adapter`."""
+    def forward(self, input: torch.Tensor, adapter: Adapter | JoinedAdapters | None = None) -> torch.Tensor:
+        """x (..., K) to (..., N), plus the output of `adapter`; the decode kernel takes a single one."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         if self.uses_bitsandbytes:
@@ -178,7 +178,8 @@ class PackedLinear(torch.nn.Linear):
         kernel_weight = self.kernel_weight
         if kernel_weight is not None and not torch.is_grad_enabled():
             tokens = input.reshape(-1, self.in_features).contiguous()
-            if decode.supported(kernel_weight, len(tokens), input.dtype):
+            few = decode.supported(kernel_weight, len(tokens), input.dtype)
+            if few and (adapter is None or isinstance(adapter, Adapter)):
                 return self._decode_gemm(kernel_weight, tokens, adapter).view(*input.shape[:-1], self.out_features)
         return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter)
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from qerl_bench.checks import TrainingStopped
+from qerl_bench.model.block import without_fused_blocks
 from qerl_bench.records import Rollout
 from qerl_bench.rundir import RunDir, write_atomically
 from qerl_bench.train.batch import make_batch
@@ -55,7 +56,7 @@ def first_in_forward(model: torch.nn.Module, forward: Callable[[], object]) -> s
 
     handles = [module.register_forward_hook(hook_of(name)) for name, module in model.named_modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_fused_blocks(model):
             forward()
     finally:
         for handle in handles:
