@@ -111,11 +111,11 @@ def test_kernels_train_as_the_reference(policy_of: Callable[..., Any], interpret
 @pytest.mark.parametrize("mode", ["none", "selective"])
 @pytest.mark.parametrize("architecture", ["mistral", "qwen2", "qwen3"])
 def test_a_run_on_a_gpu_takes_the_kernels(policy_of: Callable[..., Any], architecture: str, mode: str) -> None:
-    """In bfloat16, as `kernel=auto` chooses them, to what that format resolves."""
+    """In bfloat16, as `kernel=block` chooses them, to what that format resolves."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     words = ("model.dtype=bfloat16", f"train.recompute={mode}")
-    policy = policy_of(architecture, *words, device="cuda")
+    policy = policy_of(architecture, *words, "kernel=block", device="cuda")
     block = _block(policy).forward
     assert isinstance(block, FusedBlock) and block.ops is training_block and block.qkv.base is not None
     logprobs, gradients = _computed(policy)
@@ -126,8 +126,9 @@ def test_a_run_on_a_gpu_takes_the_kernels(policy_of: Callable[..., Any], archite
     assert float((found - plain).norm() / plain.norm()) < 0.05
     again = _computed(policy)
     assert all(torch.equal(one, other) for one, other in zip(gradients, again[1], strict=True))
-    plain_policy = policy_of(architecture, *words, "kernel=torch", device="cuda")
-    assert not isinstance(_block(plain_policy).forward, FusedBlock)
+    for kernel in ("auto", "torch"):
+        plain_policy = policy_of(architecture, *words, f"kernel={kernel}", device="cuda")
+        assert not isinstance(_block(plain_policy).forward, FusedBlock)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

@@ -270,7 +270,7 @@ def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
 ) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr(runner, "start_probe", lambda *words: pytest.fail("a probe was started"))
-    with pytest.raises(ConfigError, match="arm nf4 .*bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"arm nf4 .*bitsandbytes"):
         runner.probe(design, [], 2, Deadline(10))
 
 

@@ -28,6 +28,7 @@ from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 log = logging.getLogger(__name__)
 
 REFERENCE = "torch"
+FUSED_BLOCKS = "block"
 GROUPED = f"grouped gemm up to {GROUPED_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 DEQUANTIZE = "dequantize + cublas"
 DECODE = f"decode gemm up to {MAX_TOKENS} tokens without gradient, dequantize + cublas otherwise"
