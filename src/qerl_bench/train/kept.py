@@ -30,7 +30,7 @@ def kept_records(
     of lists of token ids.
     """
     used = sorted({token for group in groups for one in group.rollouts for token in one.token_ids})
-    texts = dict(zip(used, decode([[token] for token in used]), strict=True))
+    texts = dict(zip(used, decode([[token] for token in used]), strict=True)) if used else {}  # no rollouts, no texts
     graded = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
     return [
         {
