@@ -63,8 +63,9 @@ def test_a_speed_study_trains_on_completions_of_its_lengths(
         assert line["train/taught_frac"] == 1.0 and line["grad_norm"] > 0
         assert line["reward/frac_zero_std"] == 0 and line["reward/mean"] == 0.5
     assert "train/taught_frac = 0" not in done.stderr
-    (row,) = (line for line in done.stdout.splitlines() if line.startswith(folder.name))
-    assert row.split()[-2] == "1.00"
+    lines = done.stdout.splitlines()
+    (names,) = (number for number, line in enumerate(lines) if " taught " in line and "tok/s" in line)
+    assert lines[names].split()[-2:] == ["taught", "GiB"] and lines[names + 1].split()[-2] == "1.00"
     analysis_script("step_times").main([str(tmp_path / "runs"), "--out", str(tmp_path)])
     (found,) = csv.DictReader((tmp_path / "step_times.csv").read_text().splitlines())
     assert (found["format"], found["rank"], found["steps"], found["taught_frac"]) == (quant, "4", "2", "1")

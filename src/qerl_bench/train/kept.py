@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qerl_bench.records import Group
+from qerl_bench.records import Group, Prompt
 
 TokenColumns = dict[str, list[float]]  # one number per completion token, in nats
 PER_NAT = 1000
@@ -36,7 +36,7 @@ def kept_records(
         {
             "step": step,
             "prompt": rollout.prompt.id,
-            "question": rollout.prompt.question or rollout.prompt.messages[-1]["content"],
+            "question": question_of(rollout.prompt),
             "completion": rollout.text,
             "gold": rollout.prompt.answer,
             "reward": reward.total,
@@ -51,6 +51,11 @@ def kept_records(
         }
         for row, (rollout, reward) in enumerate(graded)
     ]
+
+
+def question_of(prompt: Prompt) -> str:
+    """What a reader sees of it: empty for token ids, which have no words."""
+    return prompt.question or (prompt.messages[-1]["content"] if prompt.messages else "")
 
 
 def in_thousandths(nats: Sequence[float]) -> list[int | None]:
