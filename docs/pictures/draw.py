@@ -19,7 +19,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.claims.evaluate import DIRECTION, SMALLNESS, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import build, compose
-from qerl_bench.figures.style import BAND, FORMAT_COLORS, GRAY, SMALL, panels, paper_style, save
+from qerl_bench.figures.style import BAND, FORMAT_COLORS, GRAY, panels, paper_style, save, small
 from qerl_bench.quant.base import BlockFormat
 from qerl_bench.statistics import CONFIDENCE, Estimate, t_quantile
 from qerl_bench.study.load import load_runs
@@ -51,7 +51,7 @@ def loop() -> Figure:
     _arrow(ax, (77, 11), (67, 11))
     _arrow(ax, (34.5, 16), (34.5, 30))
     ax.text(36, 23, "+ noise in the norm scales (aqn),\n   removed before the update", color=NOISE, va="center")
-    ax.text(2, 11, "one step;\na run has 150", color=GRAY, va="center", fontsize=SMALL)
+    ax.text(2, 11, "one step;\na run has 150", color=GRAY, va="center", fontsize=small())
     return figure
 
 
