@@ -17,6 +17,7 @@ from hydra_plugins.process_launcher import launcher
 from qerl_bench import locks
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed
+from qerl_bench.progress import watch
 from qerl_bench.sweep_table import time_left
 from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
 
@@ -109,6 +110,11 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
     # five steps of 10 s after 30 s make 80 s; so 50 s, and a run of the mean of 40 and 80
     assert running.state() == "2 of 5 runs done, 1 running (50%), 1 failed, about 1:50 left"
     running.stop(KeyboardInterrupt())
+
+
+def test_the_last_word_of_a_sweep_counts_all_its_runs(tmp_path: Path) -> None:
+    assert sweep(point(tmp_path / "a", DONE), point(tmp_path / "b", DONE)) == {}
+    assert "2 of 2 runs done, 0 running, 0 failed" in watch.took
 
 
 def test_the_time_left_waits_for_the_slowest_and_starts_the_rest_where_a_slot_is_free() -> None:
