@@ -4,7 +4,8 @@ sampling. Needs a GPU.
     python kernels/bench/training.py [SUITE ...] [--out FILE] [--seconds 0.1] [--quick]
 
 Each case is timed in turns with a peer, so their ratio holds. The floor follows from bytes and flops at the rates that
-are measured first. A case that fails prints its error, and the others go on; after 90 seconds the rest is left out.
+are measured first. A case that fails prints its error, and the others go on; after 90 seconds the rest of a suite is
+left out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from qerl_kernels.sampling import draw, draw_seeded
 from qerl_kernels.training_linear import packed_linear
 
 TRAINED = ("7B qkv", "7B o", "7B gate_up", "7B down")
-LIMIT_S = 90  # after which no further case is started
+LIMIT_S = 90  # after which no further case of a suite is started
 BLOCKS = 2  # of the model whose blocks are timed
 
 
@@ -97,8 +98,9 @@ def layer_cases(tokens: Sequence[int], modes: Sequence[str]) -> Iterator[Case]:
     """
     parameters = BLOCKS * sum(n * k for n, k in (LAYERS[name] for name in TRAINED))
     for mode in modes:
-        words = ("quant=nvfp4", "model=shape/7b", "model.dtype=bfloat16", "task=shape", "eval=none", "lora.rank=32")
-        experiment = build(compose([*words, f"model.layers={BLOCKS}", f"train.recompute={mode}"]))
+        model = ("quant=nvfp4", "model=shape/7b", "model.dtype=bfloat16", f"model.layers={BLOCKS}", "lora.rank=32")
+        words = ("kernel=block", "task=shape", "eval=none", f"train.recompute={mode}")
+        experiment = build(compose([*model, *words]))
         policy = build_policy(experiment, None, "cuda")
         policy.train_mode(True)
         decoder = decoder_of(policy.model)
@@ -236,7 +238,7 @@ def peak_rates() -> tuple[float, float]:
 
 
 def measure(cases: Iterator[Case], bandwidth: float, flop_rate: float, budget_s: float) -> Iterator[dict[str, Any]]:
-    """A row for each case. The error of a case, or of a suite that makes no more cases, is printed."""
+    """A row for each case of a suite. The error of a case is printed."""
     started = time.perf_counter()
     for case in cases:
         if time.perf_counter() - started > LIMIT_S:
@@ -283,10 +285,11 @@ SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
 }
 
 
-def all_cases(suites: Sequence[str], quick: bool) -> Iterator[Case]:
+def measure_all(suites: Sequence[str], quick: bool, *rates_and_budget: float) -> Iterator[dict[str, Any]]:
+    """The rows of all suites. The error of a suite that makes no more cases is printed, and the next one begins."""
     for name in suites:
         try:
-            yield from SUITES[name](quick)
+            yield from measure(SUITES[name](quick), *rates_and_budget)
         except Exception as error:
             print(f"the suite {name} makes no more cases: {type(error).__name__}: {error}", flush=True)
 
@@ -304,8 +307,8 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {flop_rate / 1e12:.0f} TFLOP/s"
     )
-    cases = all_cases(options.suites or list(SUITES), options.quick)
-    rows = timing.write_rows(measure(cases, bandwidth, flop_rate, options.seconds), options.out)
+    measured = measure_all(options.suites or list(SUITES), options.quick, bandwidth, flop_rate, options.seconds)
+    rows = timing.write_rows(measured, options.out)
     if not rows:
         parser.exit(1, "no case could be measured\n")
     timing.print_rows(rows)

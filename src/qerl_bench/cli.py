@@ -78,9 +78,9 @@ def with_swept_axes(words: Sequence[str]) -> list[str]:
 
 
 def is_one_value(word: str) -> bool:
-    """Whether a word of the command line sets one value, and is no sweep over several."""
+    """Whether a word of the command line sets one value, which is not empty, and is no sweep over several."""
     try:
-        return not OverridesParser.create().parse_override(word).is_sweep_override()
+        return not word.endswith("=") and not OverridesParser.create().parse_override(word).is_sweep_override()
     except OverrideParseException:
         return False
 

@@ -343,9 +343,11 @@ def _composed(choices: tuple[str, ...]) -> tuple[bytes, RuntimeConf]:
         try:
             cfg = hydra_compose("run", overrides=list(choices), return_hydra_config=True)
         except ValueError as error:  # what Hydra raises for quant=5 and =5
-            for axis, _, value in (word.partition("=") for word in choices):
-                if axis and value not in options_of([CONF_DIR], axis):
-                    raise ConfigError(unknown_option(axis, value, [CONF_DIR])) from error
+            search_path, others = own_options.split_search_path(choices)
+            folders = search_folders(hydra_compose("run", search_path, return_hydra_config=True).hydra.runtime)
+            for axis, _, value in (word.partition("=") for word in others):
+                if axis and (CONF_DIR / axis).is_dir() and value not in options_of(folders, axis):
+                    raise ConfigError(unknown_option(axis, value, folders)) from error
             raise ConfigError(f"{' '.join(choices)}: {error}. An option is chosen by name: quant=nvfp4") from error
     with open_dict(cfg):
         hydra = cfg.pop("hydra")

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from heapq import heapify, heapreplace
 from pathlib import Path
 
 from qerl_bench.checks import ConfigError
@@ -73,14 +74,19 @@ def run_left(run_dir: Path) -> float | None:
 def time_left(
     running: Sequence[tuple[float, float | None]], took: Sequence[float], to_start: int, slots: int
 ) -> float | None:
-    """Seconds until a sweep ends: each run that goes on, (seconds so far, seconds left), at its own pace, and those to
-    start as long as the mean of these and of the ones that `took` as long. None while nothing is known of any.
+    """Seconds until a sweep ends, if each run that goes on, (seconds so far, seconds left), keeps its pace, and each of
+    those `to_start` takes the mean of all whose time is known or foreseen. None while nothing is known of any.
 
-    A run begins with imports and the loading of its model, which its pace leaves out.
+    A run starts in the slot that is free first. It begins with imports and the loading of its model, which its pace
+    leaves out.
     """
     whole = [*took, *(so_far + left for so_far, left in running if left is not None)]
     if not whole:
         return None
     usual = sum(whole) / len(whole)
-    waits = [max(0.0, usual - so_far) if left is None else left for so_far, left in running]
-    return max([*waits, (sum(waits) + to_start * usual) / slots])
+    free_in = [max(0.0, usual - so_far) if left is None else left for so_far, left in running]
+    free_in += [0.0] * (slots - len(running))
+    heapify(free_in)
+    for _ in range(to_start):
+        heapreplace(free_in, free_in[0] + usual)
+    return max(free_in)

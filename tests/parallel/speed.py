@@ -6,7 +6,7 @@ python -m tests.parallel.speed --root DIR --shapes tiny --words device=cpu task.
 
 A step is that of experiment=speed/step: 512 completions of very different lengths. All ranks have the same words, so
 the work is the same; times and memory are medians and maxima without the first step, which records and compiles. The
-same command continues runs that were stopped and skips finished ones, so the limit of a session costs no numbers.
+same command continues runs that were stopped and skips finished ones.
 DIR/speed.csv has the table, DIR/NAME.log what each run printed.
 """
 

@@ -83,6 +83,7 @@ def test_a_damaged_run_is_left_out_of_a_sweep_and_refused_alone(tmp_path: Path) 
         ("-m aqn=exp,linear aqn.stages=5 steps=3", "-m aqn=exp,linear aqn.stages=choice(5) steps=3"),
         ("-m aqn=exp,linear aqn.stages=5,7", "-m aqn=exp,linear aqn.stages=5,7"),
         ("-m aqn=exp aqn.stages=5 lora.rank=8,16", "-m aqn=exp aqn.stages=5 lora.rank=8,16"),
+        ("-m eval=task,quick eval.tasks=", "-m eval=task,quick eval.tasks="),
         ("-m model=hub,tiny model.template={a:1,b:[2]}", "-m model=hub,tiny model.template=choice({a:1,b:[2]})"),
     ],
 )

@@ -245,6 +245,8 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and one to spare: 300 s
     assert [len(one.todo) for one in left.values()] == [0, 2]
     assert [one.to_start() for one in left.values()] == [2, 2]
+    assert all((one.done, one.total) == (2, 4) for one in left.values())
+    assert "2 of 4 runs done" in left[5.7].state()
     assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
 
 

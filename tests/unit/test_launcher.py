@@ -17,6 +17,7 @@ from hydra_plugins.process_launcher import launcher
 from qerl_bench import locks
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed
+from qerl_bench.progress import watch
 from qerl_bench.sweep_table import time_left
 from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
 
@@ -111,9 +112,16 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
     running.stop(KeyboardInterrupt())
 
 
-def test_the_time_left_waits_for_the_slowest_and_shares_the_rest() -> None:
+def test_the_last_word_of_a_sweep_counts_all_its_runs(tmp_path: Path) -> None:
+    assert sweep(point(tmp_path / "a", DONE), point(tmp_path / "b", DONE)) == {}
+    assert "2 of 2 runs done, 0 running, 0 failed" in watch.took
+
+
+def test_the_time_left_waits_for_the_slowest_and_starts_the_rest_where_a_slot_is_free() -> None:
     assert time_left([], [], 4, 2) is None and time_left([(9.0, None)], [], 4, 2) is None
-    assert time_left([(9.0, None)], [60.0], 1, 2) == pytest.approx((51 + 60) / 2)  # imports go on: no pace yet
+    assert time_left([(9.0, None)], [60.0], 1, 2) == 60  # the first has no pace yet: 51, beside 60 in the other slot
+    assert time_left([(9.0, None)], [60.0], 2, 2) == 51 + 60
+    assert time_left([(50.0, 50.0)] * 8, [], 1, 8) == 50 + 100  # one more is a round of its own
     assert time_left([(20.0, 100.0), (20.0, 10.0)], [], 0, 2) == 100
 
 

@@ -99,6 +99,8 @@ class Sweep:
                     self.collect()
                     if shown and time.monotonic() - told > LOOK_S:
                         shown.label, told = self.state(), time.monotonic()
+                if shown:
+                    shown.label = self.state()
         except BaseException as error:
             self.stop(error)
             raise

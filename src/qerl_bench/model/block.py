@@ -9,7 +9,6 @@ types, which run their modules, and so does every block that reads a cache.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -22,8 +21,6 @@ from qerl_bench.model.attention import NAME as OWN_ATTENTION
 from qerl_bench.model.attention import attention
 from qerl_bench.model.kernels import JoinedLinears
 from qerl_kernels import training_block
-
-log = logging.getLogger(__name__)
 
 # Model types of text decoders whose blocks are that of Llama, up to biases, windows, and norms of queries and keys.
 MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")

@@ -1,8 +1,8 @@
 """Make a finished run, or a study of many, ready for others: as a folder, or at the Hugging Face hub.
 
-    qerl-bench publish runs/NAME out=DIR                    # a run: its adapter and a model card
-    qerl-bench publish runs/ out=DIR author="Ada Lovelace"  # a study: its numbers, a card, Croissant and RO-Crate
-    qerl-bench publish runs/ to=hub repo=OWNER/NAME         # send it, after `hf auth login`
+    qerl-bench publish runs/NAME out=DIR                   # a run: its adapter and a model card
+    qerl-bench publish runs/ out=DIR author="A. Lovelace"  # a study: numbers, card, metadata
+    qerl-bench publish runs/ to=hub repo=OWNER/NAME        # send it, after `hf auth login`
 
 A study is a folder of finished runs, or a committed one. Paths, names of the user and the machine, and keys are taken
 out of every file; what the cards say comes from the runs. Nothing leaves this machine unless to=hub is given.
