@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -116,8 +117,10 @@ def test_both_kinds_of_metadata_describe_the_files(study: Path, tmp_path: Path) 
 def test_mlcroissant_reads_the_records(study: Path, tmp_path: Path) -> None:
     mlc = pytest.importorskip("mlcroissant", reason="pip install mlcroissant")
     out = publish(study, tmp_path / "out", "author=Ada")
-    records = list(mlc.Dataset(str(out / CROISSANT)).records("tidy"))
-    assert len(records) == sum(len(run.metrics) for run in load_runs([out]))
+    dataset = mlc.Dataset(str(out / CROISSANT))
+    counts = {table.uuid: len([*dataset.records(table.uuid)]) for table in dataset.metadata.record_sets}
+    assert counts == {path.stem: parquet.read_metadata(path).num_rows for path in out.glob("*.parquet")}
+    assert counts["tidy"] == sum(len(run.metrics) for run in load_runs([out]))
 
 
 def test_an_adapter_has_a_card_that_the_hub_can_read(runs: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
@@ -155,6 +156,17 @@ def test_watching_writes_again_until_nothing_goes_on(
 
 def test_steps_of_a_sample_page_are_spread_evenly() -> None:
     assert evenly(3, 5) == [0, 1, 2] and evenly(101, 5) == [0, 25, 50, 75, 100] and evenly(0, 5) == []
+
+
+def test_an_answer_of_nothing_but_line_ends_takes_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text("")
+    rows = [
+        {"mode": "greedy", "step": step, "question": "q", "gold": "1", "completion": text, "correct": step > 0}
+        for step, text in ((0, "\n" * 40), (3, "a\n\nb"))
+    ]
+    pd.DataFrame(rows).to_parquet(tmp_path / "samples.parquet")
+    page = run_page(tmp_path, "index.html")
+    assert "[40 line ends]" in page and "a\n\nb" in page and "1 wrong, then right" in page
 
 
 def test_a_damaged_line_of_samples_is_named(tmp_path: Path) -> None:
