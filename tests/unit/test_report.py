@@ -80,6 +80,12 @@ def test_several_studies_have_an_index(root: Path, tmp_path: Path) -> None:
         assert f'href="{name}/index.html"' in text and (tmp_path / "report" / name / "index.html").is_file()
 
 
+def test_runs_can_be_left_out(root: Path, tmp_path: Path) -> None:
+    command.main([str(root), f"out={tmp_path}/report", "except=*-s0-*"])
+    data = data_of(tmp_path / "report" / "index.html")
+    assert [run["name"] for run in data["runs"]] == [run.name for run in load_runs([root]) if "-s1-" in run.name]
+
+
 def test_texts_of_a_run_cannot_end_the_script() -> None:
     text = embedded({"a": "</script><script>alert(1)</script>", "b": [float("nan"), 1.23456789]})
     assert "<" not in text
