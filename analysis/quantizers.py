@@ -3,6 +3,8 @@
 python analysis/quantizers.py runs/ --out figures/
 """
 
+import math
+
 import pandas as pd
 
 from qerl_bench.checks import require
@@ -54,10 +56,12 @@ def for_paper(table: pd.DataFrame) -> Table:
     shown = pd.DataFrame(table[["format", "quantizer"]])
     for mode in MODES:
         shown[mode] = [f"{value:.1f}" for value in table[mode]]
-        pairs = zip(table[f"{mode} - rtn"], table[f"{mode} - rtn se"], strict=True)
-        shown[f"{mode} - rtn"] = [f"{d:+.1f} [{d - half * se:+.1f}, {d + half * se:+.1f}]" for d, se in pairs]
+        rows = zip(table["quantizer"], table[f"{mode} - rtn"], table[f"{mode} - rtn se"], strict=True)
+        shown[f"{mode} - rtn"] = [
+            "-" if name == "rtn" else f"{d:+.1f} [{d - half * se:+.1f}, {d + half * se:+.1f}]" for name, d, se in rows
+        ]
     for error in ("weight error", "output error"):
-        shown[error] = [f"{value:.3f}" for value in table[error]]
+        shown[error] = [f"{value:.3f}" if math.isfinite(value) else "-" for value in table[error]]
     caption = (
         f"Accuracy before training (%), and its difference from round-to-nearest on the same n = "
         f"{', '.join(map(str, sorted(set(table['questions']))))} questions. Brackets: 95 % interval (Student's t) "

@@ -170,6 +170,13 @@ def test_without_a_script_the_tables_say_the_same(browser: Browser, study_page: 
     assert "save as CSV" not in text and "verdict\nall" not in text
 
 
+def test_ticks_of_a_narrow_axis_tell_apart(page: Browser) -> None:
+    for low, high in ((5.54059, 5.54068), (-0.03, 0.03), (-240, 240)):
+        shown = page.value(f"ticks({low}, {high})")
+        assert len({text for _, text in shown}) == len(shown) > 3
+        assert [float(text) for _, text in shown] == pytest.approx([value for value, _ in shown], abs=1e-9)
+
+
 def test_filters_are_kept_when_the_page_loads_again(page: Browser) -> None:
     choose(page, "format", "nvfp4")
     page.reload()
@@ -179,8 +186,10 @@ def test_filters_are_kept_when_the_page_loads_again(page: Browser) -> None:
 
 
 def test_print_shows_tables_without_controls(browser: Browser, study_page: Path, tmp_path: Path) -> None:
-    browser.look(media="print")
+    browser.look(dark=True, media="print")
     browser.open(study_page)
+    assert _light(browser.value("getComputedStyle(document.body).color")) < 60  # on white paper
+    assert browser.value("document.querySelector('.rules').getBoundingClientRect().height") > 100  # though not open
     assert browser.value("getComputedStyle($('filters')).display") == "none"
     assert browser.value("getComputedStyle($('save-runs')).display") == "none"
     browser.pdf(tmp_path / "page.pdf")

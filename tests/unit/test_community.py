@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,15 @@ def test_the_matrix_follows_from_the_studies(tmp_path: Path) -> None:
     results = ROOT / "docs" / "results"
     matrix.main([str(COMMUNITY), str(results / "tiny"), str(results / "h200"), "--out", str(tmp_path)])
     assert (tmp_path / "matrix.md").read_text() == (COMMUNITY / "matrix.md").read_text()
+
+
+def test_studies_of_one_name_are_refused_and_runs_can_be_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(ROOT / "tests" / "assets" / "runs", tmp_path / name / "runs")
+    with pytest.raises(ConfigError, match=r"called runs.*another name"):
+        matrix.main([str(tmp_path / "a"), str(tmp_path / "b"), f"out={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"except x.*none of the 8 runs"):
+        matrix.main([str(tmp_path / "a"), f"out={tmp_path}", "except=x"])
 
 
 def test_a_folder_without_studies_is_refused(tmp_path: Path) -> None:

@@ -557,7 +557,8 @@ def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(
 
 def test_quantizers_are_compared_of_one_run_each(tmp_path: Path, analysis_script: Any) -> None:
     """Answers of two questions, of which the base gets the first right with rtn and both with mse."""
-    compare = analysis_script("quantizers").compare
+    script = analysis_script("quantizers")
+    compare = script.compare
     runs = [make(tmp_path, 0, "nvfp4", quantizer=name) for name in ("rtn", "mse", "mse")]
     for run, second in zip(runs, (False, True, True), strict=True):
         answers = [
@@ -568,6 +569,9 @@ def test_quantizers_are_compared_of_one_run_each(tmp_path: Path, analysis_script
         pd.DataFrame({"relative_error": [0.1], "output_error": [0.2]}).to_parquet(run.path / "layers.parquet")
     table = compare(runs[:2]).set_index("quantizer")
     assert list(table["greedy"]) == [100.0, 50.0] and table.loc["mse", "greedy - rtn"] == 50.0
+    shown = script.for_paper(table.assign(**{"output error": math.nan}).reset_index()).shown.set_index("quantizer")
+    assert shown.loc["rtn", "greedy - rtn"] == "-" and shown.loc["mse", "greedy - rtn"].startswith("+50.0 [")
+    assert {*shown["output error"]} == {"-"} and {*shown["weight error"]} == {"0.100"}
     with pytest.raises(ConfigError, match="both quant=nvfp4 quantizer=mse: leave one out"):
         compare(runs)
     (runs[1].path / "layers.parquet").unlink()

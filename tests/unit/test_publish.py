@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.publish import check, command
-from qerl_bench.publish.croissant import CROISSANT
+from qerl_bench.publish.crate import CRATE
+from qerl_bench.publish.croissant import CROISSANT, license_address
 from qerl_bench.seals import digest
 from qerl_bench.study.load import load_run, load_runs
 from qerl_bench.study.private import Private
@@ -116,8 +118,20 @@ def test_both_kinds_of_metadata_describe_the_files(study: Path, tmp_path: Path) 
 def test_mlcroissant_reads_the_records(study: Path, tmp_path: Path) -> None:
     mlc = pytest.importorskip("mlcroissant", reason="pip install mlcroissant")
     out = publish(study, tmp_path / "out", "author=Ada")
-    records = list(mlc.Dataset(str(out / CROISSANT)).records("tidy"))
-    assert len(records) == sum(len(run.metrics) for run in load_runs([out]))
+    dataset = mlc.Dataset(str(out / CROISSANT))
+    counts = {table.uuid: len([*dataset.records(table.uuid)]) for table in dataset.metadata.record_sets}
+    assert counts == {path.stem: parquet.read_metadata(path).num_rows for path in out.glob("*.parquet")}
+    assert counts["tidy"] == sum(len(run.metrics) for run in load_runs([out]))
+
+
+def test_no_address_is_made_up_for_a_licence(study: Path, tmp_path: Path) -> None:
+    addresses = {name: license_address(name) for name in ("cc-by-4.0", "apache-2.0", "odc-by", "https://a.org/l")}
+    assert addresses["cc-by-4.0"].endswith("/CC-BY-4.0.html") and addresses["apache-2.0"].endswith("/Apache-2.0.html")
+    assert addresses["odc-by"] == "odc-by" and addresses["https://a.org/l"] == "https://a.org/l"
+    graph = json.loads((publish(study, tmp_path / "out", "license=odc-by") / CRATE).read_text())["@graph"]
+    assert {"@id": "#licence", "@type": "CreativeWork", "name": "odc-by"}.items() <= next(
+        entity for entity in graph if entity["@id"] == "#licence"
+    ).items()
 
 
 def test_an_adapter_has_a_card_that_the_hub_can_read(runs: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
@@ -77,6 +78,12 @@ def test_several_studies_have_an_index(root: Path, tmp_path: Path) -> None:
     text = (tmp_path / "report" / "index.html").read_text()
     for name in ("runs", "other"):
         assert f'href="{name}/index.html"' in text and (tmp_path / "report" / name / "index.html").is_file()
+
+
+def test_runs_can_be_left_out(root: Path, tmp_path: Path) -> None:
+    command.main([str(root), f"out={tmp_path}/report", "except=*-s0-*"])
+    data = data_of(tmp_path / "report" / "index.html")
+    assert [run["name"] for run in data["runs"]] == [run.name for run in load_runs([root]) if "-s1-" in run.name]
 
 
 def test_texts_of_a_run_cannot_end_the_script() -> None:
@@ -155,6 +162,17 @@ def test_watching_writes_again_until_nothing_goes_on(
 
 def test_steps_of_a_sample_page_are_spread_evenly() -> None:
     assert evenly(3, 5) == [0, 1, 2] and evenly(101, 5) == [0, 25, 50, 75, 100] and evenly(0, 5) == []
+
+
+def test_an_answer_of_nothing_but_line_ends_takes_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text("")
+    rows = [
+        {"mode": "greedy", "step": step, "question": "q", "gold": "1", "completion": text, "correct": step > 0}
+        for step, text in ((0, "\n" * 40), (3, "a\n\nb"))
+    ]
+    pd.DataFrame(rows).to_parquet(tmp_path / "samples.parquet")
+    page = run_page(tmp_path, "index.html")
+    assert "[40 line ends]" in page and "a\n\nb" in page and "1 wrong, then right" in page
 
 
 def test_a_damaged_line_of_samples_is_named(tmp_path: Path) -> None:

@@ -33,16 +33,16 @@ def main(arguments: list[str] | None = None) -> None:
     runs = with_values(load_runs(options.runs, options.mixed_code, options.without), options.where)
     results = {scope: evaluate_claims(REGISTRIES[options.papers], group) for scope, group in by_scope(runs).items()}
     if options.papers == "qerl":
-        picture, files = "claims", {"claims.md": markdown(results, runs)}
+        whose, picture, files = "QeRL", "claims", {"claims.md": markdown(results, runs)}
     else:
         tables = [f"## {scope}\n\n{page_table(of_scope)}" for scope, of_scope in results.items()]
-        picture, files = "literature", {"literature.md": "\n".join(tables)}
+        whose, picture, files = "later papers", "literature", {"literature.md": "\n".join(tables)}
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
         files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
         print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")
         if options.format:
             name = f"verdicts{'' if len(results) == 1 else f'_{number}'}"
-            print(write_table(verdict_table(name, scope, claim_results), options.format, options.out))
+            print(write_table(verdict_table(name, scope, claim_results, whose), options.format, options.out))
     options.out.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (options.out / name).write_text(text)

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from qerl_bench.checks import require
+from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.evaluate import NO_RUNS, Claim, ClaimResult, evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.study.committed import is_study
-from qerl_bench.study.load import Run, find_runs, load_runs
+from qerl_bench.study.load import Run, by_folder, chosen_runs, load_runs
 from qerl_bench.study.script import parser_for
 from qerl_bench.study.tables import Table, add_format, write_table
 
@@ -29,11 +30,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     add_format(parser, default="markdown")
     options = parser.parse_args(arguments)
-    studies: dict[str, list[Run]] = {}
-    for folder in options.runs:
-        paths = find_runs(folder)
-        parents = sorted({path.parent for path in paths if is_study(path.parent)}) or [folder]
-        studies |= {parent.name: load_runs([parent], options.mixed_code) for parent in parents}
+    folders = by_folder(chosen_runs(options.runs, options.without))
+    names = [folder.name for folder in folders]
+    twice = {name for name in names if names.count(name) > 1}
+    require(
+        not twice,
+        f"several folders are called {', '.join(sorted(twice))}, which names their columns: give each study a folder "
+        "of another name, or pass them one by one",
+    )
+    studies = {folder.name: load_runs(paths, options.mixed_code) for folder, paths in folders.items()}
     print(write_table(matrix(studies), options.format, options.out))
 
 
@@ -41,10 +46,7 @@ def matrix(studies: Mapping[str, Sequence[Run]]) -> Table:
     """The table of verdicts; a claim that no study has runs for is left out."""
     columns: dict[str, Sequence[ClaimResult]] = {}
     for name, runs in studies.items():
-        scopes: dict[str, list[Run]] = {}
-        for run in runs:
-            scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
-        columns |= {f"{name}: {scope}": evaluate_claims(CLAIMS, group) for scope, group in scopes.items()}
+        columns |= {f"{name}: {scope}": evaluate_claims(CLAIMS, group) for scope, group in by_scope(runs).items()}
     lines = [_line(index, claim, columns) for index, claim in enumerate(CLAIMS)]
     frame = pd.DataFrame([line for line in lines if any(list(line.values())[1:])], columns=["claim", *columns])
     return Table("matrix", frame, frame, CAPTION)

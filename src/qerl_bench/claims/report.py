@@ -58,7 +58,7 @@ def summary_text(results: Sequence[ClaimResult]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (SUMMARY, ("---",) * len(SUMMARY), *rows))
 
 
-def verdict_table(name: str, scope: str, results: Sequence[ClaimResult]) -> Table:
+def verdict_table(name: str, scope: str, results: Sequence[ClaimResult], whose: str = "QeRL") -> Table:
     """The verdicts for a paper: a line for each contrast that votes and has runs, with its interval."""
     shown, numbers = [], []
     for number, claim_result in enumerate(results, start=1):
@@ -79,7 +79,7 @@ def verdict_table(name: str, scope: str, results: Sequence[ClaimResult]) -> Tabl
             numbers.append(same | ends | {"n": effect.whole.n, "unit": scale, "p": claim_result.p_direction})
     none = "" if shown else " No runs decide any of them."
     caption = (
-        f"Verdicts on the claims of QeRL: {scope}.{none} Effects are means over n paired units with 95 % intervals "
+        f"Verdicts on the claims of {whose}: {scope}.{none} Effects are means over n paired units with 95 % intervals "
         f"(Student's t, not adjusted); verdicts are at {DIRECTION:g} over all claims (Holm)."
     )
     columns = ("claim", "verdict", "contrast", "effect", "n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 
@@ -73,8 +74,11 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     origins = " or ".join(sorted({f"{effect.whole.n} {effect.unit}s" for effect in effects}))
     if effects:
         yield f"Diamonds: primary contrasts, with 95% intervals (Student's t over {origins}), grey where not testable."
-    yield "One margin: 2% of entropy, 0.02 of reward, 1 point of accuracy, 5% of a time or memory."
-    yield "Grey band: less than that. Hollow diamonds: the paper. Arrows: beyond the axis."
+    factors = {math.exp(one.claim.measure.margin) for one in results if "KL" in one.claim.measure.name}
+    mismatch = f", a factor of {' or '.join(f'{factor:g}' for factor in sorted(factors))} of a KL" if factors else ""
+    yield f"One margin: 2% of entropy, 0.02 of reward, 1 point of accuracy, 5% of a time or memory{mismatch}."
+    paper = " Hollow diamonds: the paper." if any(one.claim.paper_effects for one in results) else ""
+    yield f"Grey band: less than that.{paper} Arrows: beyond the axis."
     if any(effect.bases for effect in effects):
         yield "Dots: single base models."
     elif effects:

@@ -19,7 +19,8 @@ ALL_FORMATS = FORMATS | {CROISSANT: "application/ld+json", "README.md": "text/ma
 def crate(described: Description, folder: Path) -> dict[str, Any]:
     """The JSON-LD of the study in `folder`: the files, who made them, and the software that did."""
     files = [name for name in ALL_FORMATS if (folder / name).is_file()]
-    licence = license_address(described.license)
+    address = license_address(described.license)
+    licence = address if "://" in address else "#licence"
     author, software = {"@id": "#author"}, {"@id": "#qerl-bench"}
     return {
         "@context": "https://w3id.org/ro/crate/1.1/context",

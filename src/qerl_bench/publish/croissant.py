@@ -28,6 +28,7 @@ FORMATS = {
     CSV: "text/csv",
     ANSWERS: "application/x-parquet",
 }
+SPDX = {"apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause"}  # and Creative Commons
 PREFIX = "http://mlcommons.org/croissant"
 # As the specification prints it: the names that a reader may expect, and the spaces they are from.
 OWN = (
@@ -83,14 +84,9 @@ def croissant(described: Description, folder: Path) -> dict[str, Any]:
 
 
 def license_address(name: str) -> str:
-    return name if "://" in name else f"https://spdx.org/licenses/{_spdx(name)}.html"
-
-
-def _spdx(name: str) -> str:
-    """The name of SPDX for one of the hub, which writes all letters small: cc-by-4.0, apache-2.0, mit."""
-    if name.startswith("cc"):
-        return name.upper()
-    return {"apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause"}.get(name, name)
+    """The page of SPDX for a name as the hub writes it, in small letters; `name` itself if that is not known."""
+    spdx = name.upper() if name.startswith("cc") else SPDX.get(name)
+    return name if spdx is None else f"https://spdx.org/licenses/{spdx}.html"
 
 
 def _file(path: Path, place: str) -> dict[str, Any]:

@@ -127,13 +127,14 @@ def _row(setting: Setting) -> dict[str, Any]:
     means = [sum(values) / len(values) for values in by_base.values()]
     single = next(iter(by_base.values()), [])
     estimate = mean_ci(means if len(means) > 1 else single) if means else None
+    units = unit_count(setting.runs)
     outcome = "-"
     if estimate is not None:
         interval = f" [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]" if estimate.n > 1 else ""
         outcome = f"{100 * estimate.value:.1f}{interval}"
     return first.identity() | {
         "runs": len(setting.runs),
-        "units": f"{unit_count(setting.runs)} {'bases' if len(by_base) > 1 else 'seeds'}",
+        "units": f"{units} {'bases' if len(by_base) > 1 else 'seed' if units == 1 else 'seeds'}",
         "outcome": outcome,
         "metric": (metric or "").removeprefix("eval/accuracy_"),
     }

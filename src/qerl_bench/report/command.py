@@ -12,6 +12,7 @@ holds runs, or a committed one. Unfinished runs are listed.
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from os.path import commonpath
 from pathlib import Path
@@ -22,7 +23,7 @@ from qerl_bench.report.page import page
 from qerl_bench.report.run_page import has_samples, run_page
 from qerl_bench.report.study_page import evaluated, study_page, verdict_counts
 from qerl_bench.status import GOES_ON, statuses
-from qerl_bench.study.load import Run, check_comparable, find_runs, load_run
+from qerl_bench.study.load import Run, by_folder, check_comparable, chosen_runs, load_run
 from qerl_bench.study.script import parser_for
 
 WATCH_S = 30
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     while True:
         live = options.watch and any(one.state in GOES_ON for one in statuses([f for f in folders if f.is_dir()]))
         try:
-            written = report(folders, options.out, options.mixed_code, WATCH_S if live else None, loaded)
+            written = report(options, WATCH_S if live else None, loaded)
         except ConfigError as error:
             if not live:
                 raise
@@ -50,44 +51,41 @@ def main(arguments: list[str] | None = None) -> None:
         time.sleep(WATCH_S)
 
 
-def report(folders: Sequence[Path], out: Path, mixed_code: bool, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
-    """Write the pages of all studies in `folders` to `out`; returns what was written, in words.
+def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
+    """Write the pages of all studies that `options` names; returns what was written, in words.
 
-    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `find_runs`, `load_run` and
-    `check_comparable` do: whatever is wrong is said before a file is written.
+    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `chosen_runs`, `load_run`
+    and `check_comparable` do, before a file is written, and for damaged completions.
     """
-    paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
-    studies = by_study(paths)
+    studies = by_study(chosen_runs(options.runs, options.without))
+    out: Path = options.out
     texts: dict[Path, str] = {}
     pages: list[tuple[str, Mapping[str, int], int]] = []
-    samples = 0
+    samples: dict[Path, Path] = {}  # the page of a run
     for name, members in studies.items():
         folder = out if len(studies) == 1 else out / name
         runs = [_load(path, loaded) for path in members]
-        check_comparable(runs, mixed_code)
+        check_comparable(runs, options.mixed_code)
         viewers = {run.name: f"samples/{run.path.name}.html" for run in runs if has_samples(run.path)}
-        title = name if len(studies) > 1 else _title(folders)
+        title = name if len(studies) > 1 else _title(options.runs)
         results = evaluated(title, runs)
         texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s)
         pages.append((name, verdict_counts(results), len(runs)))
-        for run in runs:
-            target = folder / viewers[run.name] if run.name in viewers else None
-            if target and not (refresh_s and _is_newer(target, run.path)):
-                _write(target, run_page(run.path, f"../{INDEX}"))
-                samples += 1
+        targets = {run.path: folder / viewers[run.name] for run in runs if run.name in viewers}
+        samples |= {run: target for run, target in targets.items() if not (refresh_s and _is_newer(target, run))}
     if len(studies) > 1:
         texts[out / INDEX] = page("index", pages=pages, refresh_s=refresh_s)
+    for run, target in samples.items():
+        _write(target, run_page(run, f"../{INDEX}"))
     for path, text in texts.items():
         _write(path, text)
     counted = "1 study" if len(studies) == 1 else f"{len(studies)} studies"
-    return f"{counted}, {len(paths)} runs, {samples} pages of samples"
+    return f"{counted}, {sum(count for _, _, count in pages)} runs, {len(samples)} pages of samples"
 
 
 def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:
     """Runs by the folder that holds them, named by its path below what all folders share."""
-    folders: dict[Path, list[Path]] = {}
-    for path in paths:
-        folders.setdefault(path.absolute().parent, []).append(path)
+    folders = by_folder(paths)
     shared = Path(commonpath(folders)) if len(folders) > 1 else next(iter(folders)).parent
     return {"-".join(folder.relative_to(shared).parts) or "runs": members for folder, members in folders.items()}
 

@@ -7,6 +7,7 @@ show texts and rewards alone.
 from __future__ import annotations
 
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,8 @@ def _changed(run: Path) -> dict[str, Any] | None:
         {
             "question": question,
             "gold": before["gold"],
-            "before": before["completion"],
-            "after": after["completion"],
+            "before": _without_gaps(before["completion"]),
+            "after": _without_gaps(after["completion"]),
             "kind": KINDS[bool(before["correct"]), bool(after["correct"])],
         }
         for question, before in by_step[0].items()
@@ -133,3 +134,8 @@ def _changed(run: Path) -> dict[str, Any] | None:
     listed = [*KINDS.values()]
     ordered = sorted(questions, key=lambda one: (listed.index(one["kind"]), one["before"] == one["after"]))
     return {"step": last, "counts": counts, "questions": ordered[:MOST_QUESTIONS], "all": len(questions)}
+
+
+def _without_gaps(text: str) -> str:
+    """Where nothing but lines end, how often: an untrained model may say nothing else, over pages."""
+    return re.sub(r"\n{3,}", lambda gap: f"[{len(gap[0])} line ends]\n", text)

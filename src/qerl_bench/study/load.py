@@ -232,6 +232,14 @@ def chosen_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str
     return leave_out([path for folder in folders for path in find_runs(folder)], without)
 
 
+def by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
+    """The runs by the folder that holds them, a study; each once."""
+    folders: dict[Path, list[Path]] = {}
+    for path in dict.fromkeys(paths):
+        folders.setdefault(path.absolute().parent, []).append(path)
+    return folders
+
+
 def leave_out(paths: Sequence[Path], without: Sequence[str]) -> list[Path]:
     """The folders whose names fit no pattern of `without`. Raises ConfigError for a pattern that fits none."""
     idle = [pattern for pattern in without if not fnmatch.filter([path.name for path in paths], pattern)]

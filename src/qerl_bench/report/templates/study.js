@@ -92,7 +92,7 @@ function listComparisons() {
 function fillPairs() {
   const effect = data.effects[$("comparison").value];
   const table = $("pair-table");
-  table.caption.textContent = effect ? `${effect.text}, the mean over ${effect.origin}` : "No comparison is left.";
+  table.caption.textContent = effect ? `${effect.text}, the mean over ${effect.origin}` : "No comparison to show.";
   table.tBodies[0].replaceChildren(...(effect?.pairs ?? []).map((pair) => element("tr", {}, ...[pair.base, pair.seed,
     `${signed(pair.on_axis)} ${data.claims[effect.claim].unit}`, names(pair.runs[0]), names(pair.runs[1])].map(
     (text) => element("td", {}, String(text))))));
@@ -102,12 +102,14 @@ function fillPairs() {
 
 const color = (format) => data.colors[format] ?? "var(--soft)";
 
-function ticks(low, high, count = 6) {
+function ticks(low, high, count = 6) { // pairs of value and text, with as many decimals as tell them apart
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
   const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, place) => (first + place) * step);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, place) => (first + place) * step)
+    .map((value) => [value, value.toFixed(decimals)]);
 }
 
 // Rows of effects on one axis. `at` picks the numbers: on_axis, or in_margins.
@@ -119,8 +121,8 @@ function forest(place, rows, at, reach, band, paper, label, unit) {
   const marks = [];
   svg.append(shape("rect", { class: "band", x: x(-band), y: 0, width: x(band) - x(-band), height: height - 42 }),
     shape("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: height - 42 }));
-  for (const tick of ticks(-reach, reach)) svg.append(shape("text", { x: x(tick), y: height - 24, "text-anchor": "middle" },
-    document.createTextNode(number(tick, 2))));
+  for (const [tick, text] of ticks(-reach, reach)) svg.append(shape("text", { x: x(tick), y: height - 24,
+    "text-anchor": "middle" }, document.createTextNode(text)));
   svg.append(shape("text", { x: (left + width - right) / 2, y: height - 5, "text-anchor": "middle" },
     document.createTextNode(unit)));
   rows.forEach((effect, line) => {
@@ -163,7 +165,8 @@ function forest(place, rows, at, reach, band, paper, label, unit) {
     }
   });
   walkable(svg, marks);
-  place.replaceChildren(rows.length ? svg : element("p", { class: "soft" }, "No effect is left by these filters."));
+  place.replaceChildren(rows.length ? svg : element("p", { class: "soft" },
+    data.effects.some((effect) => effect.pairs) ? "No effect is left by these filters." : "No comparison has its runs yet."));
 }
 
 function drawOverview() {
@@ -206,9 +209,9 @@ function drawDoses() {
   const what = data.dose_measures[measure];
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${what} against noise, ` +
     `${rows.length} settings` });
-  for (const tick of ticks(least, most)) svg.append(
+  for (const [tick, text] of ticks(least, most)) svg.append(
     shape("line", { class: "band", x1: left, x2: width - right, y1: y(tick), y2: y(tick), stroke: "var(--band)" }),
-    shape("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, document.createTextNode(number(tick, 4))));
+    shape("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, document.createTextNode(text)));
   const labelled = [];
   for (const sigma of [...new Set(rows.map((dose) => dose.sigma))].sort((a, b) => a - b)) {
     if (labelled.some((other) => Math.abs(other - x(sigma)) < 55)) continue;
