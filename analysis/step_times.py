@@ -5,21 +5,11 @@ python analysis/step_times.py runs/ --out figures/
 
 import pandas as pd
 
-from qerl_bench.claims.measure import warm_steps
 from qerl_bench.exits import guarded
-from qerl_bench.study.load import Run, load_runs
+from qerl_bench.study.load import load_runs
 from qerl_bench.study.script import parser_for
-from qerl_bench.study.tables import Table, add_format, write_table
-
-KEYS = {"model": "model.name", "format": "quant.name", "rank": "lora.rank", "recompute": "train.recompute"}
-TIMES = {part: f"time/{part}_s" for part in ("step", "rollout", "reward", "sync", "train", "idle")}
-RATES = {f"{part}_tok_s": f"speed/{part}_tok_s" for part in ("rollout", "train")}
-MEANS = {
-    "completion_tokens": "completions/tokens",
-    "micro_batches": "train/micro_batches",
-    "taught_frac": "train/taught_frac",
-}
-PEAKS = {f"{part}_gib": f"memory/{part}_gib" for part in ("rollout", "train", "rollout_reserved", "train_reserved")}
+from qerl_bench.study.step_times import KEYS, for_paper, row
+from qerl_bench.study.tables import add_format, write_table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,37 +19,6 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [row(run) for run in load_runs(options.runs, options.mixed_code, options.without)]
     table = pd.DataFrame(rows).sort_values([*KEYS, "seed"], ignore_index=True)
     print(write_table(for_paper(table), options.format, options.out))
-
-
-def for_paper(table: pd.DataFrame) -> Table:
-    """The times of the phases and the peak of memory."""
-    shown = pd.DataFrame(table[[*KEYS, "seed"]]).astype(str)
-    for part in ("step", "rollout", "train"):
-        columns = (table[f"{part}{end}"] for end in ("", "_p20", "_p80"))
-        shown[f"{part} (s)"] = [
-            f"{middle:.3g} [{low:.3g}, {high:.3g}]" for middle, low, high in zip(*columns, strict=True)
-        ]
-    shown["peak (GiB)"] = [f"{peak:.1f}" for peak in table[["rollout_gib", "train_gib"]].max(axis=1)]
-    caption = (
-        f"Time of a step and of its phases: median over n = {', '.join(str(n) for n in sorted(set(table['steps'])))} "
-        "steps of one run. Brackets: from the 20 % to the 80 % quantile of these steps, not an interval of the median. "
-        f"{', '.join(sorted(set(table['device'])))}."
-    )
-    return Table(
-        "step_times", table.map(lambda value: f"{value:.6g}" if isinstance(value, float) else value), shown, caption
-    )
-
-
-def row(run: Run) -> dict[str, object]:
-    """One line of the table; seconds, tokens a second, GiB. Raises ConfigError if no step trained."""
-    found: dict[str, object] = {name: run.option(key) for name, key in KEYS.items()}
-    found |= {"seed": run.option("seed"), "device": run.device}
-    found["steps"] = len(warm_steps(run, "time/step_s"))
-    found |= {name: warm_steps(run, metric).mean() for name, metric in MEANS.items()}
-    for name, metric in (TIMES | RATES).items():
-        low, middle, high = warm_steps(run, metric).quantile([0.2, 0.5, 0.8])
-        found |= {name: middle, f"{name}_p20": low, f"{name}_p80": high}
-    return found | {name: run.series("train", metric).max() for name, metric in PEAKS.items()}
 
 
 if __name__ == "__main__":

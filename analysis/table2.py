@@ -17,12 +17,10 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.exits import guarded
-from qerl_bench.study.four_sets import SETS, rows, set_of
+from qerl_bench.study.four_sets import for_paper, rows, set_of
 from qerl_bench.study.load import load_runs
 from qerl_bench.study.script import parser_for
-from qerl_bench.study.tables import Table, add_format, write_table
-
-NORMAL_95 = 1.96  # half the width of a 95 % interval in standard errors; each set has 30 questions or more
+from qerl_bench.study.tables import add_format, write_table
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -38,23 +36,6 @@ def main(arguments: list[str] | None = None) -> None:
     table = table.sort_values(["step", "model", "quant", "aqn", "lora_rank", "seed"], ignore_index=True)
     write_table(for_paper(table), options.format, options.out)
     print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-"))
-
-
-def for_paper(table: pd.DataFrame) -> Table:
-    """Table 2 with the interval of each average."""
-    shown = pd.DataFrame(table[["model", "quant", "aqn", "lora_rank", "seed", "step"]])
-    shown = shown.assign(**{name: [f"{value:.1f}" for value in table[name]] for name in SETS})
-    shown["average"] = [
-        f"{mean:.1f} [{mean - NORMAL_95 * error:.1f}, {mean + NORMAL_95 * error:.1f}]"
-        for mean, error in zip(table["average"], table["stderr"], strict=True)
-    ]
-    sizes = SETS.values()
-    caption = (
-        f"Sampled accuracy (pass@1, %) on four sets of {', '.join(map(str, sizes))} questions, and their mean. "
-        f"{table['run'].nunique()} runs, n = 1 seed in each line. Brackets: 95 % interval (normal) of the average over "
-        "questions and samples of that one run; other seeds are not in it."
-    )
-    return Table("table2", table, shown, caption)
 
 
 if __name__ == "__main__":

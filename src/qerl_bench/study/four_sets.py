@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from qerl_bench.checks import require
 from qerl_bench.study.load import Run
+from qerl_bench.study.tables import Table
 
 SETS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # questions
 NAMES = {
@@ -21,6 +23,7 @@ NAMES = {
 }
 PROMPT = ("answer_format", "instruction", "template")
 SAMPLING = ("temperature", "top_p", "max_tokens")
+NORMAL_95 = 1.96  # half the width of a 95 % interval in standard errors; each set has 30 questions or more
 ERRORS = ("stderr", "stderr_sampling")
 
 
@@ -98,3 +101,20 @@ def rows(run: Run) -> list[dict[str, Any]]:
             row[error] = 100 * whole / len(SETS)
         table.append(row | {"run": run.name})
     return table
+
+
+def for_paper(table: pd.DataFrame) -> Table:
+    """Table 2 with the interval of each average."""
+    shown = pd.DataFrame(table[["model", "quant", "aqn", "lora_rank", "seed", "step"]])
+    shown = shown.assign(**{name: [f"{value:.1f}" for value in table[name]] for name in SETS})
+    shown["average"] = [
+        f"{mean:.1f} [{mean - NORMAL_95 * error:.1f}, {mean + NORMAL_95 * error:.1f}]"
+        for mean, error in zip(table["average"], table["stderr"], strict=True)
+    ]
+    sizes = SETS.values()
+    caption = (
+        f"Sampled accuracy (pass@1, %) on four sets of {', '.join(map(str, sizes))} questions, and their mean. "
+        f"{table['run'].nunique()} runs, n = 1 seed in each line. Brackets: 95 % interval (normal) of the average over "
+        "questions and samples of that one run; other seeds are not in it."
+    )
+    return Table("table2", table, shown, caption)
