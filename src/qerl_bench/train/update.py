@@ -79,9 +79,10 @@ class Part:
         names = {"logprobs": "trained", "noisy_logprobs": "noisy"}
         sizes = [size for _, size in self.tokens_of]
         columns: dict[int, TokenColumns] = {row: {} for row, _ in self.tokens_of}
-        for name in names.keys() & set(self.tokens.names()):
-            for (row, _), part in zip(self.tokens_of, self.tokens[name].split(sizes), strict=True):
-                columns[row][names[name]] = part.tolist()
+        for name, shown in names.items():
+            if name in self.tokens.names():
+                for (row, _), part in zip(self.tokens_of, self.tokens[name].split(sizes), strict=True):
+                    columns[row][shown] = part.tolist()
         return columns
 
 
