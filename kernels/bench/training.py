@@ -82,8 +82,8 @@ def block_cases(tokens: Sequence[int]) -> Iterator[Case]:
                     function(*inputs, *rest)
 
             def train(function: Any, inputs: Any = inputs, rest: Any = rest, grads: Any = grads) -> None:
-                outputs = function(*inputs, *rest)
-                torch.autograd.grad(outputs, inputs, grads)
+                here = [x.detach().requires_grad_() for x in inputs]  # leaves of the stream that is captured
+                torch.autograd.grad(function(*here, *rest), here, grads)
 
             label = f"{name}, head norms" if len(rest) == 5 else name
             for way, run, count in (("forward", apply, forward), ("both", train, forward + backward)):

@@ -388,7 +388,8 @@ class Decoding:
         """Take up the policy as it is now, record the steps that are not recorded yet, and queue `requests`."""
         self.sampling, self.keys, self.samples = sampling, keys, len(keys) // (requests[-1].prompt.index + 1)
         self.queue = RolloutQueue(requests, self.size.rows, self.size.pages)
-        self.shares = any(request.prompt.whole_pages > 0 for request in requests)
+        together = self.samples > 1 or self.limits.invariant  # one sample of each prompt has nobody to share with
+        self.shares = together and any(request.prompt.whole_pages > 0 for request in requests)
         self.rows_computed, self.changed = 0, False
         self._refresh()
         self._upload()
@@ -462,7 +463,7 @@ class Decoding:
             pages = [*request.prompt.pages[: request.prompt.whole_pages], *request.pages]
             table[row, : len(pages)] = pages
             state[:, row] = self._column(request)
-            if request.prompt.whole_pages:
+            if self.shares and request.prompt.whole_pages:
                 sharing.setdefault(request.prompt.index, []).append(row)
         members = clusters.shape[1]
         parts = [group[at : at + members] for group in sharing.values() for at in range(0, len(group), members)]
@@ -474,7 +475,8 @@ class Decoding:
     def _column(self, request: Request) -> list[int]:
         """What the device has to know of a request, in the order of FIELDS."""
         known = (request.token, request.length, request.drawn, request.done, request.limit, request.stops)
-        return [*map(int, known), request.place, request.prompt.whole_pages * PAGE, self.keys[request.index]]
+        prefix = request.prompt.whole_pages * PAGE if self.shares else 0
+        return [*map(int, known), request.place, prefix, self.keys[request.index]]
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
