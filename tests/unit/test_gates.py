@@ -241,12 +241,12 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     assert Blocks([first, second], 1, [], Deadline(10)).run() == []
     assert (tmp_path / "order").read_text().split() == ["a1", "a2", "b1", "b2"]
     done = [replace(point, finished=True) for point in first]  # says that a run takes 100 s
-    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (5.7, 5.8)}  # less 0.75
-    assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and one to spare: 300 s
+    left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (4.4, 4.5)}  # less 0.75
+    assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and a tenth to spare: 220 s
     assert [len(one.todo) for one in left.values()] == [0, 2]
     assert [one.to_start() for one in left.values()] == [2, 2]
     assert all((one.done, one.total) == (2, 4) for one in left.values())
-    assert "2 of 4 runs done" in left[5.7].state()
+    assert "2 of 4 runs done" in left[4.4].state()
     assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
 
 

@@ -12,8 +12,10 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.model.tokenizer import END_ID, TAGS, byte_tokenizer
+from qerl_bench.model.words import word_tokenizer
 from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.chat_template import render_prompt
+from qerl_bench.task.chat_template import token_ids as ids_of_texts
 from qerl_bench.task.grader.extract import ANSWER_FORMATS, extract, well_formed
 from qerl_bench.task.prompts import INSTRUCTIONS, PLACES, TEMPLATES, PromptTemplate, format_demonstration
 
@@ -165,6 +167,13 @@ def test_a_completion_ends_with_the_stop_token(tiny_policy: Any) -> None:
     _, (ids,) = tiny_policy.demonstration_ids([Demonstration(prompt=prompt, completion=completion)])
     assert ids == [258, 17, 10, 18, 28, 20, 259, 260, 20, 261, END_ID]
     assert tiny_policy.stop_ids == {END_ID}
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, word_tokenizer])
+def test_many_texts_have_the_ids_that_transformers_gives_each(make: Any) -> None:
+    tokenizer = make()
+    texts = ["3 7 11 -> 40 :", "", "<think>\n 2+3 </think>", "3 + 7 = 10 ;", "not a word"]
+    assert ids_of_texts(tokenizer, texts) == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 @pytest.mark.parametrize("instruction", ["system", "suffix"])

@@ -109,10 +109,14 @@ class Sweep:
     def state(self) -> str:
         """Points done, running and failed, and about how long it will take."""
         running = [one.point.run_dir for one in self.running.values()]
-        so_far = [time.monotonic() - one.since for one in self.running.values()]
-        paces = [*zip(so_far, map(run_left, running), strict=True)]
-        left = time_left(paces, self.took, self.to_start(), self.slots) if self.running or self.to_start() else None
+        todo = self.to_start()
+        left = time_left(self.paces(), self.took, todo, self.slots) if self.running or todo else None
         return counts(self.total, self.done, [*map(share_done, running)], len(self.failed), left)
+
+    def paces(self) -> list[tuple[float, float | None]]:
+        """Seconds so far and seconds left of each run that goes on."""
+        now = time.monotonic()
+        return [(now - one.since, run_left(one.point.run_dir)) for one in self.running.values()]
 
     def to_start(self) -> int:
         """How many points have yet to start."""
