@@ -58,9 +58,8 @@ def decode_gemm(
     `config` overrides the measured table. Rows of x may be strided; the other tensors must be contiguous. Raises
     ValueError for an unsupported device, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
 
-    The kernel may start before the one launched before it has ended. It reads words and scales of `weight` at once, and
-    waits before it reads or writes anything else. So the kernel directly before must not write the weight; with one
-    more kernel in between it may.
+    The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
+    waits before it reads or writes anything else. So no kernel of the same step may write the weight.
     """
     _check(x, weight, scale, bias, lora)
     y = x.new_empty((len(x), weight.shape[0]))
