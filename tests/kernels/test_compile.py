@@ -264,6 +264,24 @@ def test_decoder_layer(arch: int, pdl: bool) -> None:
     check(jit_rows.advance, 1, STOPS_BLOCK=2)
 
 
+@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in PAGED for pdl in _overlapping(arch)])
+@pytest.mark.parametrize(("rank", "width"), [(96, 3584), (32, 18944)])
+def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
+    """Layers of a 7B model: tensor cores, whole vectors, and all inputs of a program copied ahead of use."""
+    from qerl_kernels import jit_projection
+    from qerl_kernels.projection import pieces_of
+
+    signature = {"x": "*bf16", "a": "*bf16", "y": "*bf16", "partial": "*fp32", "counters": "*i32"}
+    signature |= dict.fromkeys(("rows", "rank", "width"), "i32")
+    inputs, pieces = pieces_of(rank, width)
+    constants = {"INPUTS": inputs, "PIECES": pieces, "TILE": 16, "COLUMNS": 64, "PDL": pdl}
+    aligned = tuple(name for name in signature if name != "rows")
+    built = compiled(jit_projection.project, signature, constants, arch, 4, 6, aligned)
+    _sound(built, pdl)
+    assert built.count("MMA") == inputs // 16 and built.count(r"LDGSTS\.\S*128") == built.count("LDGSTS") > 0
+    assert built.count("ATOM") == 2 and built.count(r"LDG\b") == pieces
+
+
 @pytest.mark.parametrize("arch", PAGED)
 def test_training_block(arch: int) -> None:
     """Sizes of a 7B model: no spills, and whole vectors from and to memory."""
