@@ -18,13 +18,12 @@ import torch
 from qerl_kernels import mxfp4, nf4, nvfp4
 from qerl_kernels.decode_configs import BUCKETS, Config, choose
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
-from qerl_kernels.scratch import owned
+from qerl_kernels.scratch import COUNTERS, workspace
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in bfloat16, and the scaling
 
 MAX_TOKENS = BUCKETS[-1]
 MAX_RANK = 128
-_COUNTERS = 1 << 14
 _MIN_RANK = 16  # K of a tensor-core instruction
 _SCALE_WORDS = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}  # of a row and a column of tiles
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
@@ -58,9 +57,8 @@ def decode_gemm(
     `config` overrides the measured table. Rows of x may be strided; the other tensors must be contiguous. Raises
     ValueError for an unsupported device, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
 
-    The kernel may start before the one launched before it has ended. It reads words and scales of `weight` at once, and
-    waits before it reads or writes anything else. So the kernel directly before must not write the weight; with one
-    more kernel in between it may.
+    The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
+    waits before it reads or writes anything else. So no kernel of the same step may write the weight.
     """
     _check(x, weight, scale, bias, lora)
     y = x.new_empty((len(x), weight.shape[0]))
@@ -155,8 +153,8 @@ def _launch(
     tiles, columns = weight.words.shape[:2]
     token_blocks = -(-m // config.tokens)
     blocks = -(-n // config.rows) * token_blocks
-    partial, counters = _workspace(x.device, blocks * config.split * config.rows * config.tokens * (config.split > 1))
-    separate = config.separate or blocks > _COUNTERS
+    partial, counters = workspace(x.device, blocks * config.split * config.rows * config.tokens * (config.split > 1))
+    separate = config.separate or blocks > COUNTERS
     row_scale = scale if isinstance(scale, torch.Tensor) else None
     factor = 2.0**weight.exponent * (1.0 if isinstance(scale, torch.Tensor) else scale)
     xa, b, scaling = lora or (None, None, 0.0)
@@ -203,8 +201,8 @@ def launch_grouped(
     n = shape[0]
     tiles, columns = n // ROWS, weight.words.shape[1]
     blocks = -(-n // config.rows) * len(items)
-    split = config.split if blocks <= _COUNTERS else 1
-    partial, counters = _workspace(x.device, blocks * split * config.rows * config.tokens * (split > 1))
+    split = config.split if blocks <= COUNTERS else 1
+    partial, counters = workspace(x.device, blocks * split * config.rows * config.tokens * (split > 1))
     multiply: Any = jit_decode.decode[(blocks, split)]
     multiply(
         _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), scale,
@@ -234,32 +232,3 @@ def _gpu(device: torch.device) -> str:
 def nf4_table(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.tensor(nf4.VALUES).to(device).view(torch.int32)
-
-
-_workspaces: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
-_GRAPHS = -1  # key instead of a stream: graphs without an owner share a workspace, so replay one at a time
-
-
-def _workspace(device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 for `size` partial sums, and counters that are zero between launches: the owner's, or the current stream's.
-
-    Old workspaces are kept, because a captured graph may hold their addresses.
-    """
-    mine = owned("decode")
-    if mine is not None:
-        return _at_least(mine, device, size)
-    for_graphs = _at_least(_workspaces.setdefault((device, _GRAPHS), []), device, size)
-    if torch.cuda.is_current_stream_capturing():
-        return for_graphs
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return _at_least(_workspaces.setdefault((device, stream), []), device, size)
-
-
-def _at_least(kept: list[torch.Tensor], device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters and the last workspace in `kept`, after a larger one has been added if it is too small."""
-    if not kept or kept[-1].numel() < size:
-        with torch.inference_mode(False):
-            if not kept:
-                kept.append(torch.zeros(_COUNTERS, dtype=torch.int32, device=device))
-            kept.append(torch.empty(max(size, 1 << 20), dtype=torch.float32, device=device))
-    return kept[-1], kept[0]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from qerl_kernels.checks import require_device, require_shape
+from qerl_kernels.overlap import overlapping
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PAGE = 64  # tokens whose keys and values lie together
@@ -55,7 +56,7 @@ def add_norm(
     kernel: Any = jit_decoder_layer.add_norm
     kernel[(rows,)](
         x, delta, weight, total, normed, width, epsilon, ADD=delta is not None, UNIT_OFFSET=unit_offset, BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
+        num_warps=min(8, max(1, block // 256)), **overlapping(x.device),
     )  # fmt: skip
     return total, normed
 
@@ -80,7 +81,10 @@ def _gated(gate: torch.Tensor, up: torch.Tensor, gelu: bool) -> torch.Tensor:
     out = gate.new_empty(rows, width)
     kernel: Any = jit_decoder_layer.gated
     grid = (rows, -(-width // 1024))
-    kernel[grid](gate, up, out, width, gate.stride(0), up.stride(0), GELU=gelu, BLOCK=1024, num_warps=4)
+    kernel[grid](
+        gate, up, out, width, gate.stride(0), up.stride(0), GELU=gelu, BLOCK=1024, num_warps=4,
+        **overlapping(gate.device),
+    )  # fmt: skip
     return out
 
 
@@ -123,7 +127,7 @@ def rotate_store(
     kernel[(rows, queries + 2 * heads)](
         q, k, v, cos, sin, positions, table, keys, values, rotated, table.shape[1], q.stride(0), k.stride(0),
         v.stride(0), HEADS=queries, KV=heads, D=size, HALF=_power_of_2(size // 2), DIM=_power_of_2(size), PAGE=PAGE,
-        num_warps=1,
+        num_warps=1, **overlapping(q.device),
     )  # fmt: skip
     return rotated
 
@@ -166,7 +170,7 @@ def attend(
     seen = window or columns * PAGE
     factor = scaling * math.log2(math.e)
     shape = {"KV": heads, "GROUP": group, "D": size, "DIM": dim, "PAGE": PAGE, "PIECE": PIECE}
-    shape["BLOCK"] = key_block(dim, keys.dtype)
+    shape |= {"BLOCK": key_block(dim, keys.dtype), **overlapping(q.device)}
     if clusters is not None:
         prefix: Any = jit_decoder_layer.attend_prefix
         prefix[(len(clusters), heads, splits)](
@@ -183,6 +187,7 @@ def attend(
     combine[(rows * heads * group,)](
         partial, maxima, total, positions, prefixes, out, seen, pieces,
         HEADS=heads * group, D=size, DIM=dim, PIECE=PIECE, CHUNK=_CHUNK, num_warps=1,
+        **overlapping(q.device),
     )  # fmt: skip
     return out
 

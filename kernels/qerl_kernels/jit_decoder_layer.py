@@ -3,13 +3,16 @@
 import triton
 import triton.language as tl
 
+from qerl_kernels.jit_overlap import wait_for_earlier
+
 
 @triton.jit
 def add_norm(
     x, delta, weight, total, normed, width, epsilon,
-    ADD: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, UNIT_OFFSET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of x (n, H): total = x + delta, normed = total / rms(total) * (weight or 1 + weight)."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -26,8 +29,9 @@ def add_norm(
 
 
 @triton.jit
-def gated(gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated(gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A part of one row of silu(gate) * up, or gelu(gate) * up."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -66,8 +70,10 @@ def rotate_head(source, target, cos, sin, D: tl.constexpr, HALF: tl.constexpr):
 def rotate_store(
     q, k, v, cos, sin, positions, table, keys, values, rotated, columns, q_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: the rotated query goes to `rotated`, key and value to the page of the row's position."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions + row)
@@ -128,9 +134,10 @@ def attend_range(
 def attend_own(
     q, keys, values, table, lengths, prefixes, partial, maxima, total, factor, window, columns, pieces,
     KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Query heads that share one key head of one row, over pieces of the keys behind its prefix."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     end = tl.load(lengths + row).to(tl.int32) + 1
@@ -159,9 +166,10 @@ def attend_own(
 def attend_prefix(
     q, keys, values, table, lengths, prefixes, clusters, partial, maxima, total, factor, window, columns, pieces,
     KV: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Query heads that share one key head, of all rows of one cluster, over pieces of their common prefix."""
+    wait_for_earlier(PDL)
     cluster = clusters + tl.program_id(0) * MEMBERS
     head = tl.program_id(1)
     leader = tl.load(cluster).to(tl.int64)
@@ -194,8 +202,10 @@ def attend_prefix(
 def combine_pieces(
     partial, maxima, total, lengths, prefixes, out, window, pieces,
     HEADS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Combine the pieces that one query head of one row sees, in order, each weighted by its part of the softmax."""
+    wait_for_earlier(PDL)
     head = tl.program_id(0).to(tl.int64)
     row = head // HEADS
     end = tl.load(lengths + row).to(tl.int32) + 1

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from qerl_kernels import rows as fields
+from qerl_kernels.jit_overlap import wait_for_earlier
 
 TOKEN = tl.constexpr(fields.TOKEN)
 LENGTH = tl.constexpr(fields.LENGTH)
@@ -17,9 +18,10 @@ PLACE = tl.constexpr(fields.PLACE)
 @triton.jit
 def advance(
     state, tokens, logprobs, entropies, stop_ids, ids, all_logprobs, all_entropies, stride, count, width,
-    STOPS_BLOCK: tl.constexpr,
+    STOPS_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store what was drawn for one row, and move it on unless it was done."""
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     mine = state + row
     token = tl.load(tokens + row)

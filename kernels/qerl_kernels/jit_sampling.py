@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from qerl_kernels.jit_overlap import wait_for_earlier
+
 LOWEST = tl.constexpr(-1e30)  # replaces the difference to a logit of -inf, so that 0 times it is 0
 NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -109,7 +111,9 @@ def draw(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two, at least V / BLOCK
     ON_DEVICE: tl.constexpr,  # the position of each row is read from memory
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     place = tl.load(position + row) if ON_DEVICE else position
     base = logits + row.to(tl.int64) * stride

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qerl_kernels.checks import require_device, require_shape
+from qerl_kernels.overlap import overlapping
 
 FIELDS = (
     "token",  # the latest one, whose key is not yet stored
@@ -48,7 +49,7 @@ def advance(state: torch.Tensor, drawn: Results, stop_ids: torch.Tensor, results
     kernel: Any = jit_rows.advance
     kernel[(rows,)](
         state, *drawn, stop_ids, *results, state.shape[1], len(stop_ids), width,
-        STOPS_BLOCK=1 << max(0, len(stop_ids) - 1).bit_length(), num_warps=1,
+        STOPS_BLOCK=1 << max(0, len(stop_ids) - 1).bit_length(), num_warps=1, **overlapping(state.device),
     )  # fmt: skip
 
 

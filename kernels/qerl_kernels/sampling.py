@@ -14,6 +14,7 @@ import torch
 
 from qerl_kernels.checks import require_device, require_shape
 from qerl_kernels.loss_head import entropy_of
+from qerl_kernels.overlap import overlapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,5 +125,6 @@ def draw_seeded(
         ON_DEVICE=on_device,
         num_warps=WARPS,
         enable_fp_fusion=True,
+        **overlapping(logits.device),
     )
     return tokens, logprobs, entropies

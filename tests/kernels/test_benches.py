@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from qerl_kernels import decode_configs
 from qerl_kernels.decode_configs import Config
@@ -75,6 +76,30 @@ def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_search_has_the_adapters_of_a_run(layer: str, rank: int, together: int) -> None:
     """Query, key and value are one layer with three adapters; more ranks than 128 are not fused."""
     assert importlib.import_module("gemm").concatenated_rank(layer, rank) == together
+
+
+def test_projection_is_compared_on_matrices_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where ours takes 2 us and the library 7; matrices are as many as fill the rotated bytes."""
+    bench, timing = importlib.import_module("projection"), importlib.import_module("timing")
+    counts: list[list[int]] = []
+
+    def times(runs: list[list[Any]]) -> list[list[float]]:
+        counts.append([len(run) for run in runs])
+        return [[2.0] * 5, [7.0] * 5]
+
+    monkeypatch.setattr(timing, "times", times)
+    monkeypatch.setattr(timing, "ROTATED_BYTES", 1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(torch, "randn", lambda shape, **_: torch.zeros(shape))
+    found = list(bench.measure([3584], [32, 96], [1, 64]))
+    assert counts == [[4, 4]] * 2 + [[2, 2]] * 2
+    assert [(row["rank"], row["rows"], row["pieces"]) for row in found] == [
+        (32, 1, 56),
+        (32, 64, 56),
+        (96, 1, 19),
+        (96, 64, 19),
+    ]
+    assert {row["speedup"] for row in found} == {3.5} and found[3]["floor_us"] > found[0]["floor_us"] > 0
 
 
 def test_a_table_keeps_the_rank_that_it_was_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

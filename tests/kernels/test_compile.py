@@ -55,6 +55,18 @@ class Compiled:
         return sum(re.search(pattern, text) is not None for text in self.instructions)
 
     @property
+    def waits_first(self) -> bool:
+        """Whether it lets the next kernel start and waits for earlier ones before it touches global memory."""
+        touches = [i for i, text in enumerate(self.instructions) if re.search(r"\b(LDG|STG|LDGSTS|ATOMG|RED)\b", text)]
+        waits = [i for i, text in enumerate(self.instructions) if re.search(r"\bACQBULK\b", text)]
+        return self.count(r"\bPREEXIT\b") > 0 and bool(waits) and waits[0] < touches[0]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether an instruction of programmatic dependent launch is in it."""
+        return "griddepcontrol" in self.ptx or self.count(r"\b(ACQBULK|PREEXIT)\b") > 0
+
+    @property
     def spills(self) -> bool:
         return self.stack > 0 or self.local > 0 or self.count(r"\b(LDL|STL)\b") > 0
 
@@ -124,9 +136,15 @@ def _cuobjdump(option: str, path: Path) -> str:
     return subprocess.run([program, option, path], check=True, capture_output=True, text=True).stdout
 
 
-def _sound(built: Compiled) -> None:
+def _sound(built: Compiled, overlapping: bool = False) -> None:
     assert not built.spills, (built.stack, built.local)
     assert built.shared <= SHARED_LIMIT
+    assert built.waits_first if overlapping else not built.overlaps
+
+
+def _overlapping(arch: int) -> tuple[bool, ...]:
+    """The values of PDL: targets before sm_90 do not have it, and others may run without."""
+    return (False, True) if arch >= 90 else (False,)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -188,7 +206,9 @@ def test_sampling(arch: int, choice: str) -> None:
         signature["position"] = "*i64"
     constants |= {"SHIFT": 16, "BLOCK": BLOCK, "BLOCKS": 64}
     aligned = ("logits", "vocabulary", "stride")
-    _sound(compiled(jit_sampling.draw, signature, constants, arch, num_warps=WARPS, aligned=aligned))
+    for pdl in _overlapping(arch):
+        built = compiled(jit_sampling.draw, signature, constants | {"PDL": pdl}, arch, num_warps=WARPS, aligned=aligned)
+        _sound(built, pdl)
 
 
 def _compiled_layer_op(
@@ -208,40 +228,58 @@ def _compiled_layer_op(
     return compiled(kernel, wanted, constants, arch, warps, stages, aligned)
 
 
-def _attention(arch: int, dtype: str, size: int, prefix: bool) -> Compiled:
+def _attention(arch: int, dtype: str, size: int, prefix: bool, pdl: bool = False) -> Compiled:
     from qerl_kernels import jit_decoder_layer
     from qerl_kernels.decoder_layer import PAGE, PIECE, PREFIX_WARPS, key_block, own_warps
 
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     block, warps = key_block(size, torch_dtype), own_warps(torch_dtype)
     shape = {"KV": 4, "GROUP": 7, "D": size, "DIM": size, "BLOCK": block, "PAGE": PAGE, "PIECE": PIECE}
+    shape["PDL"] = pdl
     if prefix:
         shape |= {"MEMBERS": 9, "ROWS": 64}
         return _compiled_layer_op(jit_decoder_layer.attend_prefix, shape, arch, PREFIX_WARPS, 2, dtype)
     return _compiled_layer_op(jit_decoder_layer.attend_own, shape | {"ROWS": 16}, arch, warps, 3, dtype)
 
 
-@pytest.mark.parametrize("arch", PAGED)
-def test_decoder_layer(arch: int) -> None:
+@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in PAGED for pdl in _overlapping(arch)])
+def test_decoder_layer(arch: int, pdl: bool) -> None:
     """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
     from qerl_kernels import jit_decoder_layer, jit_rows
     from qerl_kernels.decoder_layer import PAGE, PIECE
 
-    shape = {"D": 128, "DIM": 128}
+    def check(kernel: Any, warps: int, **constants: Any) -> None:
+        _sound(_compiled_layer_op(kernel, constants | {"PDL": pdl}, arch, warps), pdl)
+
     for gemma in (False, True):
-        norm = {"ADD": True, "UNIT_OFFSET": gemma, "BLOCK": 4096}
-        _sound(_compiled_layer_op(jit_decoder_layer.add_norm, norm, arch, 8))
-        _sound(_compiled_layer_op(jit_decoder_layer.gated, {"GELU": gemma, "BLOCK": 1024}, arch, 4))
-    store = shape | {"KV": 4, "HEADS": 28, "HALF": 64, "PAGE": PAGE}
-    _sound(_compiled_layer_op(jit_decoder_layer.rotate_store, store, arch, 1))
+        check(jit_decoder_layer.add_norm, 8, ADD=True, UNIT_OFFSET=gemma, BLOCK=4096)
+        check(jit_decoder_layer.gated, 4, GELU=gemma, BLOCK=1024)
+    check(jit_decoder_layer.rotate_store, 1, D=128, DIM=128, KV=4, HEADS=28, HALF=64, PAGE=PAGE)
     for prefix in (False, True):
-        attend = _attention(arch, "bf16", 128, prefix)
-        _sound(attend)
+        attend = _attention(arch, "bf16", 128, prefix, pdl)
+        _sound(attend, pdl)
         assert attend.count("MMA") > 0 and attend.count("LDGSTS") > 0
         assert attend.shared <= (99 if arch in (89, 120) else 163) * 1024
-    combine = shape | {"HEADS": 28, "PIECE": PIECE, "CHUNK": 8}
-    _sound(_compiled_layer_op(jit_decoder_layer.combine_pieces, combine, arch, 1))
-    _sound(_compiled_layer_op(jit_rows.advance, {"STOPS_BLOCK": 2}, arch, 1))
+    check(jit_decoder_layer.combine_pieces, 1, D=128, DIM=128, HEADS=28, PIECE=PIECE, CHUNK=8)
+    check(jit_rows.advance, 1, STOPS_BLOCK=2)
+
+
+@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in PAGED for pdl in _overlapping(arch)])
+@pytest.mark.parametrize(("rank", "width"), [(96, 3584), (32, 18944)])
+def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
+    """Layers of a 7B model: tensor cores, whole vectors, and all inputs of a program copied ahead of use."""
+    from qerl_kernels import jit_projection
+    from qerl_kernels.projection import pieces_of
+
+    signature = {"x": "*bf16", "a": "*bf16", "y": "*bf16", "partial": "*fp32", "counters": "*i32"}
+    signature |= dict.fromkeys(("rows", "rank", "width"), "i32")
+    inputs, pieces = pieces_of(rank, width)
+    constants = {"INPUTS": inputs, "PIECES": pieces, "TILE": 16, "COLUMNS": 64, "PDL": pdl}
+    aligned = tuple(name for name in signature if name != "rows")
+    built = compiled(jit_projection.project, signature, constants, arch, 4, 6, aligned)
+    _sound(built, pdl)
+    assert built.count("MMA") == inputs // 16 and built.count(r"LDGSTS\.\S*128") == built.count("LDGSTS") > 0
+    assert built.count("ATOM") == 2 and built.count(r"LDG\b") == pieces
 
 
 @pytest.mark.parametrize("arch", PAGED)
@@ -321,6 +359,7 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "stride_ym"))
     built = compiled(jit_decode.decode, signature, constants, 90, num_warps=4, aligned=aligned)
     assert built.shared <= SHARED_LIMIT
+    assert built.overlaps and built.waits_first == grouped  # others read weights before they wait
     loop = built.loop("HGMMA")
     assert not any(text.startswith(("LDL", "STL")) for text in loop)
     assert sum("HGMMA" in text for text in loop) == 4 * ring

@@ -18,7 +18,7 @@ from qerl_bench.model import kernels as kernel_choice
 from qerl_bench.model.kernels import LoRALinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.records import Prompt
-from qerl_kernels import decode
+from qerl_kernels import decode, projection
 
 MakePolicy = Callable[..., Any]
 
@@ -185,10 +185,12 @@ def test_head_and_sampling_give_the_same_rollouts(
         assert one.entropies == pytest.approx(other.entropies, abs=1e-4)
 
 
-@pytest.mark.parametrize("rank", [4, 9])
-def test_sampling_takes_the_decode_gemm(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """With its reference in place of the kernel: what is passed to it, adapter and bias included; not where a gradient
-    is needed, and an adapter too large for it is added afterwards."""
+@pytest.mark.parametrize(("rank", "few"), [(4, 14), (4, 13), (9, 14)])
+def test_sampling_takes_the_decode_gemm(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, rank: int, few: int
+) -> None:
+    """With references in place of the kernels: what is passed to them, adapter and bias included; not where a gradient
+    is needed, and an adapter too large for it is added afterwards. More than a few rows are projected by a library."""
     policy = make_policy("model.dtype=bfloat16", f"lora.rank={rank}", adapted=True)
     ids = _ids(2, 7)
     with torch.no_grad():
@@ -196,7 +198,13 @@ def test_sampling_takes_the_decode_gemm(make_policy: MakePolicy, monkeypatch: py
     monkeypatch.setattr(decode, "MAX_RANK", 8)
     monkeypatch.setattr(decode, "supported", lambda weight, tokens, dtype: tokens <= 14)
     monkeypatch.setattr(kernel_choice, "supported", decode.supported)
+    monkeypatch.setattr(projection, "FEW_ROWS", few)
     calls: list[int] = []
+    projected: list[int] = []
+
+    def project(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        projected.append(len(x))
+        return x @ a.t()
 
     def decode_gemm(x: torch.Tensor, weight: Any, scale: Any, bias: Any, lora: Any = None) -> torch.Tensor:
         assert x.is_contiguous() and (lora is None) == (rank == 9)
@@ -204,8 +212,9 @@ def test_sampling_takes_the_decode_gemm(make_policy: MakePolicy, monkeypatch: py
         return decode.decode_reference(x, weight, scale, bias, lora)
 
     monkeypatch.setattr(decode, "decode_gemm", decode_gemm)
+    monkeypatch.setattr(projection, "project", project)
     assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.DECODE}
     with torch.inference_mode():
         found = policy.model(ids).logits
-    assert calls == [14] * 14
+    assert calls == [14] * 14 and projected == ([14] * 14 if few == 14 else [])
     assert torch.allclose(found, wanted, rtol=0, atol=0.05)

@@ -16,7 +16,7 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.nf4 import NF4
-from qerl_kernels import decode, layout
+from qerl_kernels import decode, layout, projection
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 
@@ -194,7 +194,9 @@ class PackedLinear(torch.nn.Linear):
                 scale[rows] = value
         if adapter is None:
             return decode.decode_gemm(x, weight, scale, self.bias)
-        down, b = x @ adapter.a.to(x.dtype).t(), adapter.b.to(x.dtype)  # (M, r) and (N, r)
+        a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)  # (r, K) and (N, r)
+        few = len(x) <= projection.FEW_ROWS and len(a) <= projection.MAX_RANK
+        down = projection.project(x, a) if few else x @ a.t()  # (M, r)
         if b.shape[1] > decode.MAX_RANK:
             return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
         return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling))
