@@ -342,7 +342,7 @@ def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed" in done.stderr and "sweep of 2 runs: 0 finished before, 2 to do" in done.stderr
     good, bad = sorted(run_dirs(tmp_path), key=lambda run_dir: not (run_dir / "done.json").exists())
-    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in done.stderr.split("failed")[1]
+    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in done.stderr.split("runs failed")[1]
     assert "changed 0 of 8 norms" in (bad / "launch.log").read_text()
     assert done.stdout == f"{sweep_table([good, bad])}\n"
     assert_complete(good)

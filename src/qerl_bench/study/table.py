@@ -94,7 +94,7 @@ def _lines(columns: Mapping[tuple[str, str], Sequence[str]], gap: str, width: in
     rows = [[*cells] for cells in zip(*([*heading, *cells] for heading, cells in columns.items()), strict=True)]
     left = [heading[1] in TEXTS for heading in columns]
     parts = [
-        [_wrapped(cell, width) if is_text else [cell] for cell, is_text in zip(row, left, strict=True)] for row in rows
+        [wrapped(cell, width) if is_text else [cell] for cell, is_text in zip(row, left, strict=True)] for row in rows
     ]
     cut = [line for row in parts for line in zip_longest(*row, fillvalue="")]
     widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
@@ -111,7 +111,7 @@ def _fits(lines: Sequence[str]) -> bool:
     return max(map(len, lines)) <= WIDTH
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def wrapped(text: str, width: int) -> list[str]:
     """`text` in pieces of at most `width` letters, cut behind a - or _ where there is one."""
     return re.findall(rf".{{1,{width}}}$|.{{0,{width - 1}}}[-_]|.{{{width}}}", text) or [text]
 
