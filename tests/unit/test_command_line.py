@@ -138,6 +138,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.slow
 def test_stdout_has_the_result_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
