@@ -96,13 +96,18 @@ def statuses(folders: list[Path]) -> list[Status]:
     """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""
     runs = {run for folder in folders for run in runs_below(folder)}
     known = {run.absolute() for run in runs}
-    swept = {run for folder in folders for run in going_on(folder)}
-    coming = [run for run in sorted(swept - known) if not is_finished(run)]
+    swept = {run: folder for folder in folders for run in going_on(folder)}
+    coming = [below(run, swept[run]) for run in sorted(swept.keys() - known) if not is_finished(run)]
     queue = cache(own_jobs)  # Slurm is asked once, and only if a run seems to be queued
     return [
         *(status_of(run, run.absolute() in swept, queue) for run in sorted(runs)),
         *(status_of(run, True, queue) for run in coming),
     ]
+
+
+def below(run: Path, folder: Path) -> Path:
+    """An absolute path as seen from where `folder` is seen from."""
+    return folder / run.relative_to(folder.absolute()) if run.is_relative_to(folder.absolute()) else run
 
 
 def runs_below(folder: Path) -> Iterator[Path]:

@@ -138,6 +138,14 @@ def test_watching_ends_when_nothing_goes_on(
     assert printed.count("1 runs") == 2 and printed.rstrip().endswith("1 runs, 1 done")
 
 
+def test_runs_to_come_are_shown_as_the_others_are(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("a")
+    monkeypatch.chdir(tmp_path.parent)
+    folder = Path(tmp_path.name)
+    with listed(tmp_path, [tmp_path / "a", tmp_path / "b"]):
+        assert [one.run for one in status.statuses([folder])] == [folder / "a", folder / "b"]
+
+
 def test_a_sweep_may_end_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(points, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
     with points.listed(tmp_path, [tmp_path / "a"]):
