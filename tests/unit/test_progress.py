@@ -118,7 +118,7 @@ def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.Mo
 
 
 PROGRAM = """
-import time
+import sys, time
 from qerl_bench import progress
 from qerl_bench.terminal import lasting_output
 progress.TICK_S = 0.05
@@ -127,14 +127,15 @@ with lasting_output(), progress.phase("sampling", 4, "completions") as sampling:
     while sampling.bar is None:
         time.sleep(0.05)
     time.sleep(0.5)
-    print("a line of the log")
+    print("a line of the log", file=getattr(sys, sys.argv[1]))
 """
 
 
-def test_a_terminal_shows_bars_and_lines_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_terminal_shows_bars_and_lines_do_not_mix(stream: str) -> None:
     mine, its = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=its, stderr=its, env=environment)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, stream], stdout=its, stderr=its, env=environment)
     os.close(its)
     shown = b""
     while chunk := read(mine):
