@@ -1,7 +1,7 @@
 """Starts runs in processes of their own that end with this one, however it ends.
 
 A child holds one end of a pipe. Its other end closes when this process ends, be it by kill -9, and the child then sends
-itself SIGTERM.
+itself SIGTERM. What it prints is no result of this process: it goes to stderr, unless `stdout` says otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 PARENT = "QERL_BENCH_PARENT"  # environment variable of a child: its end of the pipe
 _watched = threading.Event()  # set in a child
+STDERR = 2
 STOP_LIMIT_S = 600.0  # for a child to end after a signal, which may wait for a step and a checkpoint
 
 
@@ -26,6 +27,7 @@ class Child:
         end, self._mine = os.pipe()
         environment = {**(os.environ if environment is None else environment), PARENT: str(end)}
         try:
+            options = {"stdout": STDERR, **options}
             self._process = subprocess.Popen(words, env=environment, pass_fds=[end], **options)
         except BaseException:
             os.close(self._mine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,12 +110,12 @@ def check_single(argv: list[str]) -> Point | None:
     return point
 
 
-def finished_before(run_dir: Path) -> str:
-    """What is said of a run that is complete, with its table."""
+def tell_finished(run_dir: Path) -> None:
+    """Print the result of a run that is complete, as the run itself did."""
     from qerl_bench.study.table import places, render, summary
 
-    table = render(summary([run_dir]))
-    return "\n".join([f"finished before: {run_dir} (delete the folder to run it again)", table, *places(run_dir)])
+    print(f"finished before: {run_dir} (delete the folder to run it again)", file=sys.stderr)
+    print(render(summary([run_dir])), *places(run_dir), sep="\n")
 
 
 def warn_of_single_point(hydra: HydraConf) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from qerl_bench.arguments import WIDTH
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import Composer
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_files import Field, find_option, option_fields, options_of, read_option, same_value
@@ -37,7 +37,8 @@ conf/, a word KEY=VALUE changes a value. `python src/run.py` in a checkout is th
 """
 FLAGS = """
 Flags:
-  -m, --multirun      run every combination of the values that are separated by commas
+  -m, --multirun      run every combination of the values that are separated by commas, one after
+                      the other; hydra.launcher.slots=N: N side by side
   --explain KEY ...   what a value, all values of a group (noise), an axis (aqn) or an option (exp)
                       mean; other words choose options: --explain aqn.stages aqn=exp
   --cfg job           print the config instead of running it; --resolve fills in references
@@ -99,6 +100,10 @@ def _explain(
     key: str, places: Sequence[Place], choices: Mapping[str, str], folders: Sequence[Path], values: Mapping[str, Any]
 ) -> str:
     name = key.rstrip(".")
+    require(
+        name.partition(".")[0] != "hydra",
+        f"{key} belongs to Hydra or to what starts the runs of a sweep: see docs/runs.md, docs/cluster.md, --cfg hydra",
+    )
     found = {full: (place, field) for place in places for full, field in place.fields.items()}
     below = {full: entry for full, entry in found.items() if full == name or full.startswith(f"{name}.")}
     blocks = [_value(full, *entry, values.get(full)) for full, entry in below.items() if _is_shown(entry[1])]

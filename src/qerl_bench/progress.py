@@ -1,4 +1,4 @@
-"""What a run says while it goes on: bars on a terminal, a few lines on a pipe. run.log gets a line for every step.
+"""What a run says on stderr while it goes on: bars on a terminal, a few lines on a pipe. run.log has every step.
 
 What takes a while is a *phase*; phases nest. On a pipe a step is told at the first, the last and every twentieth part
 of the run, and after a silence (`silence_s`) whatever is going on is told, so that a long run fills no log and a slow
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -85,9 +85,8 @@ class Phase:
         """Draw the bar, on a terminal."""
         if self.bar is None:
             form: dict[str, Any] = {} if self.total is not None else {"bar_format": "{desc}: {elapsed}"}
-            self.bar = tqdm(
-                total=self.total, initial=self.first, desc=self.label, unit=f" {self.unit}", leave=False, **form
-            )
+            form |= {"total": self.total, "initial": self.first, "desc": self.label, "unit": f" {self.unit}"}
+            self.bar = tqdm(file=watch.screen, leave=False, **form)
             self.bar.start_t -= self.elapsed_s
         self.bar.set_description_str(self.label, refresh=False)
         columns, self.bar.nrows = shutil.get_terminal_size()  # 80, 24 where it is unknown
@@ -108,6 +107,7 @@ class Watch:
         self.ticking = False
         self.said = 0.0  # when a line was printed
         self.took: dict[str, float] = {}  # seconds of the last phase of each name
+        self.screen: TextIO | None = None  # where bars are drawn; None = stderr
 
     def begin(self, phase: Phase) -> None:
         with self.lock:
@@ -165,7 +165,7 @@ class Watch:
     def say(self, line: str) -> None:
         self.said = time.monotonic()
         if not sys.stderr.isatty():
-            print(line, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
 
 watch = Watch()

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from qerl_bench import __version__, own_options
 from qerl_bench.checks import require
-from qerl_bench.cli import check_single, finished_before, flags_first, warn_of_single_point, with_swept_axes
+from qerl_bench.cli import check_single, flags_first, tell_finished, warn_of_single_point, with_swept_axes
 from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
 from qerl_bench.explain import explain, usage
 from qerl_bench.failure import failure_in_log
@@ -91,7 +91,7 @@ def main(words: list[str]) -> None:
         )
         point = world.from_first(lambda: check_single(words))
         if point is not None and point.finished:
-            print(finished_before(point.run_dir))
+            tell_finished(point.run_dir)
             return
         words = with_swept_axes(words) if sweep else words
         sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them

@@ -94,7 +94,8 @@ def check_run_dir(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str =
         refuse_other_config(path, cfg, elsewhere)
 
 
-def refuse_damaged(path: Path, elsewhere: str) -> None:
+def refuse_damaged(path: Path, elsewhere: str = ELSEWHERE) -> None:
+    """Raise ConfigError for what is damaged of a finished run, or of what an unfinished one continues from."""
     finished, checkpoint = is_finished(path), last_checkpoint(path)
     if checkpoint is not None or finished:
         check_records(path, f"Or choose another place: {elsewhere}", to_continue=True)

@@ -6,6 +6,7 @@
     qerl-bench status --json     # for programs: a list with an object for each run
 
     done        all numbers are there
+    damaged     done, but a file is not as the run wrote it, with the remedy
     running     a process holds its lock, here or on another machine that shares the file
                 system; where, and since when
     queued      a job of a scheduler will run it
@@ -37,7 +38,7 @@ from qerl_bench.failure import MARK
 from qerl_bench.locks import holder
 from qerl_bench.points import going_on
 from qerl_bench.progress import duration
-from qerl_bench.rundir import DONE, is_finished
+from qerl_bench.rundir import DONE, is_finished, refuse_damaged
 from qerl_bench.stored import read_config, read_object
 from qerl_bench.study.cost import Cost, total_cost
 
@@ -95,13 +96,18 @@ def statuses(folders: list[Path]) -> list[Status]:
     """The status of each run below `folders`, and of those that a sweep which goes on there has yet to start."""
     runs = {run for folder in folders for run in runs_below(folder)}
     known = {run.absolute() for run in runs}
-    swept = {run for folder in folders for run in going_on(folder)}
-    coming = [run for run in sorted(swept - known) if not is_finished(run)]
+    swept = {run: folder for folder in folders for run in going_on(folder)}
+    coming = [below(run, swept[run]) for run in sorted(swept.keys() - known) if not is_finished(run)]
     queue = cache(own_jobs)  # Slurm is asked once, and only if a run seems to be queued
     return [
         *(status_of(run, run.absolute() in swept, queue) for run in sorted(runs)),
         *(status_of(run, True, queue) for run in coming),
     ]
+
+
+def below(run: Path, folder: Path) -> Path:
+    """An absolute path as seen from where `folder` is seen from."""
+    return folder / run.relative_to(folder.absolute()) if run.is_relative_to(folder.absolute()) else run
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -127,14 +133,15 @@ def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]
         try:
             steps = total_steps(run)
         except ConfigError as error:
-            note = f"{note}  {error}"
+            note = note if state == "damaged" else f"{note}  {error}"
     return Status(run, state, step, steps, seconds_per_step(run), note)
 
 
 def state_of(run: Path) -> tuple[str, str]:
     """The state of a run, and what there is to say about it."""
-    if is_finished(run):
-        return "done", ""
+    with suppress(FileNotFoundError):
+        damage = damage_of(run, (run / DONE).stat().st_mtime_ns)
+        return ("damaged", damage) if damage else ("done", "")
     if who := holder(run / ".lock"):
         return "running", f"in {who}"
     log, job = run / "run.log", run / "job.json"
@@ -144,6 +151,19 @@ def state_of(run: Path) -> tuple[str, str]:
     if reason is None or reason.startswith(STOPPED):
         return "unfinished", "" if reason is None else f"stopped by {reason.rstrip(': ')}"
     return "failed", reason
+
+
+@cache
+def damage_of(run: Path, finished_ns: int) -> str | None:
+    """What is wrong with a run that was finished at this time, as the run itself would say; None if it is whole.
+
+    That is looked up once, since files of a finished run are hashed for it.
+    """
+    try:
+        refuse_damaged(run)
+    except (ConfigError, OSError) as error:
+        return str(error)
+    return None
 
 
 def job_in(path: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Output that may end before the program does: a closed pipe (`| head`), a full disk, no terminal at all."""
+"""Output that may end before the program does: a closed pipe (`| head`), a full disk, no terminal at all.
+
+Results go to stdout, all else to stderr. Where both are one file, their lines keep their order.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from qerl_bench.progress import watch
 
@@ -50,13 +53,22 @@ def lasting_output() -> Iterator[None]:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        Lasting(open(descriptor, "w", closefd=False) if stream is None else stream, *below)  # noqa: SIM115 - until the end
-        for descriptor, (stream, below) in enumerate(zip(before, ([watch.clear], []), strict=True), start=1)
+    out, error = (
+        open(descriptor, "w", closefd=False) if stream is None else stream  # noqa: SIM115 - until the end
+        for descriptor, stream in enumerate(before, start=1)
     )
+    results = Lasting(out, watch.clear)
+
+    def behind_results() -> None:
+        results.flush()
+        watch.clear()
+
+    sys.stdout, sys.stderr = results, Lasting(error, behind_results)
+    watch.screen = cast(TextIO, Lasting(error))
     try:
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         sys.stdout, sys.stderr = before
+        watch.screen = None

@@ -130,6 +130,11 @@ def test_a_word_that_names_no_option_is_answered_with_one_that_does(words: str, 
         compose(words.split())
 
 
+def test_keys_of_launchers_are_explained_elsewhere() -> None:
+    with pytest.raises(ConfigError, match=r"hydra\.launcher\.slots belongs to .* docs/runs\.md"):
+        explain(["hydra.launcher.slots"])
+
+
 def test_names_of_other_libraries_lead_to_options_that_exist_and_are_none_themselves() -> None:
     inside = {key for axis in AXES for key in keys_of_axis(axis, [CONF_DIR])}
     keys = {*inside, *(field.key for field in read_option(CONF_DIR / "run.yaml").fields), *AXES}

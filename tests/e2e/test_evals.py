@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from qerl_bench.config import build
 from qerl_bench.eval import reevaluate as again
 from qerl_bench.eval.command import main
 from qerl_bench.experiment import run_experiment
+
+SOURCES = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("src", "kernels"))
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +89,13 @@ def test_another_protocol_has_its_own_folder_and_is_done_once(
     assert (folder / "done.json").stat().st_mtime_ns == made
     assert "eval/pass_at_k" in capsys.readouterr().out
     assert contents(finished) == before
+
+
+def test_stdout_has_the_scores_and_stderr_how_they_came_to_be(finished: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "qerl_bench", "eval", str(finished), "eval.questions=2", f"out={tmp_path / 'out'}"]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SOURCES})
+    assert done.returncode == 0 and done.stdout == f"{again.render(tmp_path / 'out')}\n", done.stderr
+    assert "step 4, 2 questions" in done.stderr and "eval/accuracy" not in done.stderr
 
 
 def test_other_questions_into_another_folder_from_a_run_that_has_moved(finished: Path, tmp_path: Path) -> None:

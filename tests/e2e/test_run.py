@@ -22,6 +22,8 @@ from qerl_bench.__main__ import main
 from qerl_bench.config import build, compose
 from qerl_bench.eval.command import main as evaluate_again
 from qerl_bench.experiment import run_experiment
+from qerl_bench.study.table import places, render, summary
+from qerl_bench.sweep_table import sweep_table
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -117,7 +119,7 @@ def user_commands() -> list[str]:
 
 def test_commands_of_the_readme_run_as_written(tmp_path):
     """The very words of the README with `experiment=smoke` behind them, so that they end soon; in one folder, where
-    the command behind `make run` meets a point of the sweep."""
+    the command behind `make run` meets a point of the sweep. stdout has the result, and stderr how it came to be."""
     expected = set()
     for line in user_commands():
         words = shlex.split(line)[1:]
@@ -126,7 +128,12 @@ def test_commands_of_the_readme_run_as_written(tmp_path):
         assert done.returncode == 0, done.stderr
         swept = [[f"{word.partition('=')[0]}={value}" for value in word.partition("=")[2].split(",")] for word in words]
         points = product(*[values for word, values in zip(words, swept, strict=True) if not word.startswith("-")])
-        expected |= {compose([*point, *small]).name for point in points}
+        folders = [tmp_path / "runs" / compose([*point, *small]).name for point in points]
+        table = sweep_table(folders) if "-m" in words else "\n".join([render(summary(folders)), *places(folders[0])])
+        assert done.stdout == f"{table}\n"
+        assert "step 6/6" in done.stderr or f"finished before: {folders[0]}" in done.stderr
+        assert "accuracy:" not in done.stderr
+        expected |= {folder.name for folder in folders}
         assert {run_dir.name for run_dir in run_dirs(tmp_path)} == expected
     for run_dir in run_dirs(tmp_path):
         assert_complete(run_dir)
@@ -233,7 +240,7 @@ def test_a_finished_run_is_not_run_again(learning_root):
     before = (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes()
     done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={learning_root}")
     assert done.returncode == 0
-    assert "finished before" in done.stdout + done.stderr
+    assert "finished before" in done.stderr
     assert (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes() == before
 
 
@@ -333,14 +340,15 @@ def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
     words.append("hydra.launcher.slots=2")
     done = run(*words)
     assert done.returncode == 1, done.stderr
-    assert "1 of 2 runs failed" in done.stderr
+    assert "1 of 2 runs failed" in done.stderr and "sweep of 2 runs: 0 finished before, 2 to do" in done.stderr
     good, bad = sorted(run_dirs(tmp_path), key=lambda run_dir: not (run_dir / "done.json").exists())
-    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in done.stderr.split("failed")[1]
+    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in done.stderr.split("runs failed")[1]
     assert "changed 0 of 8 norms" in (bad / "launch.log").read_text()
+    assert done.stdout == f"{sweep_table([good, bad])}\n"
     assert_complete(good)
     assert not (bad / "done.json").exists()
     finished = (good / "done.json").stat().st_mtime_ns
     again = run(*words)
     assert again.returncode == 1
-    assert "1 finished before, 1 to do" in again.stdout + again.stderr
+    assert "1 finished before, 1 to do" in again.stderr
     assert (good / "done.json").stat().st_mtime_ns == finished

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -121,6 +122,34 @@ def test_a_wrong_word_is_refused(word: str, says: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parser().parse_args(["a", word])
     assert says in capsys.readouterr().err
+
+
+# Commands in a folder with `runs`, in this order, and the one or two last lines of what each prints.
+RESULTS = {
+    "status": r"8 runs, 8 done\ncost of the finished runs: .*",
+    "status json=true": r" \}\n\]",
+    "collect runs out=study": r"8 runs, 0 of them unfinished, \d+ numbers: study\ncost of the finished runs: .*",
+    "claims runs": r"figures/claims\.md\nfigures/claims\.svg",
+    "report runs": r"report/index\.html  1 study, 8 runs, 0 pages of samples",
+    "compare runs/bf16-none-* runs/nvfp4-none-*": r"[a-z_]+/[^\n]+",
+    "publish runs out=published": r"\nNothing was sent\. To send these files: .*",
+    "check published": r"published: 8 runs of 4 settings, complete",
+    "matrix study": r"figures/matrix\.md",
+}
+
+
+@pytest.mark.slow
+def test_stdout_has_the_result_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(RUNS, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("QERL_ROOT", raising=False)
+    for words, ends in RESULTS.items():
+        assert main(words.split()) == 0
+        said = capsys.readouterr()
+        assert re.search(rf"(^|\n){ends}\s*$", said.out), (words, said.out[-500:])
+        assert said.err == "", words
 
 
 # --- earlier names ---------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_pipe_is_neither_flooded_nor_silent(
                     silences.append(clock.now - progress.watch.said)
                     progress.watch.tell()
             told.report(step, {"reward/mean": 0.5, "loss": 0.0, "grad_norm": 0.25})
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     of_steps = [line for line in lines if line.startswith("step ") and "/" in line]
     assert of_steps[0].split()[1].startswith("1/") and f"{steps}/{steps}" in of_steps[-1]
     assert "reward 0.500  grad norm 0.25" in of_steps[0] and "loss" not in of_steps[0]
@@ -66,7 +66,7 @@ def test_the_time_left_counts_from_where_a_run_continues(clock: Clock, capsys: p
     with StepProgress(90, 100) as told:
         clock.now += 60
         told.report(91, {"loss": 0.125})
-    assert "step  91/100  loss 0.1250  left 9:00" in capsys.readouterr().out
+    assert "step  91/100  loss 0.1250  left 9:00" in capsys.readouterr().err
     assert [duration(seconds) for seconds in (7.9, 245, 7390)] == ["0:07", "4:05", "2:03:10"]
 
 
@@ -74,7 +74,7 @@ def test_what_took_long_is_announced_with_an_estimate(clock: Clock, capsys: pyte
     for seconds in (30, 245, 10):
         with phase("evaluation"):
             clock.now += seconds
-    assert capsys.readouterr().out == "evaluation: about 4:05\n"
+    assert capsys.readouterr().err == "evaluation: about 4:05\n"
 
 
 def test_a_line_after_a_silence_names_all_that_goes_on(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_a_line_after_a_silence_names_all_that_goes_on(clock: Clock, capsys: pyt
         assert progress.watch.is_silent()
         progress.watch.tell()
         assert not progress.watch.is_silent()
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said == "evaluation, sampling 25 of 100 completions: 0:19 so far, about 0:13 left\n"
 
 
@@ -103,7 +103,7 @@ def test_a_thread_of_its_own_breaks_the_silence(
     while watch.ticking:  # it ends with the last phase
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert "waiting: 0:00 so far" in capsys.readouterr().out
+    assert "waiting: 0:00 so far" in capsys.readouterr().err
 
 
 def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.Mo
 
 
 PROGRAM = """
-import time
+import sys, time
 from qerl_bench import progress
 from qerl_bench.terminal import lasting_output
 progress.TICK_S = 0.05
@@ -127,14 +127,15 @@ with lasting_output(), progress.phase("sampling", 4, "completions") as sampling:
     while sampling.bar is None:
         time.sleep(0.05)
     time.sleep(0.5)
-    print("a line of the log")
+    print("a line of the log", file=getattr(sys, sys.argv[1]))
 """
 
 
-def test_a_terminal_shows_bars_and_lines_do_not_mix(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_terminal_shows_bars_and_lines_do_not_mix(stream: str) -> None:
     mine, its = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=its, stderr=its, env=environment)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, stream], stdout=its, stderr=its, env=environment)
     os.close(its)
     shown = b""
     while chunk := read(mine):

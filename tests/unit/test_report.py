@@ -80,6 +80,21 @@ def test_several_studies_have_an_index(root: Path, tmp_path: Path) -> None:
         assert f'href="{name}/index.html"' in text and (tmp_path / "report" / name / "index.html").is_file()
 
 
+def test_studies_whose_paths_look_alike_have_pages_of_their_own(root: Path, tmp_path: Path) -> None:
+    """a-b and a/b; a folder of runs within a folder of runs."""
+    runs = sorted(root.iterdir())
+    for study, run in zip(("a-b", "a/b", "a/b/runs", "a/b-runs"), runs, strict=False):
+        shutil.copytree(run, tmp_path / "in" / study / run.name)
+    command.main([str(tmp_path / "in"), f"out={tmp_path}/report"])
+    pages = re.findall(r'<a href="([^"]+)">', (tmp_path / "report" / "index.html").read_text())
+    shown = [[run["name"] for run in data_of(tmp_path / "report" / page)["runs"]] for page in pages]
+    assert sorted(shown) == [[run.name] for run in runs[:4]]
+    command.main([str(tmp_path / "in" / "a" / "b"), f"out={tmp_path}/inner"])
+    inner = tmp_path / "inner"
+    folders = {page.parent.relative_to(inner).as_posix() for page in inner.rglob("*.html")}
+    assert folders == {".", "b", "b/runs"}
+
+
 def test_runs_can_be_left_out(root: Path, tmp_path: Path) -> None:
     command.main([str(root), f"out={tmp_path}/report", "except=*-s0-*"])
     data = data_of(tmp_path / "report" / "index.html")
@@ -157,7 +172,7 @@ def test_watching_writes_again_until_nothing_goes_on(
     monkeypatch.setattr(command.time, "sleep", sleep)
     command.main([str(root), f"out={tmp_path}/report", "watch=true"])
     assert len(sleeps) == 2 and 'http-equiv="refresh"' not in (tmp_path / "report" / "index.html").read_text()
-    assert "not yet: no run in" in capsys.readouterr().out
+    assert "not yet: no run in" in capsys.readouterr().err
 
 
 def test_steps_of_a_sample_page_are_spread_evenly() -> None:

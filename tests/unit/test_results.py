@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qerl_bench.exits import guarded
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import find_runs, load_run, load_runs, tidy
 from qerl_bench.study.study import describe_repeats, group_by_setting
-from qerl_bench.study.table import no_gradient_warning, render, summary
+from qerl_bench.study.table import no_gradient_warning, render, summary, wrapped
 
 REPOSITORY = Path(__file__).parents[2]
 LINES = [
@@ -328,6 +329,38 @@ def test_the_table_of_a_sweep_names_only_options_that_differ(tmp_path: Path) -> 
     shared, _, heading, first, *_ = render(table).splitlines()
     assert shared == "model tiny, noise exp, rank 32"
     assert heading.split()[:3] == ["run", "format", "seed"] and first.split()[:3] == ["1", "nf4", "0"]
+
+
+GRID = {
+    "model": ["tiny", "qwen3-30b-a3b-instruct-2507"],
+    "format": ["nvfp4", "mxfp4"],
+    "noise": ["none", "exp_paper"],
+    "rank": [8, 128],
+    "seed": [0, 11],
+}
+LARGE = {"greedy_final": 1.0, "entropy_first": 11.93, "rollout_tok_s": 98_765.0, "peak_gib": 100.25}
+
+
+@pytest.mark.parametrize("numbers", [{}, LARGE], ids=["usual", "large"])
+@pytest.mark.parametrize("varied", [keys for size in range(1, 5) for keys in combinations(GRID, size)], ids=" ".join)
+def test_the_table_of_a_sweep_fits_a_terminal(
+    tmp_path: Path, varied: tuple[str, ...], numbers: dict[str, float]
+) -> None:
+    """Whatever four options vary: nothing is lost, and long values are wrapped."""
+    points = [dict(zip(varied, values, strict=True)) for values in product(*(GRID[key] for key in varied))]
+    usual = summary([write_run(tmp_path / "a")]).to_dict("records")[0] | numbers
+    table = pd.DataFrame([usual | point for point in points])
+    text = render(table, ["optim.lr=3e-05 rollout.temperature=0.7 importance_sampling.mode=truncate"] * len(points))
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.replace(" ±", "±").count("+25.0±2.5") == text.count("rollout.temperature=0.7") == len(points)
+
+
+@pytest.mark.parametrize("width", [5, 8, 30])
+def test_a_wrapped_value_is_whole(width: int) -> None:
+    for value in ("exp_paper", "qwen3-30b-a3b-instruct-2507", "none", ""):
+        pieces = wrapped(value, width)
+        assert "".join(pieces) == value and max(map(len, pieces)) <= width
+    assert wrapped("exp_paper", 8) == ["exp_", "paper"] and wrapped("entropy", 5) == ["entro", "py"]
 
 
 @pytest.mark.parametrize(

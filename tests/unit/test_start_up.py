@@ -20,6 +20,8 @@ from qerl_bench.cli import check_points
 from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, Composer, compose, register_resolvers, resolved
 from qerl_bench.hidden_packages import UNUSED, hidden_packages
 from qerl_bench.rundir import as_dict
+from qerl_bench.study.table import places, render, summary
+from qerl_bench.sweep_table import sweep_table
 
 SOURCES = Path(__file__).parents[2] / "src"
 FINISHED = next((Path(__file__).parents[1] / "assets" / "runs").iterdir())
@@ -99,31 +101,34 @@ def test_a_finished_point_is_one_with_the_same_config(tmp_path: Path) -> None:
 HEAVY = ("torch", "transformers", "peft", "matplotlib", "scipy")
 
 
-def imported(*words: str) -> tuple[str, set[str]]:
-    """What a command prints, and which heavy packages it imports."""
+def imported(*words: str) -> tuple[str, str, set[str]]:
+    """What a command prints to stdout and to stderr, and which heavy packages it imports."""
     program = "import sys; from qerl_bench.__main__ import main; main(); print('imported', *sys.modules)"
     environment = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{SOURCES.parent / 'kernels'}"}
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    said, _, modules = done.stdout.rpartition("imported ")
-    return said, set(HEAVY) & set(modules.split())
+    result, _, modules = done.stdout.rpartition("imported ")
+    return result, done.stderr, set(HEAVY) & set(modules.split())
 
 
 def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
-    words = finished_run(tmp_path)
-    said, heavy = imported("run", *words)
+    words, folder = finished_run(tmp_path), tmp_path / "runs" / "x"
+    result, said, heavy = imported("run", *words)
     assert heavy == set()
-    assert f"finished before: {tmp_path / 'runs' / 'x'}" in said and "accuracy" in said
-    said, heavy = imported("run", "-m", *words, "seed=0")
+    assert result == "\n".join([render(summary([folder])), *places(folder), ""])
+    assert said == f"finished before: {folder} (delete the folder to run it again)\n"
+    result, said, heavy = imported("run", "-m", *words, "seed=0")
     assert heavy == set()
-    assert "1 finished before, 0 to do" in said and "accuracy" in said and f"1 runs in {tmp_path / 'runs'}" in said
+    assert result == f"{sweep_table([folder])}\n"
+    told = [line[9:] for line in said.splitlines() if "before seals" not in line]
+    assert told == ["sweep of 1 runs: 1 finished before, 0 to do", "1 at a time"]
     assert not (tmp_path / "runs" / "x" / ".hydra").exists()
 
 
 def test_status_reads_neither_torch_nor_pandas(tmp_path: Path) -> None:
     finished_run(tmp_path)
-    said, heavy = imported("status", str(tmp_path))
-    assert heavy == set() and "1 runs, 1 done" in said
+    result, said, heavy = imported("status", str(tmp_path))
+    assert heavy == set() and said == "" and "1 runs, 1 done" in result
 
 
 def test_a_run_keeps_unused_packages_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from qerl_bench import locks, points, status
+from qerl_bench.checks import ConfigError
 from qerl_bench.points import listed
+from qerl_bench.rundir import check_run_dir
 
 STEPS = "steps: 100\n"
 
@@ -32,7 +35,7 @@ def run(tmp_path: Path):
 
 
 def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.CaptureFixture[str]) -> None:
-    (run("a-done", steps=100) / "done.json").touch()
+    (run("a-done", steps=100) / "done.json").write_text("{}")
     run("b-failed", "09:00:00 step 3\n09:00:01 failed: too hot\nTraceback\n  File x\n", steps=3)
     run("c-killed", "09:00:01 failed: too hot\n09:30:00 step 4\n", steps=4)
     run("d-stopped", "09:00:01 failed: SIGTERM\n", steps=5)
@@ -100,16 +103,47 @@ def test_a_job_that_left_the_queue_before_it_began_is_not_queued(
     assert said is None or (tmp_path / "asked").read_text() == "\n"  # once for all runs
 
 
+DAMAGE = {  # what happens to a finished run
+    "done.json": lambda file: file.write_text('{"seals'),
+    "eval.json": lambda file: file.unlink(),
+    "metrics.jsonl": lambda file: os.truncate(file, 100),
+    "checkpoints/step_000006/manifest.json": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_run_is_not_done(runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """`status` and the run itself say the same words, the remedy among them."""
+    folder = runs.copy("finished", tmp_path / "run")
+    assert [one.state for one in status.statuses([tmp_path])] == ["done"]
+    DAMAGE[name](folder / name)
+    os.utime(folder / "done.json", ns=(0, 0))
+    status.main([str(tmp_path)])
+    line, total = capsys.readouterr().out.splitlines()
+    assert line.startswith("damaged ") and total == "1 runs, 1 damaged"  # and no cost
+    with pytest.raises(ConfigError) as refused:
+        check_run_dir(folder, runs.config)
+    assert line.endswith(str(refused.value)) and re.search("delete", str(refused.value), re.IGNORECASE)
+
+
 def test_watching_ends_when_nothing_goes_on(
     run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run("a", steps=10)
     held = locks.lock(folder / ".lock")
     assert held is not None
-    monkeypatch.setattr(time, "sleep", lambda seconds: ((folder / "done.json").touch(), held.close()))
+    monkeypatch.setattr(time, "sleep", lambda seconds: ((folder / "done.json").write_text("{}"), held.close()))
     status.main([str(tmp_path), "watch=true"])
     printed = capsys.readouterr().out
     assert printed.count("1 runs") == 2 and printed.rstrip().endswith("1 runs, 1 done")
+
+
+def test_runs_to_come_are_shown_as_the_others_are(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("a")
+    monkeypatch.chdir(tmp_path.parent)
+    folder = Path(tmp_path.name)
+    with listed(tmp_path, [tmp_path / "a", tmp_path / "b"]):
+        assert [one.run for one in status.statuses([folder])] == [folder / "a", folder / "b"]
 
 
 def test_a_sweep_may_end_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

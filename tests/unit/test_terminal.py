@@ -37,3 +37,19 @@ def test_output_may_end(tmp_path: Path, redirection: str, says: str) -> None:
     assert done.stdout.strip() == says
     assert done.stderr.strip() == ("" if "2>" in redirection else "told")
     assert (tmp_path / "record").read_text() == "whole"
+
+
+IN_ORDER = """
+import sys
+from qerl_bench.terminal import lasting_output
+with lasting_output():
+    for line in range(6):
+        print(line, file=(sys.stdout, sys.stderr)[line % 2])
+"""
+
+
+def test_results_and_the_rest_keep_their_order_in_one_file() -> None:
+    program = [sys.executable, "-c", IN_ORDER]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.stdout.split() == ["0", "1", "2", "3", "4", "5"]

@@ -283,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     probes, failed = probe(design, options.words, slots, deadline)
     results = gates(design, probes, finished_runs(design, probes))
     arms_stopped = stopped(results, options.despite)
-    print(render(results), flush=True)
+    log.info("before the runs\n%s", render(results))
     for name, by in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
     blocks = blocks_of(design, probes, arms_stopped)

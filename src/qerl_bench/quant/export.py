@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.experts import PackedMatrices
@@ -203,10 +204,11 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
 
 
 def main(words: list[str]) -> None:
-    from qerl_bench.device import resolve_device
-    from qerl_bench.model.load import load_packed
-    from qerl_bench.model_setup import base_checkpoint
-    from qerl_bench.quant.error_decomposition import write_layers
+    with hidden_packages():
+        from qerl_bench.device import resolve_device
+        from qerl_bench.model.load import load_packed
+        from qerl_bench.model_setup import base_checkpoint
+        from qerl_bench.quant.error_decomposition import write_layers
 
     overrides, out = parse_words(words)
     experiment = build(compose(overrides))

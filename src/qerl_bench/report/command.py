@@ -11,6 +11,7 @@ holds runs, or a committed one. Unfinished runs are listed.
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         except ConfigError as error:
             if not live:
                 raise
-            print(f"{time.strftime('%H:%M:%S')} not yet: {error}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')} not yet: {error}", file=sys.stderr)
         else:
             print(f"{options.out / INDEX}  {written}", flush=True)
         if not live:
@@ -84,10 +85,11 @@ def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -
 
 
 def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Runs by the folder that holds them, named by its path below what all folders share."""
+    """Runs by the folder that holds them, named by its path below what all folders share: a/b is not a-b."""
     folders = by_folder(paths)
-    shared = Path(commonpath(folders)) if len(folders) > 1 else next(iter(folders)).parent
-    return {"-".join(folder.relative_to(shared).parts) or "runs": members for folder, members in folders.items()}
+    shared = Path(commonpath(folders))
+    above = shared.parent if shared in folders else shared
+    return {folder.relative_to(above).as_posix(): members for folder, members in folders.items()}
 
 
 def _title(folders: Sequence[Path]) -> str:

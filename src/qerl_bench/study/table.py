@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from qerl_bench.arguments import WIDTH
 from qerl_bench.rundir import DONE
 from qerl_bench.study.load import Run, load_run
 
@@ -24,6 +28,8 @@ NOTES = (
     "tok/s: completion tokens of rollouts, median without step 1; GiB: peak of memory;",
     "taught: share of completion tokens that a backward pass used, mean over steps",
 )
+TEXTS = ("model", "format", "noise")
+NARROWEST = 5  # columns of a wrapped text
 LAST_STEPS = 5  # they show whether a run still trains
 
 
@@ -60,14 +66,59 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         ("", "taught"): [_number(value, ".2f") for value in table["taught"]],
         ("", "GiB"): [_number(value, ".2f") for value in table["peak_gib"]],
     }
-    texts = {"model", "format", "noise"}
-    aligned = [_align([*heading, *cells], left=heading[1] in texts) for heading, cells in columns.items()]
-    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     shared = [", ".join([*([] if several else names), *same])]
     noted = zip(names, notes or [""] * len(names), strict=True)
     named = [f"{number:3}  {name}  {note}".rstrip() for number, (name, note) in enumerate(noted, start=1)]
+    above, below = ("\n".join(_filled(line) for line in part) for part in (filter(None, shared), named))
     unfinished = [] if all(table["finished"]) else ["* not finished"]
-    return "\n".join([*filter(None, shared), *lines, *(["", *named] if several else []), "", *NOTES, *unfinished])
+    return "\n".join(
+        [*filter(None, [above]), *_fitting(columns), *(["", below] if several else []), "", *NOTES, *unfinished]
+    )
+
+
+def _fitting(columns: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
+    """The lines of a table in WIDTH columns. If it is wider, spaces are left out, then long values wrapped."""
+    lines = _lines(columns, "  ")
+    if not _fits(lines):
+        columns = {heading: [cell.replace(" ±", "±") for cell in cells] for heading, cells in columns.items()}
+        lines = _lines(columns, " ")
+    for width in range(WIDTH // 3, NARROWEST - 1, -1):
+        if _fits(lines):
+            break
+        lines = _lines(columns, " ", width)
+    return lines
+
+
+def _lines(columns: Mapping[tuple[str, str], Sequence[str]], gap: str, width: int = WIDTH) -> list[str]:
+    """Aligned lines: two of headings, then one of each run, or several where a text is longer than `width`."""
+    rows = [[*cells] for cells in zip(*([*heading, *cells] for heading, cells in columns.items()), strict=True)]
+    left = [heading[1] in TEXTS for heading in columns]
+    parts = [
+        [wrapped(cell, width) if is_text else [cell] for cell, is_text in zip(row, left, strict=True)] for row in rows
+    ]
+    cut = [line for row in parts for line in zip_longest(*row, fillvalue="")]
+    widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
+    return [
+        gap.join(
+            cell.ljust(size) if is_text else cell.rjust(size)
+            for cell, size, is_text in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in cut
+    ]
+
+
+def _fits(lines: Sequence[str]) -> bool:
+    return max(map(len, lines)) <= WIDTH
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """`text` in pieces of at most `width` letters, cut behind a - or _ where there is one."""
+    return re.findall(rf".{{1,{width}}}$|.{{0,{width - 1}}}[-_]|.{{{width}}}", text) or [text]
+
+
+def _filled(line: str) -> str:
+    """A line broken at its spaces into lines of WIDTH columns; names and values stay whole."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * 5, break_long_words=False, break_on_hyphens=False)
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -160,8 +211,3 @@ def _shares(table: pd.DataFrame, name: str, signed: bool = False) -> list[str]:
 
 def _number(value: float, form: str) -> str:
     return "-" if math.isnan(value) else format(value, form)
-
-
-def _align(cells: Sequence[str], left: bool) -> list[str]:
-    width = max(len(cell) for cell in cells)
-    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
