@@ -133,6 +133,20 @@ def another_adapter_on_rank_1(rank: int) -> None:
     loop.train_step = train_step
 
 
+def noting_what_it_grades(folder: Path, rank: int) -> None:
+    """Each rank writes which completions of evaluations it has graded."""
+    import qerl_bench.eval.task as evaluation
+
+    grade = evaluation.grade_rollouts
+
+    def graded(task: Any, rollouts: Any, mode: str) -> list[dict[str, Any]]:
+        with open(folder / f"graded-{rank}", "a") as file:
+            file.write("".join(f"{mode} {one.prompt.id} {one.sample}\n" for one in rollouts))
+        return grade(task, rollouts, mode)
+
+    evaluation.grade_rollouts = graded
+
+
 def without_a_gpu(rank: int) -> None:
     import qerl_bench.session as session
 
@@ -146,6 +160,19 @@ def test_two_ranks_with_exact_are_one_process_to_the_bit(alone: Path, make_run: 
     assert any(record["train/taught_frac"] == 1 for record in records(folder) if record["kind"] == "train")
     said = json.loads((folder / "env.json").read_text()), json.loads((folder / "engine.json").read_text())
     assert (said[0]["ranks"], said[1]["engines"]) == (2, 2)
+
+
+def test_each_completion_of_an_evaluation_is_graded_on_one_rank(alone: Path, make_run: Run, tmp_path: Path) -> None:
+    words = ("parallel.exact=true", "eval.every=2", "eval.every_questions=3")
+    folder, ended = make_run("graded", 2, *words, sabotage=partial(noting_what_it_grades, tmp_path))
+    assert ended.codes == [0, 0], ended.said
+    of_ranks = [(tmp_path / f"graded-{rank}").read_text().splitlines() for rank in range(2)]
+    samples = pd.read_parquet(folder / "samples.parquet")
+    assert {*of_ranks[0], *of_ranks[1]} == {*samples[["mode", "question", "sample"]].astype(str).agg(" ".join, axis=1)}
+    # Before the first step and after the last 4 greedy completions and 8 sampled ones, in between 3 and 6.
+    assert [len(graded) for graded in of_ranks] == [2 * (2 + 4) + 1 + 3, 2 * (2 + 4) + 2 + 3]
+    pd.testing.assert_frame_equal(samples, pd.read_parquet(alone / "samples.parquet"))
+    assert (folder / "eval.json").read_text() == (alone / "eval.json").read_text()
 
 
 def test_two_ranks_draw_the_tokens_of_one_and_train_alike_to_rounding(alone: Path, summed: Path) -> None:
