@@ -147,10 +147,10 @@ def noting_what_it_grades(folder: Path, rank: int) -> None:
     evaluation.grade_rollouts = graded
 
 
-def without_a_gpu(rank: int) -> None:
+def on(devices: list[str], rank: int) -> None:
     import qerl_bench.session as session
 
-    session.device_name = lambda wanted: ["NVIDIA H200, 140 GiB", "no GPU"][rank]
+    session.device_name = lambda wanted: devices[rank]
 
 
 def test_two_ranks_with_exact_are_one_process_to_the_bit(alone: Path, make_run: Run) -> None:
@@ -224,16 +224,29 @@ def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:
     ("word", "sabotage", "key"),
     [
         ("rollout.prompts_per_step=1", None, "--nproc-per-node 1"),
-        ("seed=1", without_a_gpu, "process 1 has no GPU"),
+        ("seed=1", partial(on, ["NVIDIA H200, 140 GiB", "no GPU"]), "process 1 has no GPU"),
+        ("seed=1", partial(on, ["NVIDIA H200, 140 GiB", "NVIDIA L4, 22 GiB"]), "Start as many as there are equal GPUs"),
         ("-m", None, "leave torchrun out"),
         ("lora.rank=x", None, "lora.rank"),
         ("quant=x", None, "there is no quant=x"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_once(word: str, sabotage: Any, key: str, make_run: Run) -> None:
-    _, ended = make_run("refused", 2, word, sabotage=sabotage)
+    folder, ended = make_run("refused", 2, word, sabotage=sabotage)
     assert ended.codes == [2, 2], ended.said
     assert ended.said.count(key) == 1 and "Traceback" not in ended.said
+    assert not folder.exists()
+
+
+def test_a_run_with_too_many_ranks_keeps_what_it_has(make_run: Run) -> None:
+    words = ("rollout.prompts_per_step=1", "steps=2")
+    folder, ended = make_run("fewer", 1, *words, "save_every=1")
+    assert ended.codes == [0], ended.said
+    (folder / "done.json").unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.log"}
+    _, ended = make_run("fewer", 2, *words, "save_every=1")
+    assert ended.codes == [2, 2] and "--nproc-per-node 1" in ended.said, ended.said
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}])
