@@ -50,7 +50,7 @@ SLURM := slurmctld slurmd slurm-client munge
 test-cluster: $(CLUSTER_READY)
 	@command -v slurmctld slurmd sbatch munged >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends $(SLURM); } \
 		>/dev/null 2>&1 || echo "Slurm cannot be installed here (root, and Debian's $(SLURM)): its tests are skipped"
-	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest tests/cluster --durations=0
+	OMP_NUM_THREADS=1 $(CLUSTER_VENV)/bin/python -m pytest tests/cluster -n 2 --dist loadfile --durations=0
 
 # Pages of reports in a headless browser, without a script, printed, by keyboard: as root, Debian's Chromium.
 test-page: $(READY)

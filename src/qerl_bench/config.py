@@ -378,9 +378,9 @@ def _is_axis(override: Override) -> bool:
 
 
 def _may_rename(override: Override) -> bool:
-    """Whether a value may be the name or class of an option."""
-    named = override.key_or_group.rpartition(".")[2] in ("name", "_target_")
-    return named or isinstance(override.value(), (dict, list))
+    """Whether a value may be the name or class of an option; `name` alone is that of the run."""
+    option, _, key = override.key_or_group.rpartition(".")
+    return (option != "" and key in ("name", "_target_")) or isinstance(override.value(), (dict, list))
 
 
 def _is_choice(override: Override) -> bool:

@@ -102,7 +102,7 @@ def run_steps(
     make_mirror = experiment.logger.mirror if world.first else no_mirror
     with make_mirror(run.path, run.metrics(), config) as mirror:
         if first == 0:
-            evaluate_and_log(experiment, policy, engine, run, mirror, step=0)
+            evaluate_and_log(experiment, policy, engine, run, mirror, 0, world)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
                 step_metrics = train_step(experiment, policy, engine, optimizer, world, run, step)
@@ -110,7 +110,7 @@ def run_steps(
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
                 if is_due(experiment.eval, step, experiment.steps, experiment.save_every):
-                    log_point(run, mirror, step, validate(experiment, policy, engine, run, step))
+                    log_point(run, mirror, step, validate(experiment, policy, engine, run, step, world))
                 signum = next(filter(None, world.gather(noted.signum)), None)
                 if step % experiment.save_every == 0 or step == experiment.steps or signum:
                     require_equal_weights(policy.model, world)
@@ -120,7 +120,7 @@ def run_steps(
                         drop_checkpoints(experiment, run)
                 if signum:
                     raise Terminated(signum)
-        evaluate_and_log(experiment, policy, engine, run, mirror, step=experiment.steps)
+        evaluate_and_log(experiment, policy, engine, run, mirror, experiment.steps, world)
         if world.first:
             drop_checkpoints(experiment, run)
 
@@ -270,9 +270,15 @@ def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Ba
 
 
 def evaluate_and_log(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, mirror: MetricsMirror, step: int
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    run: RunDir,
+    mirror: MetricsMirror,
+    step: int,
+    world: World,
 ) -> None:
-    if scores := evaluate(experiment, policy, engine, run, step):
+    if scores := evaluate(experiment, policy, engine, run, step, world):
         run.log("eval", step, metrics_of(scores))
         mirror.log("eval", step, metrics_of(scores))
         if is_on(experiment.eval, experiment.steps, experiment.save_every):

@@ -103,13 +103,15 @@ def session(
         yield policy, rollout_engine if world.size == 1 else shared
 
 
-def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int) -> list[Score]:
+def evaluate(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, world: World = ALONE
+) -> list[Score]:
     """Evaluate the policy without noise and record the scores in `run`; no scores with eval=none.
 
     Step 0 is the quantized base before any training.
     """
     with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
-        evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed)
+        evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed, world)
         engine.sleep()  # training needs its memory, and its counts are those of an evaluation
     if evaluation is None:
         return []
@@ -118,10 +120,12 @@ def evaluate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run:
     return scores
 
 
-def validate(experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int) -> dict[str, float]:
+def validate(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, world: World
+) -> dict[str, float]:
     """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
         point = reduced(experiment.eval, experiment.task)
-        evaluation = point.evaluate(policy, engine, experiment.task, run, experiment.seed)
+        evaluation = point.evaluate(policy, engine, experiment.task, run, experiment.seed, world)
         engine.sleep()
     return metrics_of_point(evaluation.samples)

@@ -128,13 +128,13 @@ def status_of(run: Path, swept: bool, queue: Callable[[], Container[str] | None]
         state, note = "unfinished", f"job {job_in(run / 'job.json').get('job')} left the queue before it began"
     if swept and state == "unfinished":
         state = "waiting"
-    steps, step = None, last_step(run)
+    steps, records = None, tail(run)
     if (run / "config.yaml").exists():
         try:
             steps = total_steps(run)
         except ConfigError as error:
             note = note if state == "damaged" else f"{note}  {error}"
-    return Status(run, state, step, steps, seconds_per_step(run), note)
+    return Status(run, state, step_of(records), steps, pace_of(records), note)
 
 
 def state_of(run: Path) -> tuple[str, str]:
@@ -222,12 +222,20 @@ def total_steps(run: Path) -> int:
 
 def last_step(run: Path) -> int:
     """The last step in metrics.jsonl, damaged lines left out; 0 before the first."""
-    return max((int(record["step"]) for record in tail(run)), default=0)
+    return step_of(tail(run))
 
 
 def seconds_per_step(run: Path) -> float | None:
     """Median time between the last training steps; None before the second."""
-    times = [record["time"] for record in tail(run) if record.get("kind") == "train" and "time" in record]
+    return pace_of(tail(run))
+
+
+def step_of(records: list[dict[str, Any]]) -> int:
+    return max((int(record["step"]) for record in records), default=0)
+
+
+def pace_of(records: list[dict[str, Any]]) -> float | None:
+    times = [record["time"] for record in records if record.get("kind") == "train" and "time" in record]
     gaps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     return median(gaps) if gaps else None
 

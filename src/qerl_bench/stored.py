@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,11 @@ _Loader.add_implicit_resolver(
 def read_config(path: Path) -> dict[str, Any]:
     """The config of a run. Raises ConfigError for anything but plain values under keys of today."""
     try:
-        text = path.read_text()
-        config = yaml.load(text, _Loader)
-        text = json.dumps(config)  # refuses dates, sets and what refers to itself
+        text = _as_json(path.read_text())
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # ValueError: no UTF-8, or no such date
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} is not a resolved config: {reason}. {REMEDY}") from error
+    config = json.loads(text)
     require("${" not in text, f"{path} is not a resolved config: it refers to other keys with ${{...}}. {REMEDY}")
     require(
         isinstance(config, dict) and bool(config),
@@ -48,6 +48,15 @@ def read_config(path: Path) -> dict[str, Any]:
     )
     require_current(config, path.parent)
     return {str(key): value for key, value in config.items()}
+
+
+@lru_cache(maxsize=1024)
+def _as_json(text: str) -> str:
+    """The YAML `text` as JSON, which has no dates, sets and what refers to itself.
+
+    A sweep reads each config when it checks its points and again for its table, and YAML takes some milliseconds.
+    """
+    return json.dumps(yaml.load(text, _Loader))
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

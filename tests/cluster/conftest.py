@@ -1,4 +1,5 @@
-"""References: the numbers of the same runs under the process launcher, which nothing happens to."""
+"""References: the numbers of the same runs under the process launcher, which nothing happens to. They are made once,
+also if the files of this folder are tested side by side (pytest -n)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from qerl_bench.locks import wait_for_lock
 from tests.cluster.runs import Expected, Sweeps
 from tests.faults.run import numbers
 
@@ -17,9 +19,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
     @cache
     def made() -> Sweeps:
-        sweeps = Sweeps(tmp_path_factory.mktemp("expected"), {**os.environ}, ("hydra.launcher.slots=2",))
+        own = tmp_path_factory.getbasetemp()
+        place = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "expected"
+        place.mkdir(exist_ok=True)
+        sweeps = Sweeps(place, {**os.environ}, ("hydra.launcher.slots=2",))
         sweeps.hurry.touch()
-        code, said = sweeps.run("seed=0,1,2")
+        with wait_for_lock(place / "lock", "the sweep of the references"):
+            code, said = sweeps.run("seed=0,1,2")  # which does nothing if they are there
         assert code == 0, said
         return sweeps
 

@@ -36,7 +36,7 @@ class Ray:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True,
+            text=True, env={**os.environ, "RAY_worker_niceness": "0"},
         )  # fmt: skip
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

@@ -14,7 +14,7 @@ import pytest
 
 from qerl_bench.status import statuses
 from tests.cluster import slurm as fake
-from tests.cluster.runs import Expected, Sweeps, finished, require_numbers, wait_until
+from tests.cluster.runs import STEPS, Expected, Sweeps, finished, require_numbers, wait_until
 from tests.cluster.slurm import Slurm
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(fake.missing() != "", reason=fake.missing())]
@@ -110,7 +110,7 @@ def test_a_job_that_is_cancelled_before_it_begins_is_no_longer_queued(
 
 
 def test_a_walltime_shorter_than_a_step_is_told_and_not_repeated(slurm: Slurm, sweeps: Sweeps) -> None:
-    launcher = sweeps.start("seed=0", "save_on_term=false", "save_every=30")
+    launcher = sweeps.start("seed=0", "save_on_term=false", f"save_every={STEPS}")
     wait_until(lambda: sweeps.steps(0) >= 1)
     slurm.ask("scancel", "--signal=USR2", job_of(sweeps, 0))
     code, said = launcher.ended()
@@ -125,6 +125,7 @@ def test_a_run_whose_node_is_lost_goes_on_in_another(slurm: Slurm, sweeps: Sweep
     sweeps.hurry.touch()
     code, said = launcher.ended()
     slurm.start(lost)
+    assert len([*sweeps.folder(0).glob("env*.json")]) == 2
     assert code == 0 and {word.rstrip(",") for word in said.split() if word in ("n1,", "n2,")} == {"n1", "n2"}, said
     require_numbers(sweeps.folder(0), expected(0))
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench import config
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import check_points
-from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.config import CONF_DIR, Composer, build, compose
 from qerl_bench.eval.reevaluate import apply_overrides
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
@@ -53,6 +54,19 @@ def test_the_name_of_an_option_cannot_be_set(axis: str) -> None:
 def test_other_ways_to_set_a_name_or_class_are_refused(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(compose(words))
+
+
+def test_the_names_of_runs_are_no_names_of_options_and_checked_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check reads the files of all options, 30 ms for each point of a sweep."""
+    checked: list[object] = []
+    monkeypatch.setattr(config, "check_option_names", lambda cfg, runtime: checked.append(cfg))
+    composer = Composer()
+    assert [composer.tree([f"name=run-{seed}", f"seed={seed}"])["name"] for seed in range(3)] == [
+        *("run-0", "run-1", "run-2")
+    ]
+    assert len(checked) == 1  # of the options that all points share
+    composer.tree(["quant.name=nvfp4"])
+    assert len(checked) == 2
 
 
 def test_a_sweep_is_refused_before_it_starts() -> None:

@@ -133,10 +133,24 @@ def another_adapter_on_rank_1(rank: int) -> None:
     loop.train_step = train_step
 
 
-def without_a_gpu(rank: int) -> None:
+def noting_what_it_grades(folder: Path, rank: int) -> None:
+    """Each rank writes which completions of evaluations it has graded."""
+    import qerl_bench.eval.task as evaluation
+
+    grade = evaluation.grade_rollouts
+
+    def graded(task: Any, rollouts: Any, mode: str) -> list[dict[str, Any]]:
+        with open(folder / f"graded-{rank}", "a") as file:
+            file.write("".join(f"{mode} {one.prompt.id} {one.sample}\n" for one in rollouts))
+        return grade(task, rollouts, mode)
+
+    evaluation.grade_rollouts = graded
+
+
+def on(devices: list[str], rank: int) -> None:
     import qerl_bench.session as session
 
-    session.device_name = lambda wanted: ["NVIDIA H200, 140 GiB", "no GPU"][rank]
+    session.device_name = lambda wanted: devices[rank]
 
 
 def test_two_ranks_with_exact_are_one_process_to_the_bit(alone: Path, make_run: Run) -> None:
@@ -146,6 +160,19 @@ def test_two_ranks_with_exact_are_one_process_to_the_bit(alone: Path, make_run: 
     assert any(record["train/taught_frac"] == 1 for record in records(folder) if record["kind"] == "train")
     said = json.loads((folder / "env.json").read_text()), json.loads((folder / "engine.json").read_text())
     assert (said[0]["ranks"], said[1]["engines"]) == (2, 2)
+
+
+def test_each_completion_of_an_evaluation_is_graded_on_one_rank(alone: Path, make_run: Run, tmp_path: Path) -> None:
+    words = ("parallel.exact=true", "eval.every=2", "eval.every_questions=3")
+    folder, ended = make_run("graded", 2, *words, sabotage=partial(noting_what_it_grades, tmp_path))
+    assert ended.codes == [0, 0], ended.said
+    of_ranks = [(tmp_path / f"graded-{rank}").read_text().splitlines() for rank in range(2)]
+    samples = pd.read_parquet(folder / "samples.parquet")
+    assert {*of_ranks[0], *of_ranks[1]} == {*samples[["mode", "question", "sample"]].astype(str).agg(" ".join, axis=1)}
+    # Before the first step and after the last 4 greedy completions and 8 sampled ones, in between 3 and 6.
+    assert [len(graded) for graded in of_ranks] == [2 * (2 + 4) + 1 + 3, 2 * (2 + 4) + 2 + 3]
+    pd.testing.assert_frame_equal(samples, pd.read_parquet(alone / "samples.parquet"))
+    assert (folder / "eval.json").read_text() == (alone / "eval.json").read_text()
 
 
 def test_two_ranks_draw_the_tokens_of_one_and_train_alike_to_rounding(alone: Path, summed: Path) -> None:
@@ -197,16 +224,29 @@ def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:
     ("word", "sabotage", "key"),
     [
         ("rollout.prompts_per_step=1", None, "--nproc-per-node 1"),
-        ("seed=1", without_a_gpu, "process 1 has no GPU"),
+        ("seed=1", partial(on, ["NVIDIA H200, 140 GiB", "no GPU"]), "process 1 has no GPU"),
+        ("seed=1", partial(on, ["NVIDIA H200, 140 GiB", "NVIDIA L4, 22 GiB"]), "Start as many as there are equal GPUs"),
         ("-m", None, "leave torchrun out"),
         ("lora.rank=x", None, "lora.rank"),
         ("quant=x", None, "there is no quant=x"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_once(word: str, sabotage: Any, key: str, make_run: Run) -> None:
-    _, ended = make_run("refused", 2, word, sabotage=sabotage)
+    folder, ended = make_run("refused", 2, word, sabotage=sabotage)
     assert ended.codes == [2, 2], ended.said
     assert ended.said.count(key) == 1 and "Traceback" not in ended.said
+    assert not folder.exists()
+
+
+def test_a_run_with_too_many_ranks_keeps_what_it_has(make_run: Run) -> None:
+    words = ("rollout.prompts_per_step=1", "steps=2")
+    folder, ended = make_run("fewer", 1, *words, "save_every=1")
+    assert ended.codes == [0], ended.said
+    (folder / "done.json").unlink()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "run.log"}
+    _, ended = make_run("fewer", 2, *words, "save_every=1")
+    assert ended.codes == [2, 2] and "--nproc-per-node 1" in ended.said, ended.said
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}])

@@ -35,6 +35,14 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "run_command", lambda ranks: [sys.executable, "-c", STUB])
 
 
+@pytest.fixture
+def submitit(monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = ModuleType("submitit.helpers")
+    helpers.DelayedSubmission = lambda again: again  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "submitit", ModuleType("submitit"))
+    monkeypatch.setitem(sys.modules, "submitit.helpers", helpers)
+
+
 def slurm_job(folder: Path, code: str) -> SlurmJob:
     """A job that was submitted after the last attempt."""
     folder.mkdir()
@@ -64,11 +72,8 @@ def test_why_a_slurm_job_ended_is_in_run_log_once(tmp_path: Path, code: str, sta
     assert len(lines) == 2 and lines[1].endswith(log)
 
 
+@pytest.mark.usefixtures("submitit")
 def test_a_run_that_goes_back_into_the_queue_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers = ModuleType("submitit.helpers")
-    helpers.DelayedSubmission = lambda again: again  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "submitit", ModuleType("submitit"))
-    monkeypatch.setitem(sys.modules, "submitit.helpers", helpers)
     submitted = slurm_job(tmp_path / "run", "pass")
     os.utime(tmp_path / "run" / JOB_FILE, (1, 1))
     os.utime(tmp_path / "run" / "run.log", (2, 2))  # written by the attempt that the walltime ended
@@ -76,6 +81,28 @@ def test_a_run_that_goes_back_into_the_queue_is_queued(tmp_path: Path, monkeypat
     assert state_of(tmp_path / "run")[0] == "unfinished"
     assert submitted.checkpoint().overrides == submitted.overrides
     assert state_of(tmp_path / "run")[0] == "queued"
+
+
+@pytest.mark.usefixtures("submitit")
+def test_a_walltime_shorter_than_a_step_is_told_with_the_remedy_and_keeps_what_there_is(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    submitted = slurm_job(folder, "pass")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.utime(folder / JOB_FILE, (1, 1))
+    assert submitted.checkpoint() is None  # so that Slurm does not repeat it
+    state, reason = state_of(folder)
+    assert state == "failed" and "walltime of 1 min" in reason and "raise hydra.launcher.timeout_min" in reason
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_without_a_scheduler_a_sweep_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "require_package", lambda *_: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no sbatch here: use a login node, or hydra/launcher=process"):
+        slurm.SlurmLauncher().launch([["seed=0", f"root={tmp_path}"]], 0)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -329,6 +331,22 @@ def test_a_refused_lock_is_not_kept_open(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors
     with RunDir(tmp_path / "run", CFG):
         pass  # free again
+
+
+def test_on_a_file_system_without_locks_a_run_is_kept_and_no_other_process_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(file: object, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    with RunDir(tmp_path / "run", CFG) as run:
+        assert "has no locks (flock): a lease guards the run instead" in caplog.text
+        run.log("train", 1, {"loss": 1.0})
+        with pytest.raises(ConfigError, match=r"another process is running in .*; wait for it, or .*root=DIR"):
+            RunDir(tmp_path / "run", CFG)
+    with RunDir(tmp_path / "run", CFG) as run:
+        assert [record["loss"] for record in run.metrics()] == [1.0]
 
 
 def test_the_lock_ends_with_an_exception(tmp_path: Path) -> None:

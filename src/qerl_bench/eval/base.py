@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.statistics import Estimate
 from qerl_bench.task.base import Task
 
@@ -65,8 +66,13 @@ class Evaluator(Protocol):
     def check(self, task: Task) -> None:
         """Raise ConfigError if this evaluation cannot run here or on this task. Called before training."""
 
-    def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
-        """Evaluate the policy as it is now, without noise; None if there is nothing to evaluate."""
+    def evaluate(
+        self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int, world: World = ALONE
+    ) -> Evaluation | None:
+        """Evaluate the policy as it is now, without noise; None if there is nothing to evaluate.
+
+        All ranks of `world` call this and return the same.
+        """
         ...
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl_bench.eval.base import Evaluation
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:
@@ -23,5 +24,7 @@ class NoEvaluation:
     def check(self, task: Task) -> None:
         """Works with every task."""
 
-    def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation | None:
+    def evaluate(
+        self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int, world: World = ALONE
+    ) -> Evaluation | None:
         return None

@@ -11,6 +11,7 @@ from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.metrics import mean
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.statistics import majority, over_samples, pass_at_k
@@ -62,7 +63,9 @@ class TaskEvaluation:
         """Raise ConfigError unless the task has `questions` held-out questions."""
         task.eval_prompts(self.questions)
 
-    def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
+    def evaluate(
+        self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int, world: World = ALONE
+    ) -> Evaluation:
         prompts = task.eval_prompts(self.questions)
         limit = self.max_tokens or task.max_completion_tokens
         k = self.k or self.samples
@@ -79,7 +82,7 @@ class TaskEvaluation:
                 top_p=top_p,
             )
             rollouts = engine.generate(prompts, sampling)
-            graded = grade_rollouts(task, rollouts, mode)
+            graded = world.split(lambda share, mode=mode: grade_rollouts(task, share, mode), rollouts)
             scores += scores_of(graded, mode, samples, k)
             rows += graded
             # Sampled tokens show the adapter better than greedy ones, which are almost certain with and without it. But

@@ -20,6 +20,7 @@ from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_benchmark
 from qerl_bench.eval.task import accuracy_score, grade_rollouts, sample_key, scores_of
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.rundir import write_atomically
 from qerl_bench.task.base import Task
@@ -53,7 +54,9 @@ class LMEval:
             benchmark_of(task.name)
         task.eval_prompts(self.questions)
 
-    def evaluate(self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int) -> Evaluation:
+    def evaluate(
+        self, policy: Policy, engine: RolloutEngine, task: Task, run: RunDir, seed: int, world: World = ALONE
+    ) -> Evaluation:
         folder = (run.path / "lm_eval").resolve()
         evaluate = standard if self.protocol == "standard" else held_out
         return evaluate(policy, engine, task, folder, self.questions)
