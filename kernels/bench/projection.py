@@ -2,8 +2,8 @@
 
     python kernels/bench/projection.py [--out FILE] [--rows 1,8,..] [--widths 3584,18944] [--ranks 32,96]
 
-Each call of a run reads another A, and together they are several times the L2 cache. `projection.FEW_ROWS` should be
-the largest number of rows at which ours is not slower.
+Each call of a run reads another A, and together they are several times the L2 cache. `projection.pays` says where ours
+is used: it should be where it is not slower.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def test_sampling_takes_the_decode_gemm(
     monkeypatch.setattr(decode, "MAX_RANK", 8)
     monkeypatch.setattr(decode, "supported", lambda weight, tokens, dtype: tokens <= 14)
     monkeypatch.setattr(kernel_choice, "supported", decode.supported)
-    monkeypatch.setattr(projection, "FEW_ROWS", few)
+    monkeypatch.setattr(projection, "MAX_ROWS", few)
     calls: list[int] = []
     projected: list[int] = []
 

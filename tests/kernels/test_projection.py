@@ -66,4 +66,11 @@ def test_wrong_arguments_are_explained(interpreter: None) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             project(*wrong)
-    assert projection.FEW_ROWS <= projection.MAX_ROWS
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "rank", "wanted"),
+    [(128, 3584, 96, True), (256, 3584, 96, False), (8, 18944, 32, True), (32, 18944, 32, False), (1, 64, 257, False)],
+)
+def test_a_library_multiplies_where_it_was_faster(rows: int, width: int, rank: int, wanted: bool) -> None:
+    assert projection.pays(torch.empty(rows, width), torch.empty(rank, width)) == wanted

@@ -195,8 +195,7 @@ class PackedLinear(torch.nn.Linear):
         if adapter is None:
             return decode.decode_gemm(x, weight, scale, self.bias)
         a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)  # (r, K) and (N, r)
-        few = len(x) <= projection.FEW_ROWS and len(a) <= projection.MAX_RANK
-        down = projection.project(x, a) if few else x @ a.t()  # (M, r)
+        down = projection.project(x, a) if projection.pays(x, a) else x @ a.t()  # (M, r)
         if b.shape[1] > decode.MAX_RANK:
             return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
         return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling))
