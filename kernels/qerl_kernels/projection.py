@@ -18,8 +18,6 @@ from qerl_kernels.scratch import workspace
 
 MAX_ROWS, MAX_RANK = 256, 256
 MOST_INPUTS = 1 << 19  # numbers of x up to which a library was slower (kernels/results/h200_projection.csv)
-    1 << 19
-)  # numbers of x up to which the library was slower on an H200 (kernels/results/h200_projection.csv)
 _TILE = 16  # rows of x, and of A, of a program
 _COLUMNS = 64  # inputs that a program multiplies at once
 _PROGRAMS = 100  # about so many at least, if K allows

@@ -93,7 +93,7 @@ class Policy:
         if kernel == FUSED_BLOCKS:
             reason = reason or fuse_blocks(decoder_of(model))
         else:
-            reason = reason or "kernel=block fuses them; it has not yet run on a GPU"
+            reason = reason or "kernel=block fuses them"
         log.info("blocks in training: %s", "triton" if reason is None else f"modules of transformers ({reason})")
 
     @property
