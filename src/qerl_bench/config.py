@@ -56,6 +56,7 @@ from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.renamed_keys import outdated
+from qerl_bench.reward.base import RewardSource
 from qerl_bench.rundir import NO_EFFECT, flat, with_effect
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
@@ -95,6 +96,7 @@ class Experiment:
     model: Model
     engine: EngineSpec
     task: Task
+    reward: RewardSource
     eval: Evaluator
     logger: LoggerSpec
 
@@ -130,6 +132,7 @@ class Experiment:
         longest_completion = max(self.task.max_completion_tokens, getattr(self.eval, "max_tokens", None) or 0)
         self.engine.check_with(shape, self.model.dtype, self.lora.rank, longest_completion)
         self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
+        self.reward.check_with(self.algo)
         self.lora.check_with(f"model={self.model.name}", shape)
 
     def _check_trained_weights(self) -> None:

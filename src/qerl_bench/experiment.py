@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -197,6 +198,7 @@ def collect_rollouts(
     """
     algo, task, rollout, noise = experiment.algo, experiment.task, experiment.rollout, experiment.noise
     sampling = rollout_sampling(experiment, step)
+    judge = partial(experiment.reward.rewards, task, seed=derive(experiment.seed, "reward", step))
     all_groups: list[Group] = []
     kept_groups: list[Group] = []
     used_prompt_ids: set[str] = set()
@@ -222,7 +224,7 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            rewards = world.split(task.rewards, rollouts)
+            rewards = world.split(judge, rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)
             all_groups.append(Group(rollouts=rollouts[of_prompt], rewards=rewards[of_prompt]))

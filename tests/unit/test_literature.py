@@ -103,6 +103,28 @@ def test_in_float32_there_is_no_mismatch_to_compare(arm: Arm) -> None:
     assert found.verdict == "not testable here" and "model.dtype" in found.reason
 
 
+def test_random_rewards_are_compared_with_true_ones(arm: Arm) -> None:
+    title = "Random rewards nearly match true ones"
+    arm("quant=bf16", "train.updates_per_batch=4", right=0.9)
+    assert verdicts(arm("quant=bf16", "train.updates_per_batch=4", "reward=random"))[title].verdict == "reversed"
+    (result,) = [one.primary.effect for one in verdicts(arm())[title].voting if one.primary]
+    assert result is not None and result.whole.value == pytest.approx(-0.45, abs=0.02)
+
+
+def test_random_rewards_need_clipping(arm: Arm) -> None:
+    arm("quant=bf16")
+    found = verdicts(arm("quant=bf16", "reward=random"))["Random rewards nearly match true ones"]
+    assert found.verdict == "not testable here" and "train.updates_per_batch" in found.reason
+
+
+def test_no_claim_about_formats_counts_runs_with_random_rewards(arm: Arm) -> None:
+    arm("quant=bf16", "reward=random")
+    runs = arm("quant=nvfp4", "reward=random")
+    reasons = {one.reason for one in evaluate_claims(REGISTRIES["qerl"], runs) if one.verdict == "not testable here"}
+    assert any("reward=task" in reason for reason in reasons)
+    assert not [one for result in evaluate_claims(REGISTRIES["qerl"], runs) for one in result.voting if one.primary]
+
+
 def test_formats_are_in_the_order_of_their_grid_noise() -> None:
     """The order that the claim takes for granted, in the layers that were measured."""
     layers = pd.read_parquet(ROOT / "docs" / "results" / "quantizers" / "layers.parquet")

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 
 from qerl_bench.claims import paper
 from qerl_bench.claims.contrasts import (
+    ADAPTER,
     ANSWERING,
     DEFAULT_RATE,
+    EVALUATED,
+    GRADED,
     GRPO,
     LEARNING,
+    LEARNS,
     NEAREST,
     NO_NOISE,
+    ON_POLICY,
     PRIMARY,
     formats,
     noise,
@@ -28,8 +33,8 @@ from qerl_bench.claims.contrasts import (
     two_values,
 )
 from qerl_bench.claims.evaluate import Claim, ClaimResult
-from qerl_bench.claims.gates import ManipulationCheck
-from qerl_bench.claims.match import Filter
+from qerl_bench.claims.gates import ManipulationCheck, learned
+from qerl_bench.claims.match import Arm, Contrast, Filter
 from qerl_bench.claims.measure import Measure, last_fifth_mean, mean_between
 from qerl_bench.claims.paper import INITIAL_ENTROPY, LATE_REWARD, MAIN, NOISY, NOISY_ENTROPY, NVFP4_RUNS, TRAINED
 from qerl_bench.study.load import Run
@@ -60,6 +65,20 @@ MISMATCH_GROWTH = Measure(
     growth_of_mismatch,
     ratio=True,
     margin=math.log(1.5),
+)
+NEARLY_AS_ACCURATE = Measure(
+    paper.ACCURACY.name, paper.ACCURACY.metric, unit="points", scale=100.0, margin=0.1
+)  # 21.4 points of gain nearly match 29.1
+CLIPPED = Filter(
+    "train.updates_per_batch",
+    low=2,
+    excuse="with one update per batch, which never clips, and clipping is the cause that the paper names: set "
+    "train.updates_per_batch",
+)
+RANDOM_REWARD = Contrast(
+    "random - task",
+    ("reward.",),
+    (Arm("random", +1, (Filter("reward.name", among=("random",)),)), Arm("task", -1, (GRADED,))),
 )
 BF16 = Filter("quant.name", among=("bf16",))
 ROUNDS = Filter(
@@ -206,6 +225,31 @@ LITERATURE = (
                 gates=TRAINED,
                 command=RANK_1,
                 at_scale=RANK_1_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="Spurious Rewards",
+        address="arXiv 2506.10947",
+        claims=(
+            Claim(
+                title="Random rewards nearly match true ones",
+                statement="A policy that was trained on random rewards answers about as many held-out questions as one "
+                "trained on true ones.",
+                paper="+21.4 points against +29.1",
+                paper_effects=(-0.077,),
+                source="abstract: MATH-500, Qwen2.5-Math-7B; Llama 3 and OLMo 2 gain nothing. The cause named is the "
+                "clipping of the ratio. Other families, and so the tiny model, should contradict this",
+                expected="same",
+                measure=NEARLY_AS_ACCURATE,
+                where=(ON_POLICY, ADAPTER, LEARNS, EVALUATED, BF16, NO_NOISE, CLIPPED),
+                primary=PRIMARY,
+                contrasts=(RANDOM_REWARD,),
+                gates=(learned,),
+                command="python src/run.py experiment=tiny/base quant=bf16 train.updates_per_batch=4 "
+                "reward=task,random -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=hub model.id=Qwen/Qwen2.5-Math-7B "
+                "task=bigmath task.max_completion_tokens=3072 eval.max_tokens=3072 quant=bf16 reward=task,random steps=300 -m",
             ),
         ),
     ),

@@ -63,7 +63,9 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     evaluation = config.get("eval")
     if isinstance(evaluation, dict) and evaluation.get("_target_") == "qerl_bench.eval.task.TaskEvaluation":
         config = config | {"eval": {"every": 0, "every_questions": 1} | evaluation}
-    return {"checkpoints": {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}} | config
+    checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
+    reward = {"_target_": "qerl_bench.reward.task.TaskReward", "name": "task"}
+    return {"checkpoints": checkpoints, "reward": reward} | config
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
