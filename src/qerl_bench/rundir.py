@@ -63,6 +63,7 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
 UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they have an effect at other values only
     "reward._target_": "qerl_bench.reward.task.TaskReward",
     "reward.name": "task",
+    "eval.quant": None,
 }
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 MADE_AGAIN = (

@@ -111,6 +111,29 @@ def test_random_rewards_are_compared_with_true_ones(arm: Arm) -> None:
     assert result is not None and result.whole.value == pytest.approx(-0.45, abs=0.02)
 
 
+def test_formats_of_training_and_of_serving_are_two_factors(arm: Arm) -> None:
+    after, during = (
+        "Quantizing after RL keeps the answers",
+        "Training on 4-bit weights is as good as quantizing afterwards",
+    )
+    arm("quant=bf16", right=0.9)
+    arm("quant=nvfp4", "eval.quant=nvfp4", right=0.5)
+    found = verdicts(arm("quant=bf16", "eval.quant=nvfp4", right=0.0))
+    effects = {title: found[title].voting[0].primary for title in (after, during)}
+    assert [one.effect.whole.value for one in effects.values() if one and one.effect] == pytest.approx(
+        [-0.45, 0.25], abs=0.02
+    )
+    assert {found[title].verdict for title in effects} == {"reversed"}
+
+
+def test_no_other_claim_counts_an_evaluation_in_another_format(arm: Arm) -> None:
+    arm("quant=bf16", "eval.quant=mxfp4")
+    runs = arm("quant=nvfp4", "eval.quant=mxfp4")
+    results = evaluate_claims(REGISTRIES["qerl"], runs)
+    assert any("eval.quant" in one.reason for one in results)
+    assert not [one for result in results for one in result.voting if one.primary]
+
+
 def test_random_rewards_need_clipping(arm: Arm) -> None:
     arm("quant=bf16")
     found = verdicts(arm("quant=bf16", "reward=random"))["Random rewards nearly match true ones"]

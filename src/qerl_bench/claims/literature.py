@@ -16,6 +16,7 @@ from qerl_bench.claims import paper
 from qerl_bench.claims.contrasts import (
     ADAPTER,
     ANSWERING,
+    AS_TRAINED,
     DEFAULT_RATE,
     EVALUATED,
     GRADED,
@@ -24,6 +25,7 @@ from qerl_bench.claims.contrasts import (
     LEARNS,
     NEAREST,
     NO_NOISE,
+    NVFP4,
     ON_POLICY,
     PRIMARY,
     formats,
@@ -81,6 +83,8 @@ RANDOM_REWARD = Contrast(
     (Arm("random", +1, (Filter("reward.name", among=("random",)),)), Arm("task", -1, (GRADED,))),
 )
 BF16 = Filter("quant.name", among=("bf16",))
+SERVED_IN_NVFP4 = Filter("eval.quant", among=("nvfp4",))
+SERVED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, NO_NOISE)
 ROUNDS = Filter(
     "model.dtype",
     among=("bfloat16", "float16"),
@@ -229,6 +233,62 @@ LITERATURE = (
         ),
     ),
     Paper(
+        name="Quantization and RL of reasoning models",
+        address="arXiv 2511.15694",
+        claims=(
+            Claim(
+                title="Quantizing after RL keeps the answers",
+                statement="A policy trained on 16-bit weights answers as many held-out questions on NVFP4 weights.",
+                paper="preserved at 4 bits, no number",
+                source="quantization after RL and QLoRA did well, quantization-aware training badly (Qwen3, 0.6B to "
+                "8B). It quantizes whole models; here the base is rounded to nearest and the adapter stays apart",
+                expected="same",
+                measure=paper.ACCURACY,
+                where=(*SERVED, BF16),
+                primary=PRIMARY,
+                contrasts=(
+                    Contrast(
+                        "served in nvfp4 - served in bf16",
+                        ("eval.quant",),
+                        (
+                            Arm("served in nvfp4", +1, (SERVED_IN_NVFP4,)),
+                            Arm("served in bf16", -1, (AS_TRAINED,)),
+                        ),
+                    ),
+                ),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16 eval.quant=null,nvfp4 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 "
+                "eval.quant=null,nvfp4 -m",
+            ),
+            Claim(
+                title="Training on 4-bit weights is as good as quantizing afterwards",
+                statement="Served in NVFP4, a policy trained on NVFP4 weights answers as many held-out questions as "
+                "one trained on 16-bit weights.",
+                paper="both did well, no number",
+                source="the paper's QLoRA against quantization after training",
+                expected="same",
+                measure=paper.ACCURACY,
+                where=SERVED,
+                primary=PRIMARY,
+                contrasts=(
+                    Contrast(
+                        "trained in nvfp4 - in bf16",
+                        ("quant.", "quantizer.", "eval.quant"),
+                        (
+                            Arm("trained in nvfp4", +1, (NVFP4, Filter("eval.quant", among=("nvfp4", None)))),
+                            Arm("trained in bf16", -1, (BF16, SERVED_IN_NVFP4)),
+                        ),
+                    ),
+                ),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16,nvfp4 eval.quant=nvfp4 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16,nvfp4 "
+                "eval.quant=nvfp4 -m",
+            ),
+        ),
+    ),
+    Paper(
         name="Spurious Rewards",
         address="arXiv 2506.10947",
         claims=(
@@ -242,14 +302,15 @@ LITERATURE = (
                 "clipping of the ratio. Other families, and so the tiny model, should contradict this",
                 expected="same",
                 measure=NEARLY_AS_ACCURATE,
-                where=(ON_POLICY, ADAPTER, LEARNS, EVALUATED, BF16, NO_NOISE, CLIPPED),
+                where=(ON_POLICY, ADAPTER, LEARNS, EVALUATED, AS_TRAINED, BF16, NO_NOISE, CLIPPED),
                 primary=PRIMARY,
                 contrasts=(RANDOM_REWARD,),
                 gates=(learned,),
                 command="python src/run.py experiment=tiny/base quant=bf16 train.updates_per_batch=4 "
                 "reward=task,random -m",
                 at_scale="python src/run.py experiment=paper/gsm8k model=hub model.id=Qwen/Qwen2.5-Math-7B "
-                "task=bigmath task.max_completion_tokens=3072 eval.max_tokens=3072 quant=bf16 reward=task,random steps=300 -m",
+                "task=bigmath task.max_completion_tokens=3072 eval.max_tokens=3072 steps=300 quant=bf16 "
+                "reward=task,random -m",
             ),
         ),
     ),
