@@ -203,13 +203,18 @@ class Experiment:
 
     def _check_other_formats(self) -> None:
         """Formats that evaluations or rollouts have of their own."""
-        for key, name in {"eval.quant": self.served_in}.items():
+        for key, name in {"eval.quant": self.served_in, "rollout.quant": self.rollout.quant}.items():
             require(
                 self.in_format(key, name) is self or self.engine.name == "hf",
                 f"{key}={name} samples from a copy of the policy with other weights, which only engine=hf makes, got "
                 f"engine={self.engine.name}. Use engine=hf, or leave {key} out; a finished run can be evaluated in "
                 f"another format with any engine: qerl-bench eval RUN eval.quant=nvfp4",
             )
+        require(
+            self.rollout.quant is None or self.algo.on_policy,
+            f"rollout.quant={self.rollout.quant} is of what samples, and algo={self.algo.name} trains on "
+            "demonstrations. Leave rollout.quant out",
+        )
 
     @property
     def served_in(self) -> str | None:
@@ -234,7 +239,10 @@ class Experiment:
         quantizer = self.quantizer if quant.bits_per_weight is not None else option("quantizer", "rtn")
         own_eval = {} if self.served_in is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
         try:
-            return replace(self, quant=quant, quantizer=quantizer, aqn=option("aqn", "none"), **own_eval)
+            rollout = replace(self.rollout, quant=None)
+            return replace(
+                self, quant=quant, quantizer=quantizer, aqn=option("aqn", "none"), rollout=rollout, **own_eval
+            )
         except ConfigError as error:
             raise ConfigError(f"{key}={name}: {error}") from error
 

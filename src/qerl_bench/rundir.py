@@ -64,6 +64,7 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "reward._target_": "qerl_bench.reward.task.TaskReward",
     "reward.name": "task",
     "eval.quant": None,
+    "rollout.quant": None,
 }
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 MADE_AGAIN = (

@@ -303,6 +303,7 @@ def test_runs_of_other_science_do_not() -> None:
         "task.procedures.guess=0.5",
         "eval.questions=8",
         "eval.quant=nvfp4",
+        "rollout.quant=nvfp4",
         "engine.max_num_seqs=1",
         "device=cpu",
     ]
@@ -409,6 +410,10 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("quant=mxfp4 model.intermediate_size=40", "intermediate_size: MXFP4 .*32.* 40"),
         ("model.heads=3", "model.hidden_size .*multiple of 2"),
         ("logger=wandb logger.mode=loud", "logger.mode .*online.*got 'loud'"),
+        ("rollout.quant=int4", "rollout.quant must be null or one of bf16, .*got 'int4'"),
+        ("engine=vllm rollout.quant=nvfp4", "rollout.quant=nvfp4 .*engine=hf"),
+        ("algo=sft rollout.quant=nvfp4", "rollout.quant=nvfp4 .*algo=sft"),
+        ("lora=none rollout.quant=nvfp4", "rollout.quant=nvfp4: lora=none .*lora=default"),
         ("eval.quant=fp8", "eval.quant must be null or one of bf16, mxfp4, nf4, nvfp4, got 'fp8'"),
         ("lora=none eval.quant=nvfp4", "eval.quant=nvfp4: lora=none .*lora=default"),
         ("quant=nvfp4 quantizer=awq eval.quant=bf16", "eval.quant=bf16 .*quantizer=awq .*quantizer=rtn, mse or gptq"),

@@ -134,6 +134,21 @@ def test_no_other_claim_counts_an_evaluation_in_another_format(arm: Arm) -> None
     assert not [one for result in results for one in result.voting if one.primary]
 
 
+def test_two_precisions_are_compared_with_one(arm: Arm) -> None:
+    arm("quant=bf16", reward=0.3, right=0.9)  # one precision too, but another trainer
+    arm("quant=nvfp4", "rollout.quant=nvfp4", right=0.9)
+    found = verdicts(arm("quant=bf16", "rollout.quant=nvfp4", reward=-0.2, right=0.5))
+    assert found["Two precisions learn worse than one"].verdict == "supported"
+    (answers,) = [one.primary.effect for one in found["Two precisions answer worse than one"].voting if one.primary]
+    assert answers is not None and answers.whole.value == pytest.approx(-0.2, abs=0.02)
+
+
+def test_a_sampler_that_drifts_away_contradicts_quads_too(arm: Arm) -> None:
+    arm("quant=bf16", "model.dtype=bfloat16", kl=1e-4)
+    mixed = ("quant=bf16", "rollout.quant=nvfp4", "model.dtype=bfloat16")
+    assert verdicts(arm(*mixed, kl=1e-2, growth=3.0))["The gap of a 4-bit sampler does not grow"].verdict == "reversed"
+
+
 def test_random_rewards_need_clipping(arm: Arm) -> None:
     arm("quant=bf16")
     found = verdicts(arm("quant=bf16", "reward=random"))["Random rewards nearly match true ones"]

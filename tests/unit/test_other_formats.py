@@ -11,9 +11,11 @@ import pandas as pd
 import pytest
 import torch
 
+from qerl_bench import experiment as loop
 from qerl_bench.config import build
+from qerl_bench.device import PhaseTimer
 from qerl_bench.eval.command import main as evaluate_again
-from qerl_bench.experiment import run_experiment
+from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
 from qerl_bench.session import on_base_in
 from qerl_bench.study.load import load_run
@@ -109,3 +111,60 @@ def test_the_record_says_in_which_format(runs: dict[str, Path]) -> None:
         assert {entry["settings"]["quant"] for entry in entries} == {quant}
     assert load_run(runs["served"]).config_items["eval.quant"] == "mxfp4"
     assert "eval.quant" not in load_run(runs["as_trained"]).config_items  # as runs from before it was an option
+
+
+@pytest.mark.parametrize(("trained", "sampled"), [("bf16", "nvfp4"), ("mxfp4", "bf16")])
+def test_rollouts_come_from_the_other_format_with_noise_and_adapter(
+    trained: str, sampled: str, make_experiment: Any, make_policy: Any
+) -> None:
+    """The sampler's numbers are those of a policy that is trained in its format, noise included."""
+    words = (f"rollout.quant={sampled}", "aqn=constant", "aqn.level=0.05")
+    experiment, policy = make_experiment(f"quant={trained}", *words), make_policy(*words, quant=trained)
+    other = make_experiment(f"quant={sampled}", *words[1:])
+    alone = make_policy(*words[1:], quant=sampled)
+    for adapted in (policy, alone):
+        with torch.no_grad():
+            for parameter in adapted.trainable:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    engine = experiment.engine.build(policy)
+    with on_base_in("rollout.quant", sampled, experiment, policy, engine) as (copy, sampler):
+        groups, _, measured = collect_rollouts(experiment, policy, sampler, 1, PhaseTimer("cpu"))
+        assert torch.equal(logprobs(copy), logprobs(alone))  # the noise is out again
+    expected, _, _ = collect_rollouts(other, alone, other.engine.build(alone), 1, PhaseTimer("cpu"))
+    assert groups == expected
+    as_trained, _, _ = collect_rollouts(experiment, policy, engine, 1, PhaseTimer("cpu"))
+    assert groups != as_trained and measured["aqn/sigma_realised"] == pytest.approx(0.05, rel=0.2)
+
+
+def test_the_gap_between_the_formats_is_measured(tmp_path: Path, make_config: Any, no_figures: None) -> None:
+    gaps = {}
+    for name, quant in (("one", "null"), ("two", "nvfp4")):
+        words = ("quant=bf16", f"rollout.quant={quant}", "task=even_characters", "optim.lr=0.05", "eval.every=0")
+        cfg = make_config(*words, f"root={tmp_path}", f"name={name}")
+        run_experiment(build(cfg), cfg)
+        folder = tmp_path / "runs" / name
+        gaps[name] = [record["mismatch/kl"] for record in train_records(folder)]
+        record = json.loads((folder / "engine.json").read_text())
+        assert (record["quant"], record["copies_of_weights"]) == {"one": ("bf16", 1), "two": ("nvfp4", 2)}[name]
+    assert min(gaps["two"]) > 100 * max(gaps["one"])
+    one, two = (pd.read_parquet(tmp_path / "runs" / name / "samples.parquet").query("step == 0") for name in gaps)
+    pd.testing.assert_frame_equal(one, two)  # evaluations are of the format of training
+
+
+def test_a_run_with_two_formats_continues_to_the_bit(tmp_path: Path, make_config: Any, no_figures: None) -> None:
+    words = ("quant=bf16", "rollout.quant=mxfp4", "aqn=exp", "reward=random", "eval=none", "train.kept_groups=0")
+    whole, halves = (make_config(*words, f"root={tmp_path}", f"name={name}") for name in ("whole", "halves"))
+    step = loop.train_step
+
+    def killed_in_step_3(*given: Any) -> dict[str, float]:
+        if given[-1] == 3:
+            raise KeyboardInterrupt
+        return step(*given)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "train_step", killed_in_step_3)
+        run_experiment(build(halves), halves)
+    for cfg in (whole, halves):
+        run_experiment(build(cfg), cfg)
+    records = [train_records(tmp_path / "runs" / name) for name in ("whole", "halves")]
+    assert len(records[0]) == 4 and records[0] == records[1]

@@ -135,7 +135,7 @@ def test_a_run_from_before_is_evaluated_again(runs: dict[str, Path], tmp_path: P
     shutil.copytree(runs["every0"], folder)
     config = load_run(folder).config
     del config["reward"], config["checkpoints"], config["eval"]["every"], config["eval"]["every_questions"]
-    del config["eval"]["quant"]
+    del config["eval"]["quant"], config["rollout"]["quant"]
     for name in ("seals.jsonl", "done.json"):  # a run from before seals is taken as it is
         (folder / name).unlink()
     (folder / "done.json").write_text("{}")

@@ -20,7 +20,10 @@ GRADED = Filter("reward.name", among=("task", None), excuse="with random rewards
 AS_TRAINED = Filter(
     "eval.quant", among=(None,), excuse="evaluated in another format than that of training: leave eval.quant out"
 )
-USUAL = (GRADED, AS_TRAINED)
+ONE_FORMAT = Filter(
+    "rollout.quant", among=(None,), excuse="sampled in another format than that of training: leave rollout.quant out"
+)
+USUAL = (GRADED, AS_TRAINED, ONE_FORMAT)
 NO_NOISE = Filter("aqn.name", among=("none",))
 RANK_32 = Filter("lora.rank", among=(32,))
 GRPO = Filter("algo.name", among=("grpo",))

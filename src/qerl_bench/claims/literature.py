@@ -19,6 +19,7 @@ from qerl_bench.claims.contrasts import (
     AS_TRAINED,
     DEFAULT_RATE,
     EVALUATED,
+    FORMAT,
     GRADED,
     GRPO,
     LEARNING,
@@ -27,6 +28,7 @@ from qerl_bench.claims.contrasts import (
     NO_NOISE,
     NVFP4,
     ON_POLICY,
+    ONE_FORMAT,
     PRIMARY,
     formats,
     noise,
@@ -84,7 +86,22 @@ RANDOM_REWARD = Contrast(
 )
 BF16 = Filter("quant.name", among=("bf16",))
 SERVED_IN_NVFP4 = Filter("eval.quant", among=("nvfp4",))
-SERVED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, NO_NOISE)
+SERVED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, ONE_FORMAT, NO_NOISE)
+MIXED = (ON_POLICY, ADAPTER, LEARNS, GRADED, AS_TRAINED, NO_NOISE)
+SAMPLED_IN_NVFP4 = Filter("rollout.quant", among=("nvfp4",))
+TWO_PRECISIONS = Contrast(
+    "bf16 sampled from nvfp4 - nvfp4",
+    (*FORMAT, "rollout.quant"),
+    (
+        Arm("bf16 sampled from nvfp4", +1, (BF16, SAMPLED_IN_NVFP4)),
+        Arm("nvfp4", -1, (NVFP4, Filter("rollout.quant", among=(None, "nvfp4")))),
+    ),
+)
+MIXED_RUNS = "python src/run.py experiment=tiny/base quant=bf16,nvfp4 rollout.quant=nvfp4 -m"
+MIXED_AT_SCALE = (
+    "python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16,nvfp4 rollout.quant=nvfp4 "
+    "train.updates_per_batch=1 -m"
+)
 ROUNDS = Filter(
     "model.dtype",
     among=("bfloat16", "float16"),
@@ -177,7 +194,7 @@ LITERATURE = (
                 "the run as with 16-bit weights.",
                 paper="stable, where 4-bit activations collapse after about 150 steps",
                 source="the paper samples with other weights than it trains; here both have the same 4-bit weights, "
-                "which should be easier. 4-bit activations are no option yet",
+                "which should be easier; the next claim has two formats. 4-bit activations are no option yet",
                 expected="same",
                 measure=MISMATCH_GROWTH,
                 where=(*LEARNING, ROUNDS),
@@ -187,6 +204,32 @@ LITERATURE = (
                 command="python src/run.py experiment=tiny/base quant=bf16,nvfp4 model.dtype=bfloat16 -m",
                 at_scale="python src/run.py experiment=paper/table1 recipe=method/lora,method/nvfp4 optim.lr=1e-5 "
                 "steps=300 -m",
+            ),
+            Claim(
+                title="The gap of a 4-bit sampler does not grow",
+                statement="With a 16-bit trainer the gap between sampler and trainer grows over the run no faster if "
+                "the sampler has 4-bit weights.",
+                paper="stable, where 4-bit activations collapse after about 150 steps",
+                source="as the claim before, with the paper's two formats",
+                expected="same",
+                measure=MISMATCH_GROWTH,
+                where=(*MIXED, BF16, ROUNDS),
+                primary=PRIMARY,
+                contrasts=(
+                    Contrast(
+                        "sampled from nvfp4 - from bf16",
+                        ("rollout.quant",),
+                        (
+                            Arm("sampled from nvfp4", +1, (SAMPLED_IN_NVFP4,)),
+                            Arm("sampled from bf16", -1, (ONE_FORMAT,)),
+                        ),
+                    ),
+                ),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16 rollout.quant=null,nvfp4 "
+                "model.dtype=bfloat16 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 "
+                "rollout.quant=null,nvfp4 steps=300 -m",
             ),
         ),
     ),
@@ -274,7 +317,7 @@ LITERATURE = (
                 contrasts=(
                     Contrast(
                         "trained in nvfp4 - in bf16",
-                        ("quant.", "quantizer.", "eval.quant"),
+                        (*FORMAT, "eval.quant"),
                         (
                             Arm("trained in nvfp4", +1, (NVFP4, Filter("eval.quant", among=("nvfp4", None)))),
                             Arm("trained in bf16", -1, (BF16, SERVED_IN_NVFP4)),
@@ -285,6 +328,51 @@ LITERATURE = (
                 command="python src/run.py experiment=tiny/base quant=bf16,nvfp4 eval.quant=nvfp4 -m",
                 at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16,nvfp4 "
                 "eval.quant=nvfp4 -m",
+            ),
+        ),
+    ),
+    Paper(
+        name="Jet-RL",
+        address="arXiv 2601.14243",
+        claims=(
+            Claim(
+                title="Two precisions learn worse than one",
+                statement="A 16-bit trainer whose rollouts come from 4-bit weights ends with less reward than one with "
+                "4-bit weights in both.",
+                paper="collapse on long rollouts and hard tasks",
+                source="abstract: BF16 training with FP8 rollouts is unstable, and one precision in both is not. The "
+                "paper rounds activations too, to 8 bits; here weights alone, to 4 bits, and no importance weights",
+                expected="less",
+                measure=LATE_REWARD,
+                where=MIXED,
+                primary=PRIMARY,
+                contrasts=(TWO_PRECISIONS,),
+                gates=(learned,),
+                command=MIXED_RUNS,
+                at_scale=MIXED_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="QaRL",
+        address="arXiv 2604.07853",
+        claims=(
+            Claim(
+                title="Two precisions answer worse than one",
+                statement="A 16-bit trainer whose rollouts come from 4-bit weights answers fewer held-out questions "
+                "than one with 4-bit weights in both.",
+                paper="-5.5 points",
+                paper_effects=(-0.055,),
+                source="abstract: a trainer that computes as the quantized rollout does gains 5.5 points over one that "
+                "does not (Qwen3-30B-A3B), with a new objective besides. Each arm answers in its trainer's format",
+                expected="less",
+                measure=paper.ACCURACY,
+                where=(*MIXED, EVALUATED),
+                primary=PRIMARY,
+                contrasts=(TWO_PRECISIONS,),
+                gates=(learned,),
+                command=MIXED_RUNS,
+                at_scale=MIXED_AT_SCALE,
             ),
         ),
     ),
@@ -302,7 +390,7 @@ LITERATURE = (
                 "clipping of the ratio. Other families, and so the tiny model, should contradict this",
                 expected="same",
                 measure=NEARLY_AS_ACCURATE,
-                where=(ON_POLICY, ADAPTER, LEARNS, EVALUATED, AS_TRAINED, BF16, NO_NOISE, CLIPPED),
+                where=(ON_POLICY, ADAPTER, LEARNS, EVALUATED, AS_TRAINED, ONE_FORMAT, BF16, NO_NOISE, CLIPPED),
                 primary=PRIMARY,
                 contrasts=(RANDOM_REWARD,),
                 gates=(learned,),

@@ -69,7 +69,8 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
     reward = {"_target_": "qerl_bench.reward.task.TaskReward", "name": "task"}
-    return {"checkpoints": checkpoints, "reward": reward} | config
+    rollout = {"quant": None} | config.get("rollout", {})
+    return {"checkpoints": checkpoints, "reward": reward} | config | {"rollout": rollout}
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
