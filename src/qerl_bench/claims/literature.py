@@ -39,7 +39,7 @@ from qerl_bench.claims.contrasts import (
 from qerl_bench.claims.evaluate import Claim, ClaimResult
 from qerl_bench.claims.gates import ManipulationCheck, learned
 from qerl_bench.claims.match import Arm, Contrast, Filter
-from qerl_bench.claims.measure import Measure, last_fifth_mean, mean_between
+from qerl_bench.claims.measure import Measure, first_step, last_fifth_mean, mean_between
 from qerl_bench.claims.paper import INITIAL_ENTROPY, LATE_REWARD, MAIN, NOISY, NOISY_ENTROPY, NVFP4_RUNS, TRAINED
 from qerl_bench.study.load import Run
 
@@ -84,6 +84,13 @@ RANDOM_REWARD = Contrast(
     ("reward.",),
     (Arm("random", +1, (Filter("reward.name", among=("random",)),)), Arm("task", -1, (GRADED,))),
 )
+CERTAIN_ENTROPY, UNCERTAIN_ENTROPY = (
+    Measure(f"entropy of {tokens} at the first step", first_step(name), ratio=True, margin=math.log(1.02), needs=name)
+    for tokens, name in (
+        ("the four fifths of tokens with least of it", "entropy/rest"),
+        ("the fifth of tokens with most of it", "entropy/top20"),
+    )
+)
 BF16 = Filter("quant.name", among=("bf16",))
 SERVED_IN_NVFP4 = Filter("eval.quant", among=("nvfp4",))
 SERVED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, ONE_FORMAT, NO_NOISE)
@@ -97,6 +104,7 @@ TWO_PRECISIONS = Contrast(
         Arm("nvfp4", -1, (NVFP4, Filter("rollout.quant", among=(None, "nvfp4")))),
     ),
 )
+FORMATS_AT_SCALE = "python src/run.py experiment=paper/table1 recipe=none quant=bf16,nvfp4 -m"
 MIXED_RUNS = "python src/run.py experiment=tiny/base quant=bf16,nvfp4 rollout.quant=nvfp4 -m"
 MIXED_AT_SCALE = (
     "python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16,nvfp4 rollout.quant=nvfp4 "
@@ -373,6 +381,39 @@ LITERATURE = (
                 gates=(learned,),
                 command=MIXED_RUNS,
                 at_scale=MIXED_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="ReSET",
+        address="arXiv 2606.13233",
+        claims=(
+            Claim(
+                title="NVFP4 unsettles certain tokens",
+                statement="NVFP4 weights raise the entropy of the four fifths of tokens with least entropy.",
+                paper="more wrong samples there, no number",
+                source="abstract: quantization increases incorrect sampling at low-entropy tokens. The paper rounds "
+                "activations too, and ranks tokens by one text; here each policy ranks its own",
+                expected="more",
+                measure=CERTAIN_ENTROPY,
+                where=LEARNING,
+                primary=PRIMARY,
+                contrasts=formats("bf16", "nvfp4"),
+                command=MAIN,
+                at_scale=FORMATS_AT_SCALE,
+            ),
+            Claim(
+                title="NVFP4 narrows uncertain tokens",
+                statement="NVFP4 weights lower the entropy of the fifth of tokens with most entropy.",
+                paper="over-concentration, no number",
+                source="abstract: over-concentration on a few tokens in steps of high uncertainty; as above",
+                expected="less",
+                measure=UNCERTAIN_ENTROPY,
+                where=LEARNING,
+                primary=PRIMARY,
+                contrasts=formats("bf16", "nvfp4"),
+                command=MAIN,
+                at_scale=FORMATS_AT_SCALE,
             ),
         ),
     ),
