@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,12 @@ from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model, short_name
 from qerl_bench.option_files import options_of
-from qerl_bench.option_names import check_class, check_option_names, make_option, search_folders
+from qerl_bench.option_names import check_class, check_option_names, load_option, make_option, search_folders
 from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.renamed_keys import outdated
+from qerl_bench.reward.base import RewardSource
 from qerl_bench.rundir import NO_EFFECT, flat, with_effect
 from qerl_bench.task.base import Task
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
@@ -95,6 +96,7 @@ class Experiment:
     model: Model
     engine: EngineSpec
     task: Task
+    reward: RewardSource
     eval: Evaluator
     logger: LoggerSpec
 
@@ -121,6 +123,7 @@ class Experiment:
         self._check_trained_weights()
         self._check_algorithm()
         self._check_parallel()
+        self._check_other_formats()
         shape = self.model.config() or {}
         self._check_lengths(shape.get("max_position_embeddings"))
         for key in ("hidden_size", "intermediate_size"):
@@ -130,6 +133,7 @@ class Experiment:
         longest_completion = max(self.task.max_completion_tokens, getattr(self.eval, "max_tokens", None) or 0)
         self.engine.check_with(shape, self.model.dtype, self.lora.rank, longest_completion)
         self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
+        self.reward.check_with(self.algo)
         self.lora.check_with(f"model={self.model.name}", shape)
 
     def _check_trained_weights(self) -> None:
@@ -196,6 +200,51 @@ class Experiment:
             f"dropout prevent: use engine=hf and lora.dropout=0, got engine={self.engine.name}, "
             f"lora.dropout={self.lora.dropout}; or leave parallel.exact=false",
         )
+
+    def _check_other_formats(self) -> None:
+        """Formats that evaluations or rollouts have of their own."""
+        for key, name in {"eval.quant": self.served_in, "rollout.quant": self.rollout.quant}.items():
+            require(
+                self.in_format(key, name) is self or self.engine.name == "hf",
+                f"{key}={name} samples from a copy of the policy with other weights, which only engine=hf makes, got "
+                f"engine={self.engine.name}. Use engine=hf, or leave {key} out; a finished run can be evaluated in "
+                f"another format with any engine: qerl-bench eval RUN eval.quant=nvfp4",
+            )
+        require(
+            self.rollout.quant is None or self.algo.on_policy,
+            f"rollout.quant={self.rollout.quant} is of what samples, and algo={self.algo.name} trains on "
+            "demonstrations. Leave rollout.quant out",
+        )
+
+    @property
+    def served_in(self) -> str | None:
+        """The weight format that evaluations ask for; None for that of training."""
+        return getattr(self.eval, "quant", None)
+
+    def in_format(self, key: str, name: str | None) -> Experiment:
+        """This experiment on a base in the weight format `name`, without noise; itself if that is its format.
+
+        Raises ConfigError, naming `key`, if that cannot be.
+        """
+        if name in (None, self.quant.name):
+            return self
+        formats = options_of(own_options.folders(), "quant")
+        require(name in formats, f"{key} must be null or one of {', '.join(sorted(formats))}, got {name!r}")
+        require(
+            not self.quantizer.rescales,
+            f"{key}={name} puts the adapter on another base, and quantizer={self.quantizer.name} moves scales between "
+            f"the layers that the adapter was trained on. Use quantizer=rtn, mse or gptq, or leave {key} out",
+        )
+        quant: WeightFormat = option("quant", str(name))
+        quantizer = self.quantizer if quant.bits_per_weight is not None else option("quantizer", "rtn")
+        own_eval = {} if self.served_in is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
+        try:
+            rollout = replace(self.rollout, quant=None)
+            return replace(
+                self, quant=quant, quantizer=quantizer, aqn=option("aqn", "none"), rollout=rollout, **own_eval
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{key}={name}: {error}") from error
 
     def _check_lengths(self, context: int | None) -> None:
         """Completions must fit the context of the model, as far as it is known."""
@@ -416,6 +465,11 @@ def build(cfg: DictConfig) -> Experiment:
             "it out",
         )
     return Experiment(**nodes)
+
+
+def option(axis: str, name: str) -> Any:
+    """The spec of an option with its defaults."""
+    return make_option(axis, OmegaConf.to_container(load_option(own_options.folders(), axis, name), resolve=True))
 
 
 def lacks(keys: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
 """THE LOOP, to be read top to bottom: sample -> grade -> train -> log -> evaluate.
 
 With engine=hf one model samples and trains, so syncing the weights means only putting noise into the norm scales before
-the rollout and taking it out afterwards. An engine with its own copy of the weights gets adapter and noise then.
+the rollout and taking it out afterwards. An engine with its own copy of the weights gets adapter and noise then. With
+`rollout.quant` a second model samples, which shares all but its packed layers with the first.
 Every random draw is seeded by (run seed, purpose, step), so a resumed run repeats an uninterrupted one.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -37,7 +39,7 @@ from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir, as_dict, checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.seeding import derive
-from qerl_bench.session import evaluate, prepare_device, require_places, session, validate
+from qerl_bench.session import evaluate, on_base_in, prepare_device, require_places, session, validate
 from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
@@ -68,7 +70,6 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             names = experiment.quant.name, experiment.quantizer.name
             with run.replacing("layers.parquet") as file:
                 write_layers(file, policy.layers, *names, policy.kernels)
-            run.write("engine.json", json.dumps(engine.record(), indent=1))
             run_steps(experiment, policy, engine, run, world, as_dict(cfg))
             if not world.first:
                 return
@@ -100,12 +101,20 @@ def run_steps(
         log.info("continuing after step %d", first)
     require_equal_weights(policy.model, world)
     make_mirror = experiment.logger.mirror if world.first else no_mirror
-    with make_mirror(run.path, run.metrics(), config) as mirror:
+    sampled_in = experiment.rollout.quant
+    with (
+        make_mirror(run.path, run.metrics(), config) as mirror,
+        on_base_in("rollout.quant", sampled_in, experiment, policy, engine) as (_, sampler),
+    ):
+        weights = {"quant": sampled_in or experiment.quant.name} | (
+            {} if sampler is engine else {"copies_of_weights": 2}
+        )
+        run.write("engine.json", json.dumps(sampler.record() | weights, indent=1))
         if first == 0:
             evaluate_and_log(experiment, policy, engine, run, mirror, 0, world)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
-                step_metrics = train_step(experiment, policy, engine, optimizer, world, run, step)
+                step_metrics = train_step(experiment, policy, sampler, optimizer, world, run, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
@@ -197,6 +206,7 @@ def collect_rollouts(
     """
     algo, task, rollout, noise = experiment.algo, experiment.task, experiment.rollout, experiment.noise
     sampling = rollout_sampling(experiment, step)
+    judge = partial(experiment.reward.rewards, task, seed=derive(experiment.seed, "reward", step))
     all_groups: list[Group] = []
     kept_groups: list[Group] = []
     used_prompt_ids: set[str] = set()
@@ -222,7 +232,7 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            rewards = world.split(task.rewards, rollouts)
+            rewards = world.split(judge, rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)
             all_groups.append(Group(rollouts=rollouts[of_prompt], rewards=rewards[of_prompt]))

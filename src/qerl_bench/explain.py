@@ -25,7 +25,7 @@ from qerl_bench.rundir import flat
 from qerl_bench.unknown_words import keys_of_axis, unknown_key
 
 SEVERAL = ("recipe", "experiment")  # their files set options of other axes
-AXES = ("quant", "quantizer", "aqn", "algo", "lora", "model", "engine", "task", "eval", "logger", *SEVERAL)
+AXES = ("quant", "quantizer", "aqn", "algo", "lora", "model", "engine", "task", "reward", "eval", "logger", *SEVERAL)
 USAGE = "usage: qerl-bench run [KEY=VALUE ...] [-m] [--explain KEY ...] [--cfg job] [--config-dir DIR]"
 INTRODUCTION = """
 Train one experiment, or with -m every point of a sweep. A word AXIS=OPTION chooses a YAML file of

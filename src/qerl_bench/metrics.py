@@ -28,6 +28,8 @@ ROLLOUT = {
     "reward/frac_zero_std": Metric("share", "groups whose completions all got the same reward: no learning signal"),
     "accuracy": Metric("share", "completions with the correct answer"),
     "entropy": Metric("nats/token", "of the policy that sampled, noise in, at rollout temperature; full vocabulary"),
+    "entropy/top20": Metric("nats/token", "mean entropy of the fifth of the step's tokens that have most of it"),
+    "entropy/rest": Metric("nats/token", "mean entropy of the other tokens"),
     "completions/tokens": Metric("tokens", "completion tokens sampled"),
     "completions/mean_length": Metric("tokens", "mean completion length, stop token included"),
     "completions/truncated_frac": Metric("share", "completions cut at the token limit"),
@@ -216,6 +218,7 @@ def definitions() -> dict[str, str]:
 
 
 LOOP_WINDOW = 8  # tokens
+TOP_SHARE = 0.2  # of a step's tokens: those of most entropy, where completions part
 
 
 class TokenTable:
@@ -314,11 +317,19 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         "reward/frac_zero_std": mean([float(not group.has_signal) for group in groups]),
         "accuracy": mean([float(reward.correct) for reward in rewards]),
         "entropy": sum(sum(rollout.entropies) for rollout in rollouts) / tokens,
+        **entropy_by_part([entropy for rollout in rollouts for entropy in rollout.entropies]),
         "completions/tokens": tokens,
         "completions/mean_length": tokens / len(rollouts),
         "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
         "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
     }
+
+
+def entropy_by_part(entropies: list[float]) -> dict[str, float]:
+    """Mean entropy of the tokens where the policy hesitates most, a fifth of them but at least one, and of the rest."""
+    ordered = sorted(entropies, reverse=True)
+    top = max(1, round(TOP_SHARE * len(ordered)))
+    return {"entropy/top20": mean(ordered[:top]), "entropy/rest": mean(ordered[top:] or ordered)}
 
 
 def taught_frac(tokens: torch.Tensor, has_gradient: torch.Tensor) -> float:

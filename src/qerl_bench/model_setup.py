@@ -22,7 +22,7 @@ from qerl_bench.installation import run_command
 from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
-from qerl_bench.model.policy import Policy
+from qerl_bench.model.policy import Policy, share_all_but_base
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, probe
 from qerl_bench.own_options import words_in_use
@@ -80,10 +80,11 @@ def base_damage(run_dir: Path) -> str | None:
     return None
 
 
-def build_policy(experiment: Experiment, base: Path | None, device: str) -> Policy:
+def build_policy(experiment: Experiment, base: Path | None, device: str, like: Policy | None = None) -> Policy:
     """Load the base model, pack it in the run's format, and attach a fresh adapter and the run's noise.
 
-    `base` is the checkpoint folder of the warm start, if there was one.
+    `base` is the checkpoint folder of the warm start, if there was one. A policy `like` another of the same base has
+    only packed layers of its own: what is trained, norms with their noise, embeddings and head are the other's.
     """
     spec, train = experiment.model, experiment.train
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
@@ -91,18 +92,22 @@ def build_policy(experiment: Experiment, base: Path | None, device: str) -> Poli
     structure = probe(model)
     recompute_blocks(model, train.recompute)
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
+    if like is not None:
+        share_all_but_base(model, like)
     policy = Policy(
         model,
         tokenizer,
         layers,
         structure,
-        build_noise(experiment, model, structure, layers),
+        build_noise(experiment, model, structure, layers) if like is None else like.noise,
         adapter,
         kernel=experiment.kernel,
         packing=train.packing,
-        train_norms=experiment.lora.train_norms,
+        train_norms=experiment.lora.train_norms and like is None,
         template=spec.template,
     )
+    if like is not None:
+        policy.base_scales = like.base_scales
     if train.recompute == "selective":
         keep_matmuls(model)
     return policy

@@ -65,7 +65,7 @@ OURS = {  # the last part of a key elsewhere -> config keys or axes of this proj
     "dataset": ("task",),
     "dataset_name": ("task",),
     "env": ("task",),
-    "reward_funcs": ("task",),
+    "reward_funcs": ("task", "reward"),
     "model_name": ("model",),
     "model_name_or_path": ("model",),
     "r": ("lora.rank",),

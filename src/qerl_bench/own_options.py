@@ -75,6 +75,11 @@ def use(folders: Iterable[Path]) -> None:
         sys.path.append(str(folder))
 
 
+def folders() -> list[Path]:
+    """The folders of options of this process."""
+    return [CONF_DIR, *_in_use]
+
+
 def words_in_use() -> list[str]:
     """The override that gives a process of its own the folders of this one; none without."""
     return search_path(_in_use)

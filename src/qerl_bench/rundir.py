@@ -60,6 +60,12 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
         "parallel",  # affects rounding, like the number of GPUs
     }
 )
+UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they have an effect at other values only
+    "reward._target_": "qerl_bench.reward.task.TaskReward",
+    "reward.name": "task",
+    "eval.quant": None,
+    "rollout.quant": None,
+}
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 MADE_AGAIN = (
     "env.json",
@@ -188,14 +194,18 @@ def as_dict(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
 
 
 def with_effect(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config without the keys NO_EFFECT."""
+    """A config without the keys NO_EFFECT, and without those of UNSAID at the value there."""
+
+    def matters(key: str, value: Any) -> bool:
+        return key not in NO_EFFECT and not (key in UNSAID and UNSAID[key] == value)
 
     def left(key: str, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: part for name, part in value.items() if f"{key}.{name}" not in NO_EFFECT}
+        return {name: part for name, part in value.items() if matters(f"{key}.{name}", part)}
 
-    return {key: left(key, value) for key, value in tree.items() if key not in NO_EFFECT}
+    parts = {key: left(key, value) for key, value in tree.items() if key not in NO_EFFECT}
+    return {key: part for key, part in parts.items() if part or not tree[key]}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

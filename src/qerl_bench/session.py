@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -16,7 +17,7 @@ from qerl_bench.config import Experiment
 from qerl_bench.device import device_name, resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.engine.shared import SharedEngine
-from qerl_bench.eval.base import Score
+from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.memory import memory_for
@@ -103,6 +104,45 @@ def session(
         yield policy, rollout_engine if world.size == 1 else shared
 
 
+@contextmanager
+def on_base_in(
+    key: str, name: str | None, experiment: Experiment, policy: Policy, engine: RolloutEngine
+) -> Iterator[tuple[Policy, RolloutEngine]]:
+    """The policy on its base in the weight format `name`, and an engine that samples from it.
+
+    They are `policy` and `engine` if that is the format of training. Otherwise packed layers are made for as long as
+    the context lasts, and everything else is that of `policy`, as it is at each moment. Raises ConfigError, which names
+    `key`, if a check of `model/preflight.py` fails.
+    """
+    other = experiment.in_format(key, name)
+    if other is experiment:
+        yield policy, engine
+        return
+    device = policy.device.type
+    reason = other.quant.unsupported_reason(device)
+    require(reason is None, f"{key}={name} cannot run here: {reason}")
+    base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+    devices = [policy.device] if device == "cuda" else []
+    with phase(f"packing {experiment.model.name} in {name}"), torch.random.fork_rng(devices):
+        copy = build_policy(other, base, device, policy)
+    with copy.without_adapter():  # the checks are of the base
+        preflight(copy, other.quant, f"model={experiment.model.name} with {key}={name}")
+    with closing(experiment.engine.build(copy)) as built:
+        shared = isinstance(engine, SharedEngine)
+        yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
+
+
+def ask(
+    experiment: Experiment, evaluator: Evaluator, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
+) -> Evaluation | None:
+    """What `evaluator` says of the policy, on its base in the format `eval.quant`, which the settings name."""
+    with on_base_in("eval.quant", experiment.served_in, experiment, policy, engine) as (asked, sampler):
+        evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
+        sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
+    quant = experiment.served_in or experiment.quant.name
+    return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
+
+
 def evaluate(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, world: World = ALONE
 ) -> list[Score]:
@@ -111,8 +151,7 @@ def evaluate(
     Step 0 is the quantized base before any training.
     """
     with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
-        evaluation = experiment.eval.evaluate(policy, engine, experiment.task, run, experiment.seed, world)
-        engine.sleep()  # training needs its memory, and its counts are those of an evaluation
+        evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
     if evaluation is None:
         return []
     scores = record_evaluation(run, experiment.task.name, step, evaluation)
@@ -125,7 +164,6 @@ def validate(
 ) -> dict[str, float]:
     """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
-        point = reduced(experiment.eval, experiment.task)
-        evaluation = point.evaluate(policy, engine, experiment.task, run, experiment.seed, world)
-        engine.sleep()
+        evaluation = ask(experiment, reduced(experiment.eval, experiment.task), policy, engine, run, world)
+    assert evaluation is not None
     return metrics_of_point(evaluation.samples)

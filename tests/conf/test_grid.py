@@ -50,6 +50,7 @@ GRIDS = (
     ("quant", "quantizer", "aqn", "algo", "lora", "model"),
     ("quant", "aqn", "algo", "lora", "eval", "logger", "engine"),
     ("task", "model", "algo", "eval", "engine"),
+    ("task", "algo", "reward"),
 )
 
 
@@ -209,8 +210,10 @@ def _refusal(row: dict[str, str]) -> str | None:
         return "task=shape .*demonstrations.*algo=sft"
     if row.get("task") == "even_characters" and row["algo"] == "sft":
         return "task=even_characters .*worked solutions.*sft"
-    if row.get("task") == "shape" and row["eval"] != "none":
-        return f"task=shape .*eval={row['eval']} "
+    if row.get("task") == "shape" and row.get("eval") != "none":
+        return f"task=shape .*eval={row.get('eval', 'task')} "
+    if row.get("reward") == "random" and row["algo"] == "sft":
+        return "reward=random .*algo=sft .*reward=task"
     return None
 
 
@@ -273,6 +276,7 @@ def test_runs_of_the_same_science_share_a_fingerprint() -> None:
     same = (*same, "eval.every=3", "eval.every_questions=7", "checkpoints.keep=1")
     for words in (*same, "rollout.temperature=1", "task.correct_weight=1", "optim.weight_decay=0"):
         assert _print(*words.split()) == reference, words
+    assert fingerprint({key: value for key, value in compose().items() if key != "reward"}) == reference  # added later
     assert _print("optim.lr=0.0001") == _print("optim.lr=1e-4") != reference
 
 
@@ -298,6 +302,8 @@ def test_runs_of_other_science_do_not() -> None:
         "task.max_start=21",
         "task.procedures.guess=0.5",
         "eval.questions=8",
+        "eval.quant=nvfp4",
+        "rollout.quant=nvfp4",
         "engine.max_num_seqs=1",
         "device=cpu",
     ]
@@ -311,6 +317,7 @@ def test_runs_of_other_science_do_not() -> None:
         prints.append(fingerprint(other))
     prints += [_print(word) for word in ("quant=nvfp4", "quant=nf4", "aqn=exp", "algo=dapo", "algo=sft")]
     prints += [_print(word) for word in ("model=qwen2.5-7b-instruct", "task=gsm8k", "eval=none")]
+    prints += [_print("reward=random"), _print("reward=random", "reward.p=0.4")]
     prints += [_print("lora.rank=16")]  # from the command line, where alpha follows the rank
     assert len(set(prints)) == len(prints)
 
@@ -403,6 +410,16 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
         ("quant=mxfp4 model.intermediate_size=40", "intermediate_size: MXFP4 .*32.* 40"),
         ("model.heads=3", "model.hidden_size .*multiple of 2"),
         ("logger=wandb logger.mode=loud", "logger.mode .*online.*got 'loud'"),
+        ("rollout.quant=int4", "rollout.quant must be null or one of bf16, .*got 'int4'"),
+        ("engine=vllm rollout.quant=nvfp4", "rollout.quant=nvfp4 .*engine=hf"),
+        ("algo=sft rollout.quant=nvfp4", "rollout.quant=nvfp4 .*algo=sft"),
+        ("lora=none rollout.quant=nvfp4", "rollout.quant=nvfp4: lora=none .*lora=default"),
+        ("eval.quant=fp8", "eval.quant must be null or one of bf16, mxfp4, nf4, nvfp4, got 'fp8'"),
+        ("lora=none eval.quant=nvfp4", "eval.quant=nvfp4: lora=none .*lora=default"),
+        ("quant=nvfp4 quantizer=awq eval.quant=bf16", "eval.quant=bf16 .*quantizer=awq .*quantizer=rtn, mse or gptq"),
+        ("engine=vllm eval.quant=nvfp4", "eval.quant=nvfp4 .*engine=hf.*qerl-bench eval"),
+        ("model.hidden_size=32 eval.quant=nf4", "eval.quant=nf4: model=tiny, hidden_size: NF4 .*64.* 32"),
+        ("reward=random reward.p=1", "reward.p .*above 0 and below 1, got 1"),
         ("task=aime24 task.train_file=x", "task=aime24 .*train on"),
         ("task=gsm8k task.leaks=keep", "task.leaks must be one of refuse, drop"),
         ("task=gsm8k task.train.question=text", "question.*got 'text'"),

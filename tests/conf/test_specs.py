@@ -132,6 +132,7 @@ def test_every_target_of_an_axis_offers_what_the_loop_calls() -> None:
             "warm_start_overrides",
         ),
         "eval": ("check", "evaluate"),
+        "reward": ("check_with", "rewards"),
         "logger": ("check", "mirror"),
     }
     for path in GROUPS:

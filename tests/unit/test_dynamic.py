@@ -16,6 +16,7 @@ from qerl_bench.device import PhaseTimer
 from qerl_bench.experiment import collect_rollouts, rollout_batch
 from qerl_bench.metrics import LOOP_WINDOW, garbled
 from qerl_bench.records import Prompt, Reward, Rollout
+from qerl_bench.reward.task import TaskReward
 
 PROMPT = Prompt(id="p", messages=(), answer="1")
 
@@ -31,6 +32,7 @@ class Scripted:
         self.rollout = SimpleNamespace(prompts_per_step=len(rounds[0]), group_size=2, temperature=1.0)
         self.noise = SimpleNamespace(draws=lambda prompts, drawn: [(0, prompts)])
         self.task, self.seed, self.max_completion_tokens = self, 0, 1
+        self.reward = TaskReward(name="task")
         self.controller, self.rounds, self.totals = self, list(rounds), {}
 
     def train_prompts(self, step: int, count: int, seed: int) -> list[Prompt]:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,14 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
     answers the first 30 + 30 `right` but one, which depends on its seed.
     """
 
-    def add(*words: str, reward: float = 0.0, kl: float = 1e-4, growth: float = 1.0, right: float = 0.0) -> list[Run]:
+    def add(
+        *words: str,
+        reward: float = 0.0,
+        kl: float = 1e-4,
+        growth: float = 1.0,
+        right: float = 0.0,
+        parts: dict[str, float] | None = None,
+    ) -> list[Run]:
         config = make_config("eval=task", f"steps={STEPS}", "lora.rank=32", "lora.alpha=32", *words)
         setting = config["name"]
         for seed in range(4):
@@ -43,12 +51,13 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
             folder = tmp_path / "runs" / config["name"]
             folder.mkdir(parents=True)
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
-            wobble = 1 + 1e-3 * math.sin(seed + len(folder.name) + reward)
+            wobble = 1 + 1e-3 * math.sin(zlib.crc32(folder.name.encode()))  # each run has its own
             lines: list[dict[str, Any]] = [
                 {
                     "kind": "train", "step": step, "accuracy": 0.3 + 0.4 * step / STEPS, "entropy": 0.2 * wobble,
                     "reward/mean": (0.5 + reward) * step / STEPS * wobble, "train/taught_frac": 1.0,
-                    "mismatch/kl": kl * wobble * (growth if step > 0.8 * STEPS else 1.0),
+                    "mismatch/kl": kl * wobble * (growth * wobble if step > 0.8 * STEPS else 1.0),
+                    **{name: value * wobble for name, value in (parts or {}).items()},
                 }
                 for step in range(1, STEPS + 1)
             ]  # fmt: skip
@@ -93,7 +102,7 @@ def test_fp16_is_compared_with_bf16_of_the_same_kernels(arm: Arm) -> None:
 def test_a_mismatch_that_grows_with_4_bit_weights_alone_contradicts_quads(arm: Arm) -> None:
     title = "4-bit weights alone do not part sampler and trainer"
     grown = arm("quant=nvfp4", "model.dtype=bfloat16", growth=3.0)
-    assert growth_of_mismatch(grown[0]) == pytest.approx(3.0)
+    assert growth_of_mismatch(grown[0]) == pytest.approx(3.0, rel=2e-3)
     assert verdicts(arm("quant=bf16", "model.dtype=bfloat16"))[title].verdict == "reversed"
 
 
@@ -101,6 +110,79 @@ def test_in_float32_there_is_no_mismatch_to_compare(arm: Arm) -> None:
     arm("quant=nvfp4", "model.dtype=float32")
     found = verdicts(arm("quant=bf16", "model.dtype=float32"))["4-bit weights alone do not part sampler and trainer"]
     assert found.verdict == "not testable here" and "model.dtype" in found.reason
+
+
+def test_random_rewards_are_compared_with_true_ones(arm: Arm) -> None:
+    title = "Random rewards nearly match true ones"
+    arm("quant=bf16", "train.updates_per_batch=4", right=0.9)
+    assert verdicts(arm("quant=bf16", "train.updates_per_batch=4", "reward=random"))[title].verdict == "reversed"
+    (result,) = [one.primary.effect for one in verdicts(arm())[title].voting if one.primary]
+    assert result is not None and result.whole.value == pytest.approx(-0.45, abs=0.02)
+
+
+def test_formats_of_training_and_of_serving_are_two_factors(arm: Arm) -> None:
+    after, during = (
+        "Quantizing after RL keeps the answers",
+        "Training on 4-bit weights is as good as quantizing afterwards",
+    )
+    arm("quant=bf16", right=0.9)
+    arm("quant=nvfp4", "eval.quant=nvfp4", right=0.5)
+    found = verdicts(arm("quant=bf16", "eval.quant=nvfp4", right=0.0))
+    effects = {title: found[title].voting[0].primary for title in (after, during)}
+    assert [one.effect.whole.value for one in effects.values() if one and one.effect] == pytest.approx(
+        [-0.45, 0.25], abs=0.02
+    )
+    assert {found[title].verdict for title in effects} == {"reversed"}
+
+
+def test_no_other_claim_counts_an_evaluation_in_another_format(arm: Arm) -> None:
+    arm("quant=bf16", "eval.quant=mxfp4")
+    runs = arm("quant=nvfp4", "eval.quant=mxfp4")
+    results = evaluate_claims(REGISTRIES["qerl"], runs)
+    assert any("eval.quant" in one.reason for one in results)
+    assert not [one for result in results for one in result.voting if one.primary]
+
+
+def test_two_precisions_are_compared_with_one(arm: Arm) -> None:
+    arm("quant=bf16", reward=0.3, right=0.9)  # one precision too, but another trainer
+    arm("quant=nvfp4", "rollout.quant=nvfp4", right=0.9)
+    found = verdicts(arm("quant=bf16", "rollout.quant=nvfp4", reward=-0.2, right=0.5))
+    assert found["Two precisions learn worse than one"].verdict == "supported"
+    (answers,) = [one.primary.effect for one in found["Two precisions answer worse than one"].voting if one.primary]
+    assert answers is not None and answers.whole.value == pytest.approx(-0.2, abs=0.02)
+
+
+def test_a_sampler_that_drifts_away_contradicts_quads_too(arm: Arm) -> None:
+    arm("quant=bf16", "model.dtype=bfloat16")
+    found = verdicts(arm("quant=bf16", "rollout.quant=nvfp4", "model.dtype=bfloat16", kl=1.7e-4, growth=3.0))
+    assert found["The gap of a 4-bit sampler does not grow"].verdict == "reversed"
+
+
+def test_entropy_that_rises_where_it_is_low_and_falls_where_it_is_high_supports_reset(arm: Arm) -> None:
+    titles = "NVFP4 unsettles certain tokens", "NVFP4 narrows uncertain tokens"
+    arm("quant=bf16", parts={"entropy/rest": 0.05, "entropy/top20": 0.80})
+    found = verdicts(arm("quant=nvfp4", parts={"entropy/rest": 0.07, "entropy/top20": 0.70}))
+    assert [found[title].verdict for title in titles] == ["supported", "supported"]
+
+
+def test_runs_from_before_the_parts_of_the_entropy_were_recorded_do_not_count(arm: Arm) -> None:
+    arm("quant=bf16")
+    found = verdicts(arm("quant=nvfp4"))["NVFP4 unsettles certain tokens"]
+    assert found.verdict == "not testable here" and "did not record entropy/rest" in found.reason
+
+
+def test_random_rewards_need_clipping(arm: Arm) -> None:
+    arm("quant=bf16")
+    found = verdicts(arm("quant=bf16", "reward=random"))["Random rewards nearly match true ones"]
+    assert found.verdict == "not testable here" and "train.updates_per_batch" in found.reason
+
+
+def test_no_claim_about_formats_counts_runs_with_random_rewards(arm: Arm) -> None:
+    arm("quant=bf16", "reward=random")
+    runs = arm("quant=nvfp4", "reward=random")
+    reasons = {one.reason for one in evaluate_claims(REGISTRIES["qerl"], runs) if one.verdict == "not testable here"}
+    assert any("reward=task" in reason for reason in reasons)
+    assert not [one for result in evaluate_claims(REGISTRIES["qerl"], runs) for one in result.voting if one.primary]
 
 
 def test_formats_are_in_the_order_of_their_grid_noise() -> None:

@@ -69,7 +69,7 @@ class OtherEngine:
 
 def through_lm_eval(policy, engine, task, folder):
     pytest.importorskip("lm_eval")
-    spec = LMEval(name="lm_eval", protocol="held_out", questions=QUESTIONS)
+    spec = LMEval(name="lm_eval", protocol="held_out", questions=QUESTIONS, quant=None)
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
 
@@ -84,6 +84,7 @@ def through_task(policy, engine, task, folder):
         max_tokens=None,
         every=0,
         every_questions=1,
+        quant=None,
     )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)
 
@@ -210,13 +211,13 @@ def test_the_task_written_down_is_the_task(make_experiment, name):
 @pytest.mark.parametrize("questions", [0, -1, 2.5, True, "all"])
 def test_questions_is_a_count_or_null(questions):
     with pytest.raises(ConfigError, match=r"eval\.questions must be .*whole number of at least 1"):
-        LMEval(name="lm_eval", protocol="held_out", questions=questions)
+        LMEval(name="lm_eval", protocol="held_out", questions=questions, quant=None)
 
 
 def test_without_lm_eval_the_option_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install -e '\.\[eval\]'"):
-        LMEval(name="lm_eval", protocol="held_out", questions=None).check(None)
+        LMEval(name="lm_eval", protocol="held_out", questions=None, quant=None).check(None)
 
 
 def test_the_option_is_light_to_import():

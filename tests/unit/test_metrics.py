@@ -72,6 +72,9 @@ def test_metrics_of_rollouts_against_loops(seed: int) -> None:
     totals = [reward.total for reward in rewards]
     average = math.fsum(totals) / 12
     entropies = [entropy for rollout in rollouts for entropy in rollout.entropies]
+    top = [one for one in entropies if sum(other > one for other in entropies) < round(0.2 * len(entropies))]
+    rest = [one for one in entropies if one not in top]
+    assert 1 < len(top) < len(rest)
     same = 0
     for group in range(4):
         first = totals[group * size]
@@ -85,6 +88,8 @@ def test_metrics_of_rollouts_against_loops(seed: int) -> None:
         "reward/frac_zero_std": same / 4,
         "accuracy": sum(reward.correct for reward in rewards) / 12,
         "entropy": math.fsum(entropies) / len(entropies),  # every token weighs the same, whoever its sequence
+        "entropy/top20": math.fsum(top) / len(top),
+        "entropy/rest": math.fsum(rest) / len(rest),
         "completions/tokens": sum(len(rollout.token_ids) for rollout in rollouts),
         "completions/mean_length": sum(len(rollout.token_ids) for rollout in rollouts) / 12,
         "completions/truncated_frac": sum(not rollout.finished for rollout in rollouts) / 12,
@@ -110,7 +115,12 @@ def test_entropy_of_a_step_weighs_tokens_not_sequences() -> None:
         )
         for i, (r, e) in enumerate(zip(group.rollouts, values, strict=True))
     ]
-    assert metrics.rollout_metrics([Group(rollouts=rollouts, rewards=group.rewards)])["entropy"] == 1.5
+    found = metrics.rollout_metrics([Group(rollouts=rollouts, rewards=group.rewards)])
+    assert (found["entropy"], found["entropy/top20"], found["entropy/rest"]) == (1.5, 3.0, 1.0)
+
+
+def test_a_single_token_is_both_parts() -> None:
+    assert metrics.entropy_by_part([0.7]) == {"entropy/top20": 0.7, "entropy/rest": 0.7}
 
 
 def test_deviation_of_one_value_is_zero() -> None:

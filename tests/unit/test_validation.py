@@ -130,11 +130,12 @@ def test_checkpoints_that_are_not_kept_go_at_once(tmp_path: Path, make_config: C
 
 
 def test_a_run_from_before_is_evaluated_again(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Its config has neither eval.every nor checkpoints."""
+    """Its config has neither eval.every nor checkpoints nor a reward."""
     folder = tmp_path / "old"
     shutil.copytree(runs["every0"], folder)
     config = load_run(folder).config
-    del config["checkpoints"], config["eval"]["every"], config["eval"]["every_questions"]
+    del config["reward"], config["checkpoints"], config["eval"]["every"], config["eval"]["every_questions"]
+    del config["eval"]["quant"], config["rollout"]["quant"]
     for name in ("seals.jsonl", "done.json"):  # a run from before seals is taken as it is
         (folder / name).unlink()
     (folder / "done.json").write_text("{}")

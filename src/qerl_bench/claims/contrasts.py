@@ -16,6 +16,14 @@ ON_POLICY = Filter("algo.name", excluding=("sft",))
 ADAPTER = Filter("lora.rank", low=1, high=math.inf)
 LEARNS = Filter("steps", low=40, high=math.inf, excuse="of fewer than 40 steps, for speed alone: run longer ones")
 EVALUATED = Filter("eval.name", excluding=("none",), excuse="without evaluation: run them with eval=task")
+GRADED = Filter("reward.name", among=("task", None), excuse="with random rewards: run them with reward=task")
+AS_TRAINED = Filter(
+    "eval.quant", among=(None,), excuse="evaluated in another format than that of training: leave eval.quant out"
+)
+ONE_FORMAT = Filter(
+    "rollout.quant", among=(None,), excuse="sampled in another format than that of training: leave rollout.quant out"
+)
+USUAL = (GRADED, AS_TRAINED, ONE_FORMAT)
 NO_NOISE = Filter("aqn.name", among=("none",))
 RANK_32 = Filter("lora.rank", among=(32,))
 GRPO = Filter("algo.name", among=("grpo",))
@@ -28,7 +36,7 @@ OWN_KERNELS = (  # not those of bitsandbytes or vLLM, whose memory is not in the
 )
 SIGMA = Filter("aqn.sigma_start", among=(1e-2, None))  # of the paper's Table 4; None without noise
 NVFP4 = Filter("quant.name", among=("nvfp4",))
-LEARNING = (ON_POLICY, ADAPTER, LEARNS)
+LEARNING = (ON_POLICY, ADAPTER, LEARNS, *USUAL)
 ANSWERING = (*LEARNING, EVALUATED)
 
 FORMAT = ("quant.", "quantizer.")

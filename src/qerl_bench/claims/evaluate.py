@@ -129,7 +129,7 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
 
 
 def _test(claim: Claim, contrast: Contrast, runs: list[Run]) -> ContrastResult:
-    eligible = [run for run in runs if not claim.measure.gpu or run.environment.get("device") == "cuda"]
+    eligible = [run for run in runs if claim.measure.counts(run)]
     comparisons = compare(claim.measure, contrast, claim.where, eligible)
     if not comparisons:
         return ContrastResult(contrast, *_why_no_comparison(claim, contrast, runs, eligible))
@@ -175,7 +175,7 @@ def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run]
 
 def _why_no_comparison(claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run]) -> tuple[Verdict, str]:
     """There are no runs, or matched ones that a single condition of the claim excludes."""
-    excuses = [("they ran on a CPU and cannot speak for a GPU", claim.where, runs if len(eligible) < len(runs) else [])]
+    excuses = [(claim.measure.excuse, claim.where, runs if len(eligible) < len(runs) else [])]
     excuses += [
         (condition.excuse, tuple(other for other in claim.where if other is not condition), eligible)
         for condition in claim.where

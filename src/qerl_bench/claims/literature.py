@@ -14,12 +14,21 @@ from dataclasses import dataclass
 
 from qerl_bench.claims import paper
 from qerl_bench.claims.contrasts import (
+    ADAPTER,
     ANSWERING,
+    AS_TRAINED,
     DEFAULT_RATE,
+    EVALUATED,
+    FORMAT,
+    GRADED,
     GRPO,
     LEARNING,
+    LEARNS,
     NEAREST,
     NO_NOISE,
+    NVFP4,
+    ON_POLICY,
+    ONE_FORMAT,
     PRIMARY,
     formats,
     noise,
@@ -28,9 +37,9 @@ from qerl_bench.claims.contrasts import (
     two_values,
 )
 from qerl_bench.claims.evaluate import Claim, ClaimResult
-from qerl_bench.claims.gates import ManipulationCheck
-from qerl_bench.claims.match import Filter
-from qerl_bench.claims.measure import Measure, last_fifth_mean, mean_between
+from qerl_bench.claims.gates import ManipulationCheck, learned
+from qerl_bench.claims.match import Arm, Contrast, Filter
+from qerl_bench.claims.measure import Measure, first_step, last_fifth_mean, mean_between
 from qerl_bench.claims.paper import INITIAL_ENTROPY, LATE_REWARD, MAIN, NOISY, NOISY_ENTROPY, NVFP4_RUNS, TRAINED
 from qerl_bench.study.load import Run
 
@@ -61,7 +70,46 @@ MISMATCH_GROWTH = Measure(
     ratio=True,
     margin=math.log(1.5),
 )
+NEARLY_AS_ACCURATE = Measure(
+    paper.ACCURACY.name, paper.ACCURACY.metric, unit="points", scale=100.0, margin=0.1
+)  # 21.4 points of gain nearly match 29.1
+CLIPPED = Filter(
+    "train.updates_per_batch",
+    low=2,
+    excuse="with one update per batch, which never clips, and clipping is the cause that the paper names: set "
+    "train.updates_per_batch",
+)
+RANDOM_REWARD = Contrast(
+    "random - task",
+    ("reward.",),
+    (Arm("random", +1, (Filter("reward.name", among=("random",)),)), Arm("task", -1, (GRADED,))),
+)
+CERTAIN_ENTROPY, UNCERTAIN_ENTROPY = (
+    Measure(f"entropy of {tokens} at the first step", first_step(name), ratio=True, margin=math.log(1.02), needs=name)
+    for tokens, name in (
+        ("the four fifths of tokens with least of it", "entropy/rest"),
+        ("the fifth of tokens with most of it", "entropy/top20"),
+    )
+)
 BF16 = Filter("quant.name", among=("bf16",))
+SERVED_IN_NVFP4 = Filter("eval.quant", among=("nvfp4",))
+SERVED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, ONE_FORMAT, NO_NOISE)
+MIXED = (ON_POLICY, ADAPTER, LEARNS, GRADED, AS_TRAINED, NO_NOISE)
+SAMPLED_IN_NVFP4 = Filter("rollout.quant", among=("nvfp4",))
+TWO_PRECISIONS = Contrast(
+    "bf16 sampled from nvfp4 - nvfp4",
+    (*FORMAT, "rollout.quant"),
+    (
+        Arm("bf16 sampled from nvfp4", +1, (BF16, SAMPLED_IN_NVFP4)),
+        Arm("nvfp4", -1, (NVFP4, Filter("rollout.quant", among=(None, "nvfp4")))),
+    ),
+)
+FORMATS_AT_SCALE = "python src/run.py experiment=paper/table1 recipe=none quant=bf16,nvfp4 -m"
+MIXED_RUNS = "python src/run.py experiment=tiny/base quant=bf16,nvfp4 rollout.quant=nvfp4 -m"
+MIXED_AT_SCALE = (
+    "python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16,nvfp4 rollout.quant=nvfp4 "
+    "train.updates_per_batch=1 -m"
+)
 ROUNDS = Filter(
     "model.dtype",
     among=("bfloat16", "float16"),
@@ -154,7 +202,7 @@ LITERATURE = (
                 "the run as with 16-bit weights.",
                 paper="stable, where 4-bit activations collapse after about 150 steps",
                 source="the paper samples with other weights than it trains; here both have the same 4-bit weights, "
-                "which should be easier. 4-bit activations are no option yet",
+                "which should be easier; the next claim has two formats. 4-bit activations are no option yet",
                 expected="same",
                 measure=MISMATCH_GROWTH,
                 where=(*LEARNING, ROUNDS),
@@ -164,6 +212,32 @@ LITERATURE = (
                 command="python src/run.py experiment=tiny/base quant=bf16,nvfp4 model.dtype=bfloat16 -m",
                 at_scale="python src/run.py experiment=paper/table1 recipe=method/lora,method/nvfp4 optim.lr=1e-5 "
                 "steps=300 -m",
+            ),
+            Claim(
+                title="The gap of a 4-bit sampler does not grow",
+                statement="With a 16-bit trainer the gap between sampler and trainer grows over the run no faster if "
+                "the sampler has 4-bit weights.",
+                paper="stable, where 4-bit activations collapse after about 150 steps",
+                source="as the claim before, with the paper's two formats",
+                expected="same",
+                measure=MISMATCH_GROWTH,
+                where=(*MIXED, BF16, ROUNDS),
+                primary=PRIMARY,
+                contrasts=(
+                    Contrast(
+                        "sampled from nvfp4 - from bf16",
+                        ("rollout.quant",),
+                        (
+                            Arm("sampled from nvfp4", +1, (SAMPLED_IN_NVFP4,)),
+                            Arm("sampled from bf16", -1, (ONE_FORMAT,)),
+                        ),
+                    ),
+                ),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16 rollout.quant=null,nvfp4 "
+                "model.dtype=bfloat16 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 "
+                "rollout.quant=null,nvfp4 steps=300 -m",
             ),
         ),
     ),
@@ -206,6 +280,166 @@ LITERATURE = (
                 gates=TRAINED,
                 command=RANK_1,
                 at_scale=RANK_1_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="Quantization and RL of reasoning models",
+        address="arXiv 2511.15694",
+        claims=(
+            Claim(
+                title="Quantizing after RL keeps the answers",
+                statement="A policy trained on 16-bit weights answers as many held-out questions on NVFP4 weights.",
+                paper="preserved at 4 bits, no number",
+                source="quantization after RL and QLoRA did well, quantization-aware training badly (Qwen3, 0.6B to "
+                "8B). It quantizes whole models; here the base is rounded to nearest and the adapter stays apart",
+                expected="same",
+                measure=paper.ACCURACY,
+                where=(*SERVED, BF16),
+                primary=PRIMARY,
+                contrasts=(
+                    Contrast(
+                        "served in nvfp4 - served in bf16",
+                        ("eval.quant",),
+                        (
+                            Arm("served in nvfp4", +1, (SERVED_IN_NVFP4,)),
+                            Arm("served in bf16", -1, (AS_TRAINED,)),
+                        ),
+                    ),
+                ),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16 eval.quant=null,nvfp4 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 "
+                "eval.quant=null,nvfp4 -m",
+            ),
+            Claim(
+                title="Training on 4-bit weights is as good as quantizing afterwards",
+                statement="Served in NVFP4, a policy trained on NVFP4 weights answers as many held-out questions as "
+                "one trained on 16-bit weights.",
+                paper="both did well, no number",
+                source="the paper's QLoRA against quantization after training",
+                expected="same",
+                measure=paper.ACCURACY,
+                where=SERVED,
+                primary=PRIMARY,
+                contrasts=(
+                    Contrast(
+                        "trained in nvfp4 - in bf16",
+                        (*FORMAT, "eval.quant"),
+                        (
+                            Arm("trained in nvfp4", +1, (NVFP4, Filter("eval.quant", among=("nvfp4", None)))),
+                            Arm("trained in bf16", -1, (BF16, SERVED_IN_NVFP4)),
+                        ),
+                    ),
+                ),
+                gates=TRAINED,
+                command="python src/run.py experiment=tiny/base quant=bf16,nvfp4 eval.quant=nvfp4 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16,nvfp4 "
+                "eval.quant=nvfp4 -m",
+            ),
+        ),
+    ),
+    Paper(
+        name="Jet-RL",
+        address="arXiv 2601.14243",
+        claims=(
+            Claim(
+                title="Two precisions learn worse than one",
+                statement="A 16-bit trainer whose rollouts come from 4-bit weights ends with less reward than one with "
+                "4-bit weights in both.",
+                paper="collapse on long rollouts and hard tasks",
+                source="abstract: BF16 training with FP8 rollouts is unstable, and one precision in both is not. The "
+                "paper rounds activations too, to 8 bits; here weights alone, to 4 bits, and no importance weights",
+                expected="less",
+                measure=LATE_REWARD,
+                where=MIXED,
+                primary=PRIMARY,
+                contrasts=(TWO_PRECISIONS,),
+                gates=(learned,),
+                command=MIXED_RUNS,
+                at_scale=MIXED_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="QaRL",
+        address="arXiv 2604.07853",
+        claims=(
+            Claim(
+                title="Two precisions answer worse than one",
+                statement="A 16-bit trainer whose rollouts come from 4-bit weights answers fewer held-out questions "
+                "than one with 4-bit weights in both.",
+                paper="-5.5 points",
+                paper_effects=(-0.055,),
+                source="abstract: a trainer that computes as the quantized rollout does gains 5.5 points over one that "
+                "does not (Qwen3-30B-A3B), with a new objective besides. Each arm answers in its trainer's format",
+                expected="less",
+                measure=paper.ACCURACY,
+                where=(*MIXED, EVALUATED),
+                primary=PRIMARY,
+                contrasts=(TWO_PRECISIONS,),
+                gates=(learned,),
+                command=MIXED_RUNS,
+                at_scale=MIXED_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="ReSET",
+        address="arXiv 2606.13233",
+        claims=(
+            Claim(
+                title="NVFP4 unsettles certain tokens",
+                statement="NVFP4 weights raise the entropy of the four fifths of tokens with least entropy.",
+                paper="more wrong samples there, no number",
+                source="abstract: quantization increases incorrect sampling at low-entropy tokens. The paper rounds "
+                "activations too, and ranks tokens by one text; here each policy ranks its own",
+                expected="more",
+                measure=CERTAIN_ENTROPY,
+                where=LEARNING,
+                primary=PRIMARY,
+                contrasts=formats("bf16", "nvfp4"),
+                command=MAIN,
+                at_scale=FORMATS_AT_SCALE,
+            ),
+            Claim(
+                title="NVFP4 narrows uncertain tokens",
+                statement="NVFP4 weights lower the entropy of the fifth of tokens with most entropy.",
+                paper="over-concentration, no number",
+                source="abstract: over-concentration on a few tokens in steps of high uncertainty; as above",
+                expected="less",
+                measure=UNCERTAIN_ENTROPY,
+                where=LEARNING,
+                primary=PRIMARY,
+                contrasts=formats("bf16", "nvfp4"),
+                command=MAIN,
+                at_scale=FORMATS_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="Spurious Rewards",
+        address="arXiv 2506.10947",
+        claims=(
+            Claim(
+                title="Random rewards nearly match true ones",
+                statement="A policy that was trained on random rewards answers about as many held-out questions as one "
+                "trained on true ones.",
+                paper="+21.4 points against +29.1",
+                paper_effects=(-0.077,),
+                source="abstract: MATH-500, Qwen2.5-Math-7B; Llama 3 and OLMo 2 gain nothing. The cause named is the "
+                "clipping of the ratio. Other families, and so the tiny model, should contradict this",
+                expected="same",
+                measure=NEARLY_AS_ACCURATE,
+                where=(ON_POLICY, ADAPTER, LEARNS, EVALUATED, AS_TRAINED, ONE_FORMAT, BF16, NO_NOISE, CLIPPED),
+                primary=PRIMARY,
+                contrasts=(RANDOM_REWARD,),
+                gates=(learned,),
+                command="python src/run.py experiment=tiny/base quant=bf16 train.updates_per_batch=4 "
+                "reward=task,random -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=hub model.id=Qwen/Qwen2.5-Math-7B "
+                "task=bigmath task.max_completion_tokens=3072 eval.max_tokens=3072 steps=300 quant=bf16 "
+                "reward=task,random -m",
             ),
         ),
     ),

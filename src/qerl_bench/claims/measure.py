@@ -28,8 +28,9 @@ class Measure:
 
     With `ratio`, numbers are positive, arms are compared by quotient, and logarithms are averaged. `margin` is the
     smallest difference that matters, in units of the metric (of its logarithm with `ratio`); 0 if no claim is about it.
-    With `gpu`, runs on a CPU do not count. An `exact` number may be the same for all seeds, which is then no sign of
-    copied runs. `scale` and `unit` are for readers: a difference is multiplied by one and followed by the other.
+    With `gpu`, runs on a CPU do not count, and without the training metric `needs` no run does. An `exact` number may
+    be the same for all seeds, which is then no sign of copied runs. `scale` and `unit` are for readers: a difference is
+    multiplied by one and followed by the other.
     """
 
     name: str
@@ -39,8 +40,19 @@ class Measure:
     ratio: bool = False
     margin: float = 0.0
     gpu: bool = False
+    needs: str = ""
     exact: bool = False
     level_format: str = "{:.3f}"  # of an arm's own mean in a figure
+
+    def counts(self, run: Run) -> bool:
+        """Whether the run can have this number."""
+        placed = not self.gpu or run.environment.get("device") == "cuda"
+        return placed and (not self.needs or not run.series("train", self.needs).empty)
+
+    @property
+    def excuse(self) -> str:
+        """Why runs for which `counts` is false do not count."""
+        return f"they did not record {self.needs}" if self.needs else "they ran on a CPU and cannot speak for a GPU"
 
     def number(self, run: Run) -> float:
         """The one number of a run."""

@@ -61,9 +61,16 @@ def stored_config(run_dir: Path) -> DictConfig:
 def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the keys without effect that it was made before."""
     evaluation = config.get("eval")
-    if isinstance(evaluation, dict) and evaluation.get("_target_") == "qerl_bench.eval.task.TaskEvaluation":
-        config = config | {"eval": {"every": 0, "every_questions": 1} | evaluation}
-    return {"checkpoints": {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}} | config
+    later = {
+        "qerl_bench.eval.task.TaskEvaluation": {"every": 0, "every_questions": 1, "quant": None},
+        "qerl_bench.eval.lm_eval.spec.LMEval": {"quant": None},
+    }
+    if isinstance(evaluation, dict) and evaluation.get("_target_") in later:
+        config = config | {"eval": later[evaluation["_target_"]] | evaluation}
+    checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
+    reward = {"_target_": "qerl_bench.reward.task.TaskReward", "name": "task"}
+    rollout = {"quant": None} | config.get("rollout", {})
+    return {"checkpoints": checkpoints, "reward": reward} | config | {"rollout": rollout}
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
@@ -144,7 +151,9 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, ch
 
     The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
     """
-    trained, protocol = build(stored), build(cfg)
+    trained, protocol = (build(_in_one_format(one)) for one in (stored, cfg))
+    if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
+        trained, protocol = (one.in_format("eval.quant", served_in) for one in (trained, protocol))
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
     protocol.engine.check(protocol.device, protocol.quant)
     require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
@@ -164,6 +173,14 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, ch
             evaluate(protocol, policy, engine, record, step=step_of(checkpoint))
         earlier = {} if step_of(checkpoint) == trained.steps else {"checkpoint": checkpoint.name}
         record.mark_finished({"run": str(run_dir.resolve())} | earlier)
+
+
+def _in_one_format(cfg: DictConfig) -> DictConfig:
+    """`cfg` without a weight format of its evaluations."""
+    cfg = cfg.copy()
+    if "quant" in cfg.eval:
+        cfg.eval.quant = None
+    return cfg
 
 
 def render(out: Path) -> str:

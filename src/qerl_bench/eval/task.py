@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, number, optional, require, require_completions, temperature
+from qerl_bench.checks import check_fields, count, number, optional, require, require_completions, temperature, text
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
@@ -39,6 +39,7 @@ class TaskEvaluation:
     max_tokens: int | None
     every: int | None
     every_questions: int
+    quant: str | None
 
     def __post_init__(self) -> None:
         check_fields(
@@ -52,6 +53,7 @@ class TaskEvaluation:
             max_tokens=optional(count()),
             every=optional(count(0)),
             every_questions=count(),
+            quant=optional(text),
         )
         require(
             (self.k or 1) <= self.samples,

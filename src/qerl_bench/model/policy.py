@@ -221,6 +221,18 @@ class Policy:
         return {} if self.adapter is None else get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
 
 
+def share_all_but_base(model: PreTrainedModel, like: Policy) -> None:
+    """Give `model`, with its base in another format, what is trained in `like`, and its norms, embeddings and head."""
+    for name, norm in like.all_norms.items():  # the modules: noise takes the place of their parameters
+        model.set_submodule(name, norm)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in like.model.named_parameters(remove_duplicate=False):
+        assert name in own or not parameter.requires_grad, name
+        if name in own and own[name].shape == parameter.shape and own[name].dtype == parameter.dtype:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = parameter
+
+
 def prepare_attention(decoder: PreTrainedModel) -> bool:
     """Give `decoder` the attention of attention.py; returns whether it can be trained without padding."""
     reason = enable_attention(decoder)

@@ -64,7 +64,9 @@ def card(run: Run, config: Mapping[str, Any], names: Names, private: Private, tr
     """The model card: a header that the hub reads, and a page for people. `config` has nothing private."""
     base = config["model"].get("id")
     at_hub = base is not None and "<path>" not in base and base.count("/") == 1
-    scores = [row for name, label in METRICS.items() if (row := _score(run, name, label))]
+    served = config["eval"].get("quant")
+    weights = f", on {served} weights" if served else ""
+    scores = [row for name, label in METRICS.items() if (row := _score(run, name, label + weights))]
     header = ModelCardData(
         license=names.license,
         library_name="peft",

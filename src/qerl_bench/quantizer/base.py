@@ -22,6 +22,11 @@ class Quantizer:
     name: str
     calibration: Calibration | None  # the text that the quantizer runs through the model; None if it needs none
 
+    @property
+    def rescales(self) -> bool:
+        """Whether `prepare` moves scales between layers, so that an adapter fits this base alone."""
+        return type(self).prepare is not Quantizer.prepare
+
     def prepare(self, groups: list[InputGroup], weight_format: BlockFormat) -> None:
         """Rescale weights of one transformer block, in place, without changing the output of the block.
 

@@ -32,6 +32,8 @@ STUDY_METRICS = (
     "accuracy",
     "entropy",
     "entropy_clean",
+    "entropy/top20",
+    "entropy/rest",
     "loss",
     "lr",
     "completions/tokens",

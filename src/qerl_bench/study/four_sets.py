@@ -75,7 +75,8 @@ def read_scores(run: Run, name: str, folder: Path) -> tuple[dict[str, Any], dict
             f"{folder} asked {entry['n']} of the {SETS[name]} questions of {name}: evaluate with eval.questions=null",
         )
     settings = entries[0]["settings"]
-    return {f"task.{key}": task[key] for key in PROMPT} | {f"eval.{key}": settings[key] for key in SAMPLING}, by_step
+    asked = {f"task.{key}": task[key] for key in PROMPT} | {f"eval.{key}": settings[key] for key in SAMPLING}
+    return asked | {"eval.quant": settings.get("quant", run.option("quant.name"))}, by_step
 
 
 def rows(run: Run) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from qerl_bench.checks import (
     require_completions,
     require_package,
     temperature,
+    text,
 )
 
 MAX_UPDATES = 1_000  # on one batch
@@ -25,14 +26,22 @@ MAX_UPDATES = 1_000  # on one batch
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
-    """How many completions one step samples, and at which temperature."""
+    """How many completions one step samples, at which temperature, and from weights in which format."""
 
     prompts_per_step: int
     group_size: int
     temperature: float
+    quant: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout", prompts_per_step=count(), group_size=count(), temperature=temperature)
+        check_fields(
+            self,
+            "rollout",
+            prompts_per_step=count(),
+            group_size=count(),
+            temperature=temperature,
+            quant=optional(text),
+        )
         require_completions("rollout.prompts_per_step x rollout.group_size", self.prompts_per_step, self.group_size)
 
 

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, one_of, optional, require_package
+from qerl_bench.checks import check_fields, count, one_of, optional, require_package, text
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.eval.base import Evaluation
 from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_benchmark
@@ -43,9 +43,10 @@ class LMEval:
     name: str
     protocol: str
     questions: int | None
+    quant: str | None
 
     def __post_init__(self) -> None:
-        check_fields(self, "eval", protocol=one_of(*PROTOCOLS), questions=optional(count()))
+        check_fields(self, "eval", protocol=one_of(*PROTOCOLS), questions=optional(count()), quant=optional(text))
 
     def check(self, task: Task) -> None:
         """Raise ConfigError if lm-eval or its benchmark is missing, or the task has too few held-out questions."""

@@ -1,0 +1,25 @@
+"""The RewardSource protocol: what training rewards. Evaluations ask the task and are not affected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from qerl_bench.records import Reward, Rollout
+
+if TYPE_CHECKING:
+    from qerl_bench.algo.base import Algorithm
+    from qerl_bench.task.base import Task
+
+
+class RewardSource(Protocol):
+    """A reward option."""
+
+    @property
+    def name(self) -> str: ...
+
+    def check_with(self, algo: Algorithm) -> None:
+        """Raise ConfigError if `algo` cannot use these rewards."""
+
+    def rewards(self, task: Task, rollouts: list[Rollout], seed: int) -> list[Reward]:
+        """One reward for each training completion; `seed` is that of the step."""
+        ...

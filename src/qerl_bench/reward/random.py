@@ -1,0 +1,42 @@
+"""reward=random: rewards that say nothing about the answer, the control of spurious rewards (arXiv 2506.10947).
+
+Completions are still graded, so that `accuracy` and the parts of the reward stay true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from qerl_bench.checks import check_fields, number, require
+from qerl_bench.records import Reward, Rollout
+from qerl_bench.seeding import BITS, derive
+
+if TYPE_CHECKING:
+    from qerl_bench.algo.base import Algorithm
+    from qerl_bench.task.base import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomReward:
+    """1 with probability `p`, else 0, drawn by (run seed, step, prompt, sample)."""
+
+    name: str
+    p: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "reward", p=number(above=0, below=1))
+
+    def check_with(self, algo: Algorithm) -> None:
+        require(
+            algo.on_policy,
+            f"reward=random replaces the rewards of completions, and algo={algo.name} trains on demonstrations. Use "
+            "reward=task, or an algorithm such as algo=grpo",
+        )
+
+    def rewards(self, task: Task, rollouts: list[Rollout], seed: int) -> list[Reward]:
+        graded = task.rewards(rollouts)
+        return [
+            replace(reward, total=float(derive(seed, rollout.prompt.id, rollout.sample) < self.p * 2**BITS))
+            for rollout, reward in zip(rollouts, graded, strict=True)
+        ]
