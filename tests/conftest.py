@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from qerl_bench import config as configs
 from qerl_bench.config import Experiment, build, compose
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector
     from qerl_bench.model.policy import Policy
+
+# One for a whole process: Hydra takes a fifth of a second for a choice of options. A test that rewrites a YAML file
+# gives it another folder.
+configs.Composer = cache(configs.Composer)
 
 SMALL = (
     "device=cpu",

@@ -132,9 +132,6 @@ def test_commands_of_the_readme_run_as_written(tmp_path):
         assert_complete(run_dir)
 
 
-one_worker = pytest.mark.xdist_group("learning")  # tests that share `learning_root`
-
-
 @pytest.fixture(scope="module")
 def learning_root(tmp_path_factory) -> Path:
     """A root whose cache holds a small warm-started model, so that rewards and gradients are not zero."""
@@ -144,7 +141,6 @@ def learning_root(tmp_path_factory) -> Path:
     return root
 
 
-@one_worker
 def test_the_environment_names_the_base_weights(learning_root):
     (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
     (weights,) = warm.glob("checkpoints/*/model/model.safetensors")
@@ -154,7 +150,6 @@ def test_the_environment_names_the_base_weights(learning_root):
     assert made.startswith("untrained: hidden_size=64, layers=2,") and "seed=0" in made
 
 
-@one_worker
 def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
     made = (warm / "done.json").stat().st_mtime_ns
@@ -168,7 +163,6 @@ def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     assert (warm / "done.json").stat().st_mtime_ns == made
 
 
-@one_worker
 def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
     """The warm-started model on 48 problems: eval=task and eval=lm_eval ask, answer and judge alike, step by step."""
     rows = {}
@@ -182,7 +176,6 @@ def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
     assert 0 < rows["task"]["correct"].mean() < 1
 
 
-@one_worker
 def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
     runs = [learning_root / "runs" / name for name in ("straight", "again")]
     if not runs[1].exists():
@@ -197,7 +190,6 @@ def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
     pd.testing.assert_frame_equal(*samples)
 
 
-@one_worker
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root, signum):
     """SIGTERM ends it after its step with a checkpoint, kill -9 leaves that of step 2."""
@@ -228,7 +220,6 @@ def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root,
     pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (stopped, straight)))
 
 
-@one_worker
 def test_a_finished_run_is_not_run_again(learning_root):
     before = (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes()
     done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={learning_root}")
@@ -300,7 +291,6 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path, capsys):
     assert blocked.read_text() == "not a folder"
 
 
-@one_worker
 def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learning_root, capsys):
     run_dir = learning_root / "runs" / "straight"
     before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
@@ -309,7 +299,6 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learni
     assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
 
 
-@one_worker
 def test_a_half_written_checkpoint_is_refused_and_nothing_is_lost(learning_root, tmp_path, capsys):
     run_dir = shutil.copytree(learning_root / "runs" / "straight", tmp_path / "runs" / "straight")
     (run_dir / "done.json").unlink()
