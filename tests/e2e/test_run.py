@@ -22,6 +22,7 @@ from qerl_bench.__main__ import main
 from qerl_bench.config import build, compose
 from qerl_bench.eval.command import main as evaluate_again
 from qerl_bench.experiment import run_experiment
+from tests.parallel import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -136,9 +137,16 @@ def test_commands_of_the_readme_run_as_written(tmp_path):
 def learning_root(tmp_path_factory) -> Path:
     """A root whose cache holds a small warm-started model, so that rewards and gradients are not zero."""
     root = tmp_path_factory.mktemp("learning")
-    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={root}")
-    assert done.returncode == 0, done.stderr
+    made(root, "straight")
     return root
+
+
+def made(root: Path, name: str) -> str:
+    """What a run of that name, or its continuation, says: in a process of its own, which imports nothing again."""
+    words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", f"name={name}", f"root={root}"]
+    ended = ranks.run(words, 1, root / f"{name}.log")
+    assert ended.codes == [0], ended.said
+    return ended.said
 
 
 def test_the_environment_names_the_base_weights(learning_root):
@@ -158,8 +166,7 @@ def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     train = [record for record in records(learning_root / "runs" / "straight") if record["kind"] == "train"]
     assert max(record["reward/mean"] for record in train) > 0
     assert max(record["grad_norm"] for record in train) > 0
-    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
-    assert done.returncode == 0, done.stderr
+    made(learning_root, "again")
     assert (warm / "done.json").stat().st_mtime_ns == made
 
 
@@ -177,9 +184,8 @@ def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
 
 
 def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
+    made(learning_root, "again")
     runs = [learning_root / "runs" / name for name in ("straight", "again")]
-    if not runs[1].exists():
-        run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
     first, second = (records(path) for path in runs)
     assert first == second
     adapters = [
@@ -195,26 +201,24 @@ def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root,
     """SIGTERM ends it after its step with a checkpoint, kill -9 leaves that of step 2."""
     name = f"stopped-{signum}"
     words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", f"name={name}", f"root={learning_root}"]
-    process = subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    process = ranks.start(words, learning_root / "stopped.log")
     metrics = learning_root / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and '"kind": "train", "step": 3' in metrics.read_text()):
-        assert process.poll() is None, "the run ended before it could be stopped"
+        assert process.is_alive(), "the run ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signum)
-    code = process.wait()
+    os.kill(process.pid, signum)
+    process.join()
     straight, stopped = (learning_root / "runs" / run_name for run_name in ("straight", name))
     kept = max(int(folder.name.removeprefix("step_")) for folder in (stopped / "checkpoints").glob("step_*"))
     if signum == signal.SIGTERM:
-        assert code == 143 and kept in (3, 4)
+        assert process.exitcode == 143 and kept in (3, 4)
         assert "failed: SIGTERM" in (stopped / "run.log").read_text().splitlines()[-1]
     assert not (stopped / "done.json").exists()
     with open(metrics, "a") as file:
         file.write('{"kind": "train", "step": 4, "ti')  # what a kill in the middle of a write leaves
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert f"continuing after step {kept}" in done.stdout + done.stderr
+    assert f"continuing after step {kept}" in made(learning_root, name)
     assert records(stopped) == records(straight)
     assert (stopped / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
     pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (stopped, straight)))
@@ -272,15 +276,14 @@ def test_a_broken_data_file_is_named(tmp_path, capsys, content, message):
     assert str(broken) in said
 
 
-def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp_path):
+def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp_path, capsys):
     """One step draws 2 of the 12 questions: the long one is not among them."""
     train = tmp_path / "train.jsonl"
     long = json.dumps({"question": "1+" * 2048, "answer": "1 #### 1"})
     train.write_text("".join(f'{{"question": "{i}+1?", "answer": "#### {i + 1}"}}\n' for i in range(11)) + long + "\n")
     words = [*GSM8K, f"task.train_file={train}", "model.warm_start_steps=0", "steps=1", "eval=none"]
-    done = run(*words, "rollout.prompts_per_step=2", f"root={tmp_path}")
-    assert done.returncode == 2, done.stderr
-    assert "1 of 12 prompts do not fit" in done.stderr and "4096" in done.stderr
+    said = refusal(capsys, *words, "rollout.prompts_per_step=2", f"root={tmp_path}")
+    assert "1 of 12 prompts do not fit" in said and "4096" in said
     assert not (tmp_path / "runs").exists()
 
 
