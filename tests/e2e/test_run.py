@@ -160,14 +160,14 @@ def test_the_environment_names_the_base_weights(learning_root):
 
 def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
-    made = (warm / "done.json").stat().st_mtime_ns
+    finished = (warm / "done.json").stat().st_mtime_ns
     losses = [record["loss"] for record in records(warm)]
     assert losses[-1] < 0.7 * losses[0]
     train = [record for record in records(learning_root / "runs" / "straight") if record["kind"] == "train"]
     assert max(record["reward/mean"] for record in train) > 0
     assert max(record["grad_norm"] for record in train) > 0
     made(learning_root, "again")
-    assert (warm / "done.json").stat().st_mtime_ns == made
+    assert (warm / "done.json").stat().st_mtime_ns == finished
 
 
 def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
