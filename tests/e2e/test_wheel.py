@@ -105,7 +105,7 @@ def test_a_run_a_warm_start_and_a_sweep_over_an_option_of_the_users_own(command:
     assert listed.stdout.count("done") == 3 and "2 runs, 2 done" in listed.stdout, listed.stderr
     kept = command("collect", "runs", "out=study")
     assert kept.returncode == 0 and (tmp_path / "study" / "tidy.parquet").exists(), kept.stderr
-    asked = command("eval", f"runs/{runs[0].name}", "eval.questions=3")
+    asked = command("eval", f"runs/{runs[0].name}", "eval.questions=3", "--config-dir", "my options")
     assert asked.returncode == 0 and "accuracy_greedy" in asked.stdout, asked.stderr
 
 
