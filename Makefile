@@ -31,7 +31,7 @@ study: $(READY)
 	done; test -z "$$failed" || { echo "not complete:$$failed; make study repeats the runs that failed"; exit 1; }
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Kills, full disks, damaged files and more, each on a run of its own; under ten minutes on two cores. FAULTS=1000 for more.
 test-faults: $(READY)

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-co
 ONLY_READ_RUNS = ("study", "claims", "figures", "publish")  # packages whose code cannot change the numbers of a run
 
 
+@cache
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that affect the numbers; None for a package that is not installed."""
+    """Versions of the packages that affect the numbers; None for a package that is not installed. Read once: an
+    upgrade does not change what a process has loaded."""
     installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

@@ -87,7 +87,8 @@ def words_in_use() -> list[str]:
 
 def own_modules() -> dict[str, str]:
     """The loaded modules of the folders in use: file, relative to its folder -> SHA-256."""
-    files = {Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
+    loaded = [*sys.modules.values()] if _in_use else []
+    files = {Path(file) for module in loaded if (file := getattr(module, "__file__", None))}
     return {
         str(file.relative_to(folder)): digest(file)
         for folder in _in_use

@@ -103,12 +103,12 @@ def test_a_users_own_option_is_called_by_its_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quant.name=nvfp4 cannot be set: .* with quant=mine it is mine"):
         compose([*own, "quant.name=nvfp4"])
     with pytest.raises(ConfigError, match=r"mine.yaml says name: nvfp4; .* the name of the file: mine"):
-        compose(_own(tmp_path, "mine", f"_target_: {BF16}\nname: nvfp4\n"))
+        compose(_own(tmp_path / "1", "mine", f"_target_: {BF16}\nname: nvfp4\n"))
     with pytest.raises(ConfigError, match=r"mine.yaml must name the class"):
-        compose(_own(tmp_path, "mine", "block: 16\n"))
+        compose(_own(tmp_path / "2", "mine", "block: 16\n"))
     with pytest.raises(ConfigError, match=r"mine.yaml says name: nvfp4"):  # a preset needs a name of its own
-        compose(_own(tmp_path, "mine", "defaults: [nvfp4]\n"))
-    assert build(compose(_own(tmp_path, "mine", "defaults: [nvfp4]\nname: mine\n"))).quant.name == "mine"
+        compose(_own(tmp_path / "3", "mine", "defaults: [nvfp4]\n"))
+    assert build(compose(_own(tmp_path / "4", "mine", "defaults: [nvfp4]\nname: mine\n"))).quant.name == "mine"
 
 
 def test_stored_configs_are_checked_by_what_they_say() -> None:

@@ -41,7 +41,6 @@ STUDIES = sorted(
     if path.stem != "base"
 )
 
-pytestmark = pytest.mark.xdist_group("studies")  # all points are composed once, not once for each worker
 SHARED = ("paper/bigmath", "paper/gsm8k", "paper/speed")  # what other studies have in common
 PROGRAM = """
 import json, sys

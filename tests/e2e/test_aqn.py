@@ -13,6 +13,7 @@ import pytest
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import run_experiment
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 TINY = [
     "experiment=smoke",
     "device=cpu",

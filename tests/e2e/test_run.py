@@ -24,6 +24,7 @@ from qerl_bench.eval.command import main as evaluate_again
 from qerl_bench.experiment import run_experiment
 from qerl_bench.study.table import places, render, summary
 from qerl_bench.sweep_table import sweep_table
+from tests.parallel import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "src" / "run.py"
@@ -139,19 +140,22 @@ def test_commands_of_the_readme_run_as_written(tmp_path):
         assert_complete(run_dir)
 
 
-one_worker = pytest.mark.xdist_group("learning")  # tests that share `learning_root`
-
-
 @pytest.fixture(scope="module")
 def learning_root(tmp_path_factory) -> Path:
     """A root whose cache holds a small warm-started model, so that rewards and gradients are not zero."""
     root = tmp_path_factory.mktemp("learning")
-    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={root}")
-    assert done.returncode == 0, done.stderr
+    made(root, "straight")
     return root
 
 
-@one_worker
+def made(root: Path, name: str) -> str:
+    """What a run of that name, or its continuation, says: in a process of its own, which imports nothing again."""
+    words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", f"name={name}", f"root={root}"]
+    ended = ranks.run(words, 1, root / f"{name}.log")
+    assert ended.codes == [0], ended.said
+    return ended.said
+
+
 def test_the_environment_names_the_base_weights(learning_root):
     (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
     (weights,) = warm.glob("checkpoints/*/model/model.safetensors")
@@ -161,21 +165,18 @@ def test_the_environment_names_the_base_weights(learning_root):
     assert made.startswith("untrained: hidden_size=64, layers=2,") and "seed=0" in made
 
 
-@one_worker
 def test_the_warm_start_is_made_once_and_gives_rewards(learning_root):
     (warm,) = [path for path in (learning_root / "cache" / "runs").iterdir() if path.is_dir()]
-    made = (warm / "done.json").stat().st_mtime_ns
+    finished = (warm / "done.json").stat().st_mtime_ns
     losses = [record["loss"] for record in records(warm)]
     assert losses[-1] < 0.7 * losses[0]
     train = [record for record in records(learning_root / "runs" / "straight") if record["kind"] == "train"]
     assert max(record["reward/mean"] for record in train) > 0
     assert max(record["grad_norm"] for record in train) > 0
-    done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
-    assert done.returncode == 0, done.stderr
-    assert (warm / "done.json").stat().st_mtime_ns == made
+    made(learning_root, "again")
+    assert (warm / "done.json").stat().st_mtime_ns == finished
 
 
-@one_worker
 def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
     """The warm-started model on 48 problems: eval=task and eval=lm_eval ask, answer and judge alike, step by step."""
     rows = {}
@@ -189,11 +190,9 @@ def test_both_ways_to_evaluate_agree_to_the_question(learning_root):
     assert 0 < rows["task"]["correct"].mean() < 1
 
 
-@one_worker
 def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
+    made(learning_root, "again")
     runs = [learning_root / "runs" / name for name in ("straight", "again")]
-    if not runs[1].exists():
-        run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=again", f"root={learning_root}")
     first, second = (records(path) for path in runs)
     assert first == second
     adapters = [
@@ -204,38 +203,34 @@ def test_two_runs_of_one_seed_agree_bit_for_bit(learning_root):
     pd.testing.assert_frame_equal(*samples)
 
 
-@one_worker
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root, signum):
     """SIGTERM ends it after its step with a checkpoint, kill -9 leaves that of step 2."""
     name = f"stopped-{signum}"
     words = [*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", f"name={name}", f"root={learning_root}"]
-    process = subprocess.Popen(command(*words), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    process = ranks.start(words, learning_root / "stopped.log")
     metrics = learning_root / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and '"kind": "train", "step": 3' in metrics.read_text()):
-        assert process.poll() is None, "the run ended before it could be stopped"
+        assert process.is_alive(), "the run ended before it could be stopped"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signum)
-    code = process.wait()
+    os.kill(process.pid, signum)
+    process.join()
     straight, stopped = (learning_root / "runs" / run_name for run_name in ("straight", name))
     kept = max(int(folder.name.removeprefix("step_")) for folder in (stopped / "checkpoints").glob("step_*"))
     if signum == signal.SIGTERM:
-        assert code == 143 and kept in (3, 4)
+        assert process.exitcode == 143 and kept in (3, 4)
         assert "failed: SIGTERM" in (stopped / "run.log").read_text().splitlines()[-1]
     assert not (stopped / "done.json").exists()
     with open(metrics, "a") as file:
         file.write('{"kind": "train", "step": 4, "ti')  # what a kill in the middle of a write leaves
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    assert f"continuing after step {kept}" in done.stdout + done.stderr
+    assert f"continuing after step {kept}" in made(learning_root, name)
     assert records(stopped) == records(straight)
     assert (stopped / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
     pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (stopped, straight)))
 
 
-@one_worker
 def test_a_finished_run_is_not_run_again(learning_root):
     before = (learning_root / "runs" / "straight" / "metrics.jsonl").read_bytes()
     done = run(*SMALL, "quant=nvfp4", "aqn=exp", "save_every=2", "name=straight", f"root={learning_root}")
@@ -288,15 +283,14 @@ def test_a_broken_data_file_is_named(tmp_path, capsys, content, message):
     assert str(broken) in said
 
 
-def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp_path):
+def test_a_training_question_that_is_too_long_is_found_before_the_first_step(tmp_path, capsys):
     """One step draws 2 of the 12 questions: the long one is not among them."""
     train = tmp_path / "train.jsonl"
     long = json.dumps({"question": "1+" * 2048, "answer": "1 #### 1"})
     train.write_text("".join(f'{{"question": "{i}+1?", "answer": "#### {i + 1}"}}\n' for i in range(11)) + long + "\n")
     words = [*GSM8K, f"task.train_file={train}", "model.warm_start_steps=0", "steps=1", "eval=none"]
-    done = run(*words, "rollout.prompts_per_step=2", f"root={tmp_path}")
-    assert done.returncode == 2, done.stderr
-    assert "1 of 12 prompts do not fit" in done.stderr and "4096" in done.stderr
+    said = refusal(capsys, *words, "rollout.prompts_per_step=2", f"root={tmp_path}")
+    assert "1 of 12 prompts do not fit" in said and "4096" in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -307,7 +301,6 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path, capsys):
     assert blocked.read_text() == "not a folder"
 
 
-@one_worker
 def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learning_root, capsys):
     run_dir = learning_root / "runs" / "straight"
     before = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
@@ -316,7 +309,6 @@ def test_another_config_in_the_same_folder_is_refused_and_nothing_is_lost(learni
     assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
 
 
-@one_worker
 def test_a_half_written_checkpoint_is_refused_and_nothing_is_lost(learning_root, tmp_path, capsys):
     run_dir = shutil.copytree(learning_root / "runs" / "straight", tmp_path / "runs" / "straight")
     (run_dir / "done.json").unlink()

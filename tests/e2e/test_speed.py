@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,19 +11,19 @@ from types import ModuleType
 import pytest
 
 from qerl_bench.config import build, compose
+from tests.parallel import ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model=shape/tiny", "device=cpu", "steps=3", "rollout.prompts_per_step=3", "rollout.group_size=4",
     "task.prompt_tokens=20", "lora.rank=4", "train.micro_batch_tokens=150",
 )  # fmt: skip
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    path = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}"
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "src" / "run.py"), *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+def run(root: Path, *words: str) -> str:
+    """What a run says."""
+    ended = ranks.run([*words, f"root={root}"], 1, root / "said")
+    assert ended.codes == [0], ended.said
+    return ended.said
 
 
 def trained(folder: Path) -> list[dict[str, float]]:
@@ -44,9 +41,8 @@ def trained(folder: Path) -> list[dict[str, float]]:
 def test_a_speed_study_trains_on_completions_of_its_lengths(
     tmp_path: Path, analysis_script: Callable[[str], ModuleType], study: str, quant: str, lengths: tuple[str, ...]
 ) -> None:
-    words = [f"experiment=speed/{study}", *SMALL, f"quant={quant}", *lengths, f"root={tmp_path}"]
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
+    words = [f"experiment=speed/{study}", *SMALL, f"quant={quant}", *lengths]
+    said = run(tmp_path, *words)
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith(f"shape-tiny-{quant}-none-grpo-r4-s0-")
     experiment = build(compose(words))
@@ -62,8 +58,8 @@ def test_a_speed_study_trains_on_completions_of_its_lengths(
         assert line["speed/train_tok_s"] * line["time/train_s"] == pytest.approx(sum(asked) + 12 * 20)
         assert line["train/taught_frac"] == 1.0 and line["grad_norm"] > 0
         assert line["reward/frac_zero_std"] == 0 and line["reward/mean"] == 0.5
-    assert "train/taught_frac = 0" not in done.stderr
-    lines = done.stdout.splitlines()
+    assert "train/taught_frac = 0" not in said
+    lines = said.splitlines()
     (names,) = (number for number, line in enumerate(lines) if " taught " in line and "tok/s" in line)
     assert lines[names].split()[-2:] == ["taught", "GiB"] and lines[names + 1].split()[-2] == "1.00"
     analysis_script("step_times").main([str(tmp_path / "runs"), "--out", str(tmp_path)])
@@ -81,9 +77,7 @@ def test_a_speed_study_trains_on_completions_of_its_lengths(
 def test_a_run_that_did_not_train_says_so(tmp_path: Path) -> None:
     """An untrained model that earns nothing: what its steps took is no speed of training."""
     words = ("experiment=smoke", "task=word_problems", "task.max_completion_tokens=4", "eval=none", "steps=2")
-    done = run(*words, "task.format_weight=0", f"root={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    said = run(tmp_path, *words, "task.format_weight=0")
     (folder,) = (tmp_path / "runs").iterdir()
     assert [line["train/taught_frac"] for line in trained(folder)] == [0.0, 0.0]
-    said = done.stdout + done.stderr
     assert said.count("train/taught_frac = 0") == 1 and "task=shape" in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError
 from qerl_bench.logger.wandb import WandB, WandbMirror, login_problem
 from qerl_bench.rundir import as_dict
+from tests.parallel import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 32 * 1024  # a .wandb file is a LevelDB log: blocks of records with a header of 7 bytes each
@@ -82,29 +82,29 @@ def local(run_dir: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def without_settings(rank: int) -> None:
+    """In a process of its own."""
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        del os.environ[key]
+    os.environ["WANDB_SILENT"] = "true"
+
+
 @pytest.mark.slow
 def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) -> None:
     words = ["experiment=smoke", "steps=14", "save_every=4", "name=x-s0-y", f"root={tmp_path}"]
-    command = [sys.executable, str(ROOT / "src" / "run.py"), *words, "logger=wandb", "logger.mode=offline"]
-    environment = {
-        **{key: value for key, value in os.environ.items() if not key.startswith("WANDB_")},
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
-        "OMP_NUM_THREADS": "1",
-        "WANDB_SILENT": "true",
-    }
+    words += ["logger=wandb", "logger.mode=offline"]
     run_dir = tmp_path / "runs" / "x-s0-y"
     metrics = run_dir / "metrics.jsonl"
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = ranks.start(words, tmp_path / "killed", sabotage=without_settings)
     deadline = time.time() + 100
     while time.time() < deadline and not (metrics.exists() and '"step": 6' in metrics.read_text()):
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     time.sleep(1.1)  # W&B names its folders by the second
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "continuing after step" in done.stdout + done.stderr
+    ended = ranks.run(words, 1, tmp_path / "continued", sabotage=without_settings)
+    assert ended.codes == [0] and "continuing after step" in ended.said, ended.said
 
     first, second = sorted((run_dir / "wandb").glob("offline-run-*-x-s0-y/run-x-s0-y.wandb"))
     killed, _, _ = mirrored(first)

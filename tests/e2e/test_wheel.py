@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("hatchling")
-pytestmark = pytest.mark.xdist_group("wheel")
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -80,38 +79,40 @@ def test_the_wheel_holds_every_file_that_the_package_reads(site: Path) -> None:
         assert files and not [file for file in files if not (there / file.relative_to(ROOT / folder)).is_file()]
 
 
-def test_a_run_a_warm_start_and_a_sweep_of_the_wheel(command: Command, tmp_path: Path) -> None:
-    done = command("run", *TINY, "quant=nvfp4", "aqn=exp", "model.warm_start_steps=3", "seed=0,1", "-m")
+def option(tmp_path: Path, target: str) -> str:
+    """The word that finds aqn=halving, an option of the user's own, of class `target`."""
+    own = tmp_path / "my options" / "aqn" / "halving.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(f"_target_: {target}\nname: halving\nsigma_start: 1.0e-2\n")
+    return f"hydra.searchpath=['file://{own.parent.parent}']"
+
+
+def test_a_run_a_warm_start_and_a_sweep_over_an_option_of_the_users_own(command: Command, tmp_path: Path) -> None:
+    words = [*TINY, "quant=nvfp4", "model.warm_start_steps=3", option(tmp_path, "halving.Halving"), "aqn=halving"]
+    done = command("run", *words, "aqn.sigma_start=1e-2,2e-2", "-m")
     assert done.returncode == 0, done.stderr
     runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(runs) == 2 and all((run / "done.json").exists() for run in runs)
+    assert all("-nvfp4-halving-grpo-" in run.name for run in runs)
     assert list((tmp_path / "cache").rglob("done.json"))
     env = json.loads((runs[0] / "env.json").read_text())
     assert env["commit"] is None and env["code"]
     assert {"reward.png", "entropy.png"} <= {file.name for file in (runs[0] / "figures").iterdir()}
-    again = command("run", *TINY, "quant=nvfp4", "aqn=exp", "model.warm_start_steps=3", "seed=0")
+    again = command("run", *words, "aqn.sigma_start=1e-2")
     assert "finished before" in again.stdout + again.stderr
 
     listed = command("status")
     assert listed.stdout.count("done") == 3 and "2 runs, 2 done" in listed.stdout, listed.stderr
     kept = command("collect", "runs", "out=study")
     assert kept.returncode == 0 and (tmp_path / "study" / "tidy.parquet").exists(), kept.stderr
-    asked = command("eval", f"runs/{runs[0].name}", "eval.questions=3")
+    asked = command("eval", f"runs/{runs[0].name}", "eval.questions=3", "--config-dir", "my options")
     assert asked.returncode == 0 and "accuracy_greedy" in asked.stdout, asked.stderr
 
 
-def test_users_add_options_and_classes_without_touching_the_package(command: Command, tmp_path: Path) -> None:
-    own = tmp_path / "my options" / "aqn" / "halving.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("_target_: halving.Halving\nname: halving\nsigma_start: 1.0e-2\n")
-    words = [*TINY, f"hydra.searchpath=['file://{own.parent.parent}']", "aqn=halving", "eval=none"]
-    words.remove("eval.questions=4")
-    done = command("run", *words, "-m", "aqn.sigma_start=1e-2,2e-2")
-    assert done.returncode == 0, done.stderr
-    runs = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
-    assert len(runs) == 2 and all(run.name.startswith("tiny_untrained-bf16-halving-grpo-") for run in runs)
+def test_a_users_option_keeps_its_name_and_needs_its_class(command: Command, tmp_path: Path) -> None:
+    words = [*TINY, option(tmp_path / "1", "halving.Halving"), "aqn=halving"]
     refused = command("run", *words, "aqn.name=exp")
     assert refused.returncode == 2 and "aqn.name=exp cannot be set" in refused.stderr
-    own.write_text("_target_: no_such_module.Halving\nname: halving\nsigma_start: 1.0e-2\n")
+    words = [*TINY, option(tmp_path / "2", "no_such_module.Halving"), "aqn=halving"]
     refused = command("run", *words)
     assert refused.returncode == 2 and "aqn._target_=no_such_module.Halving cannot be imported" in refused.stderr

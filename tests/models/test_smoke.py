@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import run_experiment
 from tests.models import builds
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_smoke_takes_any_folder(tmp_path: Path) -> None:
     checkpoint = builds.build("qwen3_moe", tmp_path / "checkpoint")
     words = ["experiment=smoke", "model=hub", f"model.id={checkpoint}", "quant=nvfp4", "aqn=constant", "eval=none"]

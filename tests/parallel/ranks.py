@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -30,21 +31,30 @@ class Ended:
 
 def run(words: Sequence[str], size: int, output: Path, sabotage: Sabotage | None = None) -> Ended:
     """`qerl-bench run WORDS...` in `size` processes. What they print goes to the file `output`."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output.write_text("")
-    ranks = [
-        context.Process(target=_rank, args=(rank, size, store.port, [*words], output, sabotage), daemon=True)
-        for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = [start(words, output, rank, size, store.port, sabotage) for rank in range(size)]
     for process in ranks:
         process.join(LIMIT_S)
         process.kill()  # nothing for one that has ended
         process.join()
     return Ended([process.exitcode for process in ranks], output.read_text())
+
+
+def start(
+    words: Sequence[str],
+    output: Path,
+    rank: int = 0,
+    size: int = 1,
+    port: int = 0,
+    sabotage: Sabotage | None = None,
+) -> BaseProcess:
+    """One of these processes: it begins without the ten seconds that imports take."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    process = context.Process(target=_rank, args=(rank, size, port, [*words], output, sabotage), daemon=True)
+    process.start()
+    return process
 
 
 def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabotage: Sabotage | None) -> None:
@@ -53,7 +63,7 @@ def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabot
     import qerl_bench.figures.run as figures
     from qerl_bench.__main__ import main
 
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115

@@ -21,7 +21,7 @@ from qerl_bench.study.load import load_run
 from tests.parallel.ranks import Ended, run
 from tests.parallel.speed import row, with_ratios
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 # Two chunks of sampling and, with sequences of unequal lengths, four micro-batches of a single process.
 WORDS = (
     *("experiment=smoke", "device=cpu", "quant=nvfp4", "aqn=exp", "steps=4", "save_every=2", "name=run"),

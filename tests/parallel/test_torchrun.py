@@ -15,7 +15,7 @@ import torch
 
 from tests.parallel.test_ranks import WORDS, assert_equal, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
 GPUS = (  # wide enough for the fused kernels

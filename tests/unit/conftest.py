@@ -61,9 +61,3 @@ def runs(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)
         return Runs(make_config(*words))
-
-
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs draw nothing, which takes longer than the steps of a tiny model."""
-    monkeypatch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)

@@ -99,6 +99,21 @@ def _batch(policy: Any) -> Any:
     return make_batch(prompts, completions, policy.pad_id, policy.device, logprobs, advantages)
 
 
+@pytest.fixture(scope="module")
+def adapted(make_policy: Callable[..., Any]) -> Callable[[], Any]:
+    """adapted(): a policy with the weights that it was built with, whatever an update made of them since."""
+    policy = make_policy(adapted=True)
+    built = [parameter.detach().clone() for parameter in policy.trainable]
+
+    def restored() -> Any:
+        with torch.no_grad():
+            for parameter, weights in zip(policy.trainable, built, strict=True):
+                parameter.copy_(weights)
+        return policy
+
+    return restored
+
+
 def _state(policy: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten().double() for parameter in policy.trainable])
 
@@ -115,11 +130,11 @@ def _update(experiment: Any, policy: Any, optimizer: Any, batch: Any, step: int 
 
 @ALGORITHMS
 def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], algo: str
+    adapted: Callable[[], Any], make_experiment: Callable[..., Any], algo: str
 ) -> None:
     results, passes = [], []
     for tokens in (1000, 21, 30, 60):
-        policy = make_policy(adapted=True)
+        policy = adapted()
         experiment = _experiment(make_experiment, algo, f"train.micro_batch_tokens={tokens}")
         # SGD would do, but AdamW's first step is the sign of the gradient: compare the gradient through its momentum.
         optimizer = make_optimizer(policy, experiment.optim)
@@ -207,7 +222,7 @@ def test_a_step_without_signal_moves_nothing(
     ],
 )
 def test_the_taught_share_is_that_of_tokens_whose_loss_has_a_gradient(
-    make_policy: Callable[..., Any],
+    adapted: Callable[[], Any],
     make_experiment: Callable[..., Any],
     algo: str,
     words: tuple[str, ...],
@@ -215,29 +230,29 @@ def test_the_taught_share_is_that_of_tokens_whose_loss_has_a_gradient(
 ) -> None:
     """Against the gradient of each completion alone. The adapter is not zero, or the divergence of kl would be."""
     lengths = (4, 1, 9, 0, 6, 3, 12)
-    policy = make_policy(adapted=True)
+    policy = adapted()
     experiment = _experiment(make_experiment, algo, *words)
     batch = dataclasses.replace(_batch(policy), advantages=torch.tensor(advantages))
     moved = []
     for row, length in enumerate(lengths):
         if length == 0:
             continue
-        fresh = make_policy(adapted=True)
-        alone = _update(experiment, fresh, make_optimizer(fresh, experiment.optim), batch.rows(torch.tensor([row])))
+        optimizer = make_optimizer(adapted(), experiment.optim)
+        alone = _update(experiment, policy, optimizer, batch.rows(torch.tensor([row])))
         moved.append(alone["grad_norm"] > 0)
         assert alone["train/taught_frac"] == float(moved[-1])
     tokens = [length for length in lengths if length]
     wanted = sum(length for length, taught in zip(tokens, moved, strict=True) if taught) / sum(tokens)
-    found = _update(experiment, policy, make_optimizer(policy, experiment.optim), batch)
+    found = _update(experiment, adapted(), make_optimizer(policy, experiment.optim), batch)
     assert found["train/taught_frac"] == pytest.approx(wanted, abs=1e-12)
 
 
 @ALGORITHMS
 def test_an_update_goes_the_right_way(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], algo: str
+    adapted: Callable[[], Any], make_experiment: Callable[..., Any], algo: str
 ) -> None:
     """Completions with a positive advantage become likelier, those with a negative one less likely; SFT raises all."""
-    policy = make_policy(adapted=True)
+    policy = adapted()
     batch = _batch(policy)
     experiment = _experiment(make_experiment, algo, lr=1e-3)
 

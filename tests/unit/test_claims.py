@@ -81,6 +81,7 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
     Numbers differ between seeds by much and, for equal effects, between arms by `spread` alone.
     """
     place = tmp_path / "runs"
+    written: list[Run] = []
 
     def add(
         overrides: Iterable[str] = (), seeds: Iterable[int] = SEEDS, spread: float = 0.002, accuracy: float = 0.0,
@@ -89,8 +90,8 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
     ) -> list[Run]:  # fmt: skip
         name, text = composed(make_config, *overrides)
         own = np.random.default_rng(zlib.crc32(" ".join([*overrides]).encode()))
-        for seed in seeds:
-            folder = place / f"{name.replace('-s0-', f'-s{seed}-')}-{device}"
+        folders = {seed: place / f"{name.replace('-s0-', f'-s{seed}-')}-{device}" for seed in seeds}
+        for seed, folder in folders.items():
             folder.mkdir(parents=True)
             changed = text.replace(f"\nname: {name}\n", f"\nname: {folder.name}\n")
             (folder / "config.yaml").write_text(changed.replace("\nseed: 0\n", f"\nseed: {seed}\n"))
@@ -114,7 +115,8 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
             pd.DataFrame(rows).to_parquet(folder / "samples.parquet")
             if finished:
                 (folder / "done.json").write_text('{"wall_s": 60.0}')
-        return load_runs([place])
+        written.extend(load_runs(folders.values()))
+        return sorted(written, key=lambda run: run.path)
 
     return add
 

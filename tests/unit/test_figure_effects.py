@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,13 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@cache
+def loaded(study: Path) -> list[Run]:
+    return load_runs([study])
+
+
 def selected(study: Path, *factors: str) -> Study:
-    return Study(load_runs([study])).select(*factors)
+    return Study(loaded(study)).select(*factors)
 
 
 def described(study: Study) -> set[tuple[Any, ...]]:
@@ -363,7 +369,7 @@ def test_nothing_to_draw_against_and_a_missing_control_are_refused(tmp_path: Pat
 
 
 def test_schedules_show_their_sigma_and_what_they_are_above_the_exponential_one(study: Path) -> None:
-    runs = [run for run in load_runs([study]) if run.option("quant.name") == "nvfp4"]
+    runs = [run for run in loaded(study) if run.option("quant.name") == "nvfp4"]
     table = Study(runs).select("aqn.name").complete_settings()
     figure = against.plot_schedules(table, [ACCURACY])
     curves = {line.get_label(): line.get_ydata().tolist() for line in figure.axes[0].get_lines()}
@@ -461,7 +467,7 @@ def test_runs_that_have_not_got_equally_far_have_no_number_above_their_curve(stu
 
 def test_formats_are_put_together_over_the_settings_that_all_of_them_have(study: Path, tmp_path: Path) -> None:
     """Without nf4, which was run at one rank and rate, there are more settings, but at the same rate."""
-    runs = load_runs([study])
+    runs = loaded(study)
     found, settings = scores(runs, final_accuracy("sampled"))
     assert list(found) == ["bf16", "nf4", "nvfp4"]
     assert found["bf16"] == pytest.approx(np.array([[0.542, 0.532], [0.552, 0.542]]))

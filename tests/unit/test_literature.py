@@ -36,6 +36,8 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
     answers the first 30 + 30 `right` but one, which depends on its seed.
     """
 
+    added: list[Run] = []
+
     def add(
         *words: str,
         reward: float = 0.0,
@@ -46,10 +48,12 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
     ) -> list[Run]:
         config = make_config("eval=task", f"steps={STEPS}", "lora.rank=32", "lora.alpha=32", *words)
         setting = config["name"]
+        folders = []
         for seed in range(4):
             config["name"], config["seed"] = f"{setting}-{seed}", seed
             folder = tmp_path / "runs" / config["name"]
             folder.mkdir(parents=True)
+            folders.append(folder)
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
             wobble = 1 + 1e-3 * math.sin(zlib.crc32(folder.name.encode()))  # each run has its own
             lines: list[dict[str, Any]] = [
@@ -67,7 +71,8 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
             answers = [question < 30 + 30 * right and question != seed * (2 if right else 1) for question in range(60)]
             rows = {"mode": "sampled", "question": [f"q{n:02d}" for n in range(60)], "step": STEPS, "correct": answers}
             pd.DataFrame(rows).to_parquet(folder / "samples.parquet")
-        return load_runs([tmp_path / "runs"])
+        added.extend(load_runs(folders))
+        return sorted(added, key=lambda run: run.path)
 
     return add
 

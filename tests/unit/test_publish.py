@@ -40,9 +40,10 @@ def publish(source: Path, out: Path, *words: str) -> Path:
 
 def edited(run: Path, name: str, change: Callable[[Any], None]) -> None:
     """Change a YAML or JSON file of a run."""
-    content = yaml.safe_load((run / name).read_text())
+    content = yaml.load((run / name).read_text(), yaml.CSafeLoader)
     change(content)
-    (run / name).write_text(json.dumps(content) if name.endswith("json") else yaml.safe_dump(content))
+    text = json.dumps(content) if name.endswith("json") else yaml.dump(content, Dumper=yaml.CSafeDumper)
+    (run / name).write_text(text)
 
 
 @pytest.fixture
@@ -50,9 +51,9 @@ def study(tmp_path: Path) -> Path:
     """Eight runs in which somebody has left private things."""
     runs = tmp_path / "runs"
     shutil.copytree(ASSETS, runs)
+    private = {"path": "/home/alice/data/questions.jsonl", "note": f"{TOKEN} of alice"}
     for run in runs.iterdir():
-        edited(run, "config.yaml", lambda config: config["task"].update(path="/home/alice/data/questions.jsonl"))
-        edited(run, "config.yaml", lambda config: config["task"].update(note=f"{TOKEN} of alice"))
+        edited(run, "config.yaml", lambda config: config["task"].update(private))
         edited(
             run, "env.json", lambda env: env.update(own_code={"/home/alice/mine/halving.py": "0f0f0f"}, cpu="node-17")
         )
