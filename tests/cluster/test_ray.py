@@ -40,6 +40,7 @@ class Ray:
         )  # fmt: skip
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
+        assert self.address, "Ray's test cluster did not start; it gives each node 30 s, too few under load"
 
     def lose(self, node: int) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
