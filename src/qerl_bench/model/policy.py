@@ -229,7 +229,8 @@ def share_all_but_base(model: PreTrainedModel, like: Policy) -> None:
     for name, parameter in like.model.named_parameters(remove_duplicate=False):
         require(
             name in own or not parameter.requires_grad,
-            f"the base in the other format has no place for {name} of the adapter: use lora.experts=false, or one format",
+            f"the base in the other format has no place for {name} of the adapter. Use lora.experts=false, or one "
+            "format",
         )
         if name in own and own[name].shape == parameter.shape and own[name].dtype == parameter.dtype:
             owner, _, leaf = name.rpartition(".")
