@@ -227,7 +227,11 @@ def share_all_but_base(model: PreTrainedModel, like: Policy) -> None:
         model.set_submodule(name, norm)
     own = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in like.model.named_parameters(remove_duplicate=False):
-        assert name in own or not parameter.requires_grad, name
+        require(
+            name in own or not parameter.requires_grad,
+            f"the base in the other format has no place for {name} of the adapter. Use lora.experts=false, or one "
+            "format",
+        )
         if name in own and own[name].shape == parameter.shape and own[name].dtype == parameter.dtype:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._parameters[leaf] = parameter
