@@ -241,7 +241,7 @@ def test_a_single_procedure(only: str, changed: dict[str, Any]) -> None:
 )
 def test_more_problems_than_there_are_is_an_error_and_not_an_endless_search(changed: dict[str, Any]) -> None:
     """There are 1 and 45 problems of these kinds."""
-    started = time.perf_counter()
+    started = time.process_time()
     for draw in (
         lambda task: task.train_prompts(1, 64, 0),
         lambda task: task.eval_prompts(64),
@@ -249,7 +249,7 @@ def test_more_problems_than_there_are_is_an_error_and_not_an_endless_search(chan
     ):
         with pytest.raises(ConfigError, match=r"cannot make 64 different problems .* widen"):
             draw(_task(**changed))
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(
