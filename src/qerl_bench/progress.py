@@ -155,12 +155,14 @@ class Watch:
         ending = "" if left is None else f", about {duration(left)} left"
         self.say(f"{', '.join(map(str, self.phases))}: {duration(inner.elapsed_s)} so far{ending}")
 
-    def clear(self) -> None:
-        """Make room for a line of other output; the bars come back with the next tick."""
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """In this block no bar is on the screen, so that other output can be; bars come back with the next tick."""
         with self.lock:
             for one in self.phases:
                 if one.bar is not None:
                     one.bar.clear()
+            yield
 
     def say(self, line: str) -> None:
         self.said = time.monotonic()

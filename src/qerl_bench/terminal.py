@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO, cast
 
 from qerl_bench.progress import watch
@@ -17,16 +17,16 @@ from qerl_bench.progress import watch
 class Lasting:
     """A text stream. What it cannot write any more is dropped, because a run must not end with its reader."""
 
-    def __init__(self, stream: TextIO, make_room: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._stream = stream
-        self._make_room = make_room  # makes room in the terminal before anything is written
+        self._room = room  # in which something may be written
 
     def write(self, text: str) -> int:
-        self._make_room()
-        try:
-            return self._stream.write(text)
-        except OSError:
-            return self._drop(len(text))
+        with self._room():
+            try:
+                return self._stream.write(text)
+            except OSError:
+                return self._drop(len(text))
 
     def flush(self) -> None:
         try:
@@ -57,11 +57,13 @@ def lasting_output() -> Iterator[None]:
         open(descriptor, "w", closefd=False) if stream is None else stream  # noqa: SIM115 - until the end
         for descriptor, stream in enumerate(before, start=1)
     )
-    results = Lasting(out, watch.clear)
+    results = Lasting(out, watch.room)
 
-    def behind_results() -> None:
+    @contextmanager
+    def behind_results() -> Iterator[None]:
         results.flush()
-        watch.clear()
+        with watch.room():
+            yield
 
     sys.stdout, sys.stderr = results, Lasting(error, behind_results)
     watch.screen = cast(TextIO, Lasting(error))

@@ -8,7 +8,8 @@ out: the real model's tokenizer; tasks with exact lengths (task=shape) do not ne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ class RandomModel(MadeHere, ABC):
         from transformers import AutoModelForCausalLM
 
         config = self.transformers_config()
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), unfilled_memory():
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
         model.tie_weights()
         return model.eval()
@@ -55,6 +56,20 @@ class RandomModel(MadeHere, ABC):
         model = self.without_weights()
         RandomWeights(self.seed, device).fill(model, [name for name, _ in model.named_parameters()])
         return model.to(device), self.tokenizer()
+
+
+@contextmanager
+def unfilled_memory() -> Iterator[None]:
+    """In this block PyTorch's deterministic mode, in which a CPU runs, does not fill new memory with NaN: a parameter is
+    made there before it goes to the meta device, and filling those of 72B takes a minute."""
+    from torch.utils import deterministic
+
+    before = deterministic.fill_uninitialized_memory
+    try:
+        deterministic.fill_uninitialized_memory = False
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = before
 
 
 @dataclass(frozen=True, kw_only=True)
