@@ -60,8 +60,8 @@ class RandomModel(MadeHere, ABC):
 
 @contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """In this block PyTorch's deterministic mode, in which a CPU runs, does not fill new memory with NaN: a parameter is
-    made there before it goes to the meta device, and filling those of 72B takes a minute."""
+    """In this block PyTorch's deterministic mode, that of a CPU, does not fill new memory with NaN: a parameter is made
+    there before it goes to the meta device, and filling those of 72B takes a minute."""
     from torch.utils import deterministic
 
     before = deterministic.fill_uninitialized_memory
