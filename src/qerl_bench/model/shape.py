@@ -62,8 +62,9 @@ class RandomModel(MadeHere, ABC):
 def unfilled_memory() -> Iterator[None]:
     """In this block PyTorch's deterministic mode, that of a CPU, does not fill new memory with NaN: a parameter is made
     there before it goes to the meta device, and filling those of 72B takes a minute."""
-    from torch.utils import deterministic
+    import torch
 
+    deterministic: Any = torch.utils.deterministic
     before = deterministic.fill_uninitialized_memory
     try:
         deterministic.fill_uninitialized_memory = False
