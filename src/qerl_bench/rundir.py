@@ -193,6 +193,11 @@ def as_dict(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     return cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
 
 
+def unsaid(axis: str) -> dict[str, Any]:
+    """The keys of UNSAID of one group of a config, without its name."""
+    return {key.removeprefix(f"{axis}."): value for key, value in UNSAID.items() if key.startswith(f"{axis}.")}
+
+
 def with_effect(tree: dict[str, Any]) -> dict[str, Any]:
     """A config without the keys NO_EFFECT, and without those of UNSAID at the value there."""
 

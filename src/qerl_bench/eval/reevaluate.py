@@ -27,6 +27,7 @@ from qerl_bench.rundir import (
     is_finished,
     saved,
     step_of,
+    unsaid,
     with_effect,
 )
 from qerl_bench.seals import DONE
@@ -62,15 +63,14 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     """`config` with the keys without effect that it was made before."""
     evaluation = config.get("eval")
     later = {
-        "qerl_bench.eval.task.TaskEvaluation": {"every": 0, "every_questions": 1, "quant": None},
-        "qerl_bench.eval.lm_eval.spec.LMEval": {"quant": None},
+        "qerl_bench.eval.task.TaskEvaluation": {"every": 0, "every_questions": 1} | unsaid("eval"),
+        "qerl_bench.eval.lm_eval.spec.LMEval": unsaid("eval"),
     }
     if isinstance(evaluation, dict) and evaluation.get("_target_") in later:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    reward = {"_target_": "qerl_bench.reward.task.TaskReward", "name": "task"}
-    rollout = {"quant": None} | config.get("rollout", {})
-    return {"checkpoints": checkpoints, "reward": reward} | config | {"rollout": rollout}
+    rollout = unsaid("rollout") | config.get("rollout", {})
+    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | {"rollout": rollout}
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
