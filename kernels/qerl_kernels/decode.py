@@ -10,7 +10,9 @@ gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in 
 MAX_TOKENS = BUCKETS[-1]
 MAX_RANK = 128
 _MIN_RANK = 16  # K of a tensor-core instruction
+_MOST_ROWS = 256  # of W that one program multiplies, so that none has rows of two parts
 _SCALE_WORDS = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}  # of a row and a column of tiles
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
@@ -50,22 +53,30 @@ def decode_gemm(
     bias: torch.Tensor | None = None,
     lora: LoRA | None = None,
     config: Config | None = None,
+    parts: Sequence[int] = (),
 ) -> torch.Tensor:
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
     `scale` is the tensor scale: one number, or FP32 (N,) for concatenated matrices. `bias` is (N,), bfloat16 or FP32.
-    `config` overrides the measured table. Rows of x may be strided; the other tensors must be contiguous. Raises
-    ValueError for an unsupported device, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
+    `config` overrides the measured table. If W is that of up to three layers, `parts` are their rows: B is block
+    diagonal, with a block of equal width for each, and the zeros are not read. Rows of x may be strided; the other
+    tensors must be contiguous. Raises ValueError for an unsupported device, shape, dtype or stride. Before capturing it
+    in a CUDA graph, call it once.
 
     The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
     waits before it reads or writes anything else. So no kernel of the same step may write the weight.
     """
-    _check(x, weight, scale, bias, lora)
+    _check(x, weight, scale, bias, lora, parts)
     y = x.new_empty((len(x), weight.shape[0]))
     if config is None:
         config = choose(_gpu(x.device), weight.shape, len(x))
-    _launch(x, weight, scale, bias, lora, y, config)
+    _launch(x, weight, scale, bias, lora, y, config, parts)
     return y
+
+
+def separable(parts: Sequence[int]) -> bool:
+    """Whether `decode_gemm` takes layers of so many rows as `parts`."""
+    return len(parts) <= 3 and all(rows > 0 and rows % _MOST_ROWS == 0 for rows in parts)
 
 
 def decode_reference(
@@ -100,6 +111,7 @@ def _check(
     scale: torch.Tensor | float,
     bias: torch.Tensor | None,
     lora: LoRA | None,
+    parts: Sequence[int] = (),
 ) -> None:
     n, k = weight.shape
     tiles = (-(-n // ROWS), -(-k // INPUTS))
@@ -119,8 +131,14 @@ def _check(
         _require("bias", bias, weight, (n,), (torch.bfloat16, torch.float32))
     if lora is not None:
         rank = lora[1].shape[-1]
-        if not 0 < rank <= MAX_RANK:
-            raise ValueError(f"the adapter's rank must be 1 to {MAX_RANK}, got {rank}; add it with a separate matmul")
+        if parts and (not separable(parts) or sum(parts) != n or rank % len(parts)):
+            raise ValueError(
+                f"{list(parts)} must be up to three multiples of {_MOST_ROWS} that add up to {n}, with a part of the "
+                f"rank {rank} each; leave parts out"
+            )
+        own = rank // (len(parts) or 1)
+        if not 0 < own <= MAX_RANK:
+            raise ValueError(f"the adapter's rank must be 1 to {MAX_RANK}, got {own}; add it with a separate matmul")
         _require("XA", lora[0], weight, (len(x), rank), (torch.bfloat16,))
         _require("B", lora[1], weight, (n, rank), (torch.bfloat16,))
 
@@ -146,6 +164,7 @@ def _launch(
     lora: LoRA | None,
     y: torch.Tensor,
     config: Config,
+    parts: Sequence[int] = (),
 ) -> None:
     from qerl_kernels import jit_decode
 
@@ -159,9 +178,11 @@ def _launch(
     factor = 2.0**weight.exponent * (1.0 if isinstance(scale, torch.Tensor) else scale)
     xa, b, scaling = lora or (None, None, 0.0)
     rank = 0 if b is None else b.shape[1]
+    own = rank // (len(parts) or 1)
+    ends = [*accumulate(parts[:-1]), n, n][:2]
     shared = {
         "SPLIT": config.split,
-        "RANK": 0 if b is None else max(_MIN_RANK, 1 << (rank - 1).bit_length()),
+        "RANK": 0 if b is None else max(_MIN_RANK, 1 << (own - 1).bit_length()),
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
         "PDL": True,
@@ -171,7 +192,8 @@ def _launch(
     multiply: Any = jit_decode.decode[(blocks, config.split)]
     multiply(
         _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), row_scale,
-        bias, xa, b, y, partial, counters, None, factor, scaling, m, n, columns, tiles, rank, y.stride(0), 0,
+        bias, xa, b, y, partial, counters, None, factor, scaling, m, n, columns, tiles, rank, own, *ends,
+        y.stride(0), 0,
         FORMAT=weight.format, BM=config.rows, BN=config.tokens, RING=config.ring, XBUF=config.buffers,
         OVERLAP=config.overlap, SEPARATE=separate, EVEN=columns % config.ring == 0, GROUPED=False, W=config.warps,
         num_warps=config.warps, **shared, **limit,
@@ -180,7 +202,7 @@ def _launch(
         part = min(_PART, config.tokens)
         add: Any = jit_decode.add_partials[(blocks, config.rows // 64, config.tokens // part)]
         add(
-            row_scale, bias, xa, b, y, partial, factor, scaling, m, n, rank, y.stride(0),
+            row_scale, bias, xa, b, y, partial, factor, scaling, m, n, rank, own, *ends, y.stride(0),
             BM=config.rows, BN=config.tokens, PART=part, num_warps=4, **shared,
         )  # fmt: skip
 
@@ -206,8 +228,8 @@ def launch_grouped(
     multiply: Any = jit_decode.decode[(blocks, split)]
     multiply(
         _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), scale,
-        bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, n,
-        len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
+        bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, 0, 0,
+        0, n, len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
         XBUF=config.buffers, OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None,
         HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True, W=config.warps,
         num_warps=config.warps, launch_pdl=True,

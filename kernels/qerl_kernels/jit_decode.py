@@ -243,6 +243,9 @@ def _finish(
     M,
     N,
     rank,
+    own,
+    end1,
+    end2,
     stride_ym,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -252,22 +255,26 @@ def _finish(
     LAYOUT: gl.constexpr,
     W: gl.constexpr,
 ):
-    """y[m0:, n0:] = acc^T * factor * row scale + (XA B^T) * scaling + bias, rounded once."""
+    """y[m0:, n0:] = acc^T * factor * row scale + (XA B^T) * scaling + bias, rounded once.
+
+    Of XA and B it reads the columns of its part of the rows.
+    """
     n = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
     acc = acc * factor
     if HAS_ROW_SCALE:
         acc = acc * gl.expand_dims(gl.load(row_scale_ptr + n, mask=n < N, other=0.0), 1)
     if RANK > 0:
+        first = own * ((n0 >= end1).to(gl.int32) + (n0 >= end2).to(gl.int32))
         OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
         bn = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, OPERAND))
         bk = gl.arange(0, RANK, layout=gl.SliceLayout(0, OPERAND))
-        keep = gl.expand_dims(bn < N, 1) & gl.expand_dims(bk < rank, 0)
-        b = gl.load(b_ptr + gl.expand_dims(bn * rank, 1) + gl.expand_dims(bk, 0), mask=keep, other=0.0)
+        keep = gl.expand_dims(bn < N, 1) & gl.expand_dims(bk < own, 0)
+        b = gl.load(b_ptr + gl.expand_dims(bn * rank + first, 1) + gl.expand_dims(bk, 0), mask=keep, other=0.0)
         XA: gl.constexpr = gl.BlockedLayout([1, 8], [32 // min(RANK // 8, 32), min(RANK // 8, 32)], [W, 1], [1, 0])
         am = m0 + gl.arange(0, BN, layout=gl.SliceLayout(1, XA))
         ak = gl.arange(0, RANK, layout=gl.SliceLayout(0, XA))
-        keep = gl.expand_dims(am < M, 1) & gl.expand_dims(ak < rank, 0)
-        xa = gl.load(xa_ptr + gl.expand_dims(am * rank, 1) + gl.expand_dims(ak, 0), mask=keep, other=0.0)
+        keep = gl.expand_dims(am < M, 1) & gl.expand_dims(ak < own, 0)
+        xa = gl.load(xa_ptr + gl.expand_dims(am * rank + first, 1) + gl.expand_dims(ak, 0), mask=keep, other=0.0)
         SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
         shared = gl.allocate_shared_memory(gl.bfloat16, [BN, RANK], SHARED, xa)
         fence_async_shared()
@@ -284,7 +291,7 @@ def _finish(
     gl.store(at, y, mask=gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0))
 
 
-@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "rank", "items"])
+@gluon.jit(do_not_specialize=["M", "COLUMNS", "TILES", "end1", "end2", "items"])
 def decode(
     x_box,
     words_ptr,
@@ -304,7 +311,10 @@ def decode(
     N,
     COLUMNS,
     TILES,
-    rank,
+    rank,  # columns of XA and B
+    own,  # those that a row of B has, in each of up to three parts, which end at rows end1 and end2
+    end1,
+    end2,
     stride_ym,
     items,
     FORMAT: gl.constexpr,
@@ -315,7 +325,7 @@ def decode(
     XBUF: gl.constexpr,
     OVERLAP: gl.constexpr,  # the tensor core may run into the next round
     SEPARATE: gl.constexpr,  # `add_partials` follows
-    RANK: gl.constexpr,  # of the adapter, rounded up to a power of two of at least 16; 0: no adapter
+    RANK: gl.constexpr,  # `own`, rounded up to a power of two of at least 16; 0: no adapter
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     EVEN: gl.constexpr,  # COLUMNS is a multiple of RING
@@ -433,8 +443,8 @@ def decode(
     n0 = row_block * BM
     if SPLIT == 1:
         _finish(
-            acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, stride_ym,
-            BM, BN, RANK, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, W,
+            acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
+            end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, W,
         )  # fmt: skip
     else:
         part = partial_ptr + block * (SPLIT * BM * BN) + _private_offsets(BM, BN, PRIVATE, BN)
@@ -449,12 +459,12 @@ def decode(
                 gl.atomic_xchg(counter_ptr + block, 0, sem="relaxed", scope="gpu")
                 acc = _from_private(total, BM, BN, ACC)
                 _finish(
-                    acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, stride_ym,
-                    BM, BN, RANK, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, W,
+                    acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
+                    end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, W,
                 )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["M", "rank"])
+@gluon.jit(do_not_specialize=["M", "end1", "end2"])
 def add_partials(
     row_scale_ptr,
     bias_ptr,
@@ -467,6 +477,9 @@ def add_partials(
     M,
     N,
     rank,
+    own,
+    end1,
+    end2,
     stride_ym,
     BM: gl.constexpr,  # of the partial sums
     BN: gl.constexpr,
@@ -494,6 +507,6 @@ def add_partials(
         total += gl.load(part + i * (BM * BN), cache_modifier=".cg")
     acc = _from_private(total, 64, PART, ACC)
     _finish(
-        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, stride_ym,
-        64, PART, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, 4,
+        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
+        end2, stride_ym, 64, PART, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, 4,
     )  # fmt: skip

@@ -29,6 +29,7 @@ class Adapter:
     a: torch.Tensor  # (r, K)
     b: torch.Tensor  # (N, r)
     scaling: float
+    parts: tuple[int, ...] = ()  # if it is of joined layers, their rows: B is block diagonal, with blocks of one width
 
 
 JoinedAdapters = Sequence[tuple[slice, Adapter]]  # of layers that are one matmul: each adds to its range of rows

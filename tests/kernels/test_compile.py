@@ -352,11 +352,13 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("factor", "scaling"), "fp32")
-    signature |= dict.fromkeys(("M", "N", "COLUMNS", "TILES", "rank", "stride_ym", "items"), "i32")
+    signature |= dict.fromkeys(
+        ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items"), "i32"
+    )
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": 64, "BN": tokens, "RING": ring, "XBUF": 2, "W": 4}
     constants |= {"SPLIT": 2, "RANK": rank, "OVERLAP": tokens > 16, "SEPARATE": False, "EVEN": True, "PDL": True}
     constants |= {"HAS_ROW_SCALE": rank > 0 or grouped, "HAS_BIAS": rank > 0 or grouped, "GROUPED": grouped}
-    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "stride_ym"))
+    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
     built = compiled(jit_decode.decode, signature, constants, 90, num_warps=4, aligned=aligned)
     assert built.shared <= SHARED_LIMIT
     assert built.overlaps and built.waits_first == grouped  # others read weights before they wait
@@ -365,6 +367,20 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     assert sum("HGMMA" in text for text in loop) == 4 * ring
     assert sum("LDG" in text and ".128" in text for text in loop) == ring
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
+
+
+def test_add_partials() -> None:
+    """With the adapter of joined layers; the operands of the tensor core come straight from memory."""
+    from qerl_kernels import jit_decode
+
+    signature = {"row_scale_ptr": "*fp32", "partial_ptr": "*fp32", "factor": "fp32", "scaling": "fp32"}
+    signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
+    signature |= dict.fromkeys(("M", "N", "rank", "own", "end1", "end2", "stride_ym"), "i32")
+    constants = {"BM": 64, "BN": 64, "PART": 16, "SPLIT": 2, "RANK": 32, "HAS_ROW_SCALE": True, "HAS_BIAS": True}
+    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
+    built = compiled(jit_decode.add_partials, signature, constants | {"PDL": True}, 90, 4, aligned=aligned)
+    _sound(built, overlapping=True)
+    assert built.count("HGMMA") == 2
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -63,9 +63,9 @@ def expected(x: torch.Tensor, weight: layout.KernelWeight, **more: Any) -> tuple
 def run(x: torch.Tensor, weight: layout.KernelWeight, config: Config, **more: Any) -> torch.Tensor:
     """The kernel's output, in a buffer that held NaN."""
     y = torch.full((len(x), weight.shape[0]), torch.nan, dtype=torch.bfloat16, device=x.device)
-    scale, bias, lora = more.get("scale", 1.0), more.get("bias"), more.get("lora")
-    decode._check(x, weight, scale, bias, lora)
-    decode._launch(x, weight, scale, bias, lora, y, config)
+    scale, bias, lora, parts = more.get("scale", 1.0), more.get("bias"), more.get("lora"), more.get("parts", ())
+    decode._check(x, weight, scale, bias, lora, parts)
+    decode._launch(x, weight, scale, bias, lora, y, config, parts)
     return y
 
 
@@ -100,6 +100,24 @@ def test_adapter_bias_and_row_scale(m: int, rank: int) -> None:
         y = run(x, weight, replace(by_rule((n, k), m), split=split, separate=separate), **more)
         want, allowed = expected(x, weight, **more)
         assert bool(((y.double() - want).abs() <= allowed).all()), (split, separate)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "rank"), [((512, 256, 256), 8), ((512, 256, 256), 96), ((256, 512), 32)])
+@pytest.mark.parametrize("m", [5, 40, 150])
+def test_joined_layers_read_their_own_adapter(m: int, parts: tuple[int, ...], rank: int) -> None:
+    """What is zero in a block diagonal B is poison here."""
+    n, k = sum(parts), 1024
+    weight, x, more = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda"), extras(m, n, 1, "cuda")
+    xa, b = (torch.randn(size, rank * len(parts), device="cuda").bfloat16() for size in (m, n))
+    own = torch.block_diag(*(torch.ones(size, rank, device="cuda") for size in parts)) > 0
+    want, allowed = expected(x, weight, **more | {"lora": (xa, b.where(own, 0), 0.5)})
+    more["lora"] = xa, b.where(own, torch.nan), 0.5
+    for rows, split, separate in ((64, 1, False), (128, 2, False), (64, 2, True)):
+        config = replace(by_rule((n, k), m), rows=rows, warps=rows // 16, split=split, separate=separate)
+        y = run(x, weight, config, parts=parts, **more)
+        assert bool(((y.double() - want).abs() <= allowed).all()), (rows, split, separate)
 
 
 @hopper
@@ -257,6 +275,10 @@ def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     for match, arguments in cases:
         with pytest.raises(ValueError, match=match):
             decode.decode_gemm(*arguments)
+    joined, b = random_weight("nvfp4", 768, 64, "cpu"), torch.zeros(768, 24, dtype=torch.bfloat16)
+    for parts in ((256, 256), (512, 128, 128), (512, -256, 512), (256, 256, 256, 0)):
+        with pytest.raises(ValueError, match="multiples of 256"):
+            decode.decode_gemm(x, joined, lora=(b[:4], b, 1.0), parts=parts)
 
 
 def test_every_configuration_fits_the_processor() -> None:

@@ -206,7 +206,7 @@ def test_sampling_takes_the_decode_gemm(
         projected.append(len(x))
         return x @ a.t()
 
-    def decode_gemm(x: torch.Tensor, weight: Any, scale: Any, bias: Any, lora: Any = None) -> torch.Tensor:
+    def decode_gemm(x: torch.Tensor, weight: Any, scale: Any, bias: Any, lora: Any = None, **_: Any) -> torch.Tensor:
         assert x.is_contiguous() and (lora is None) == (rank == 9)
         calls.append(len(x))
         return decode.decode_reference(x, weight, scale, bias, lora)
@@ -218,3 +218,36 @@ def test_sampling_takes_the_decode_gemm(
         found = policy.model(ids).logits
     assert calls == [14] * 14 and projected == ([14] * 14 if few == 14 else [])
     assert torch.allclose(found, wanted, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("multiple", [1, 256])
+def test_joined_layers_tell_the_decode_gemm_their_parts(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, multiple: int
+) -> None:
+    """So that it reads only the adapter of each, unless a layer has no adapter or too odd a size."""
+    policy = make_policy("model.dtype=bfloat16", "lora.rank=4", adapted=True)
+    monkeypatch.setattr(decode, "_MOST_ROWS", multiple)
+    monkeypatch.setattr(decode, "supported", lambda *_: True)
+    monkeypatch.setattr(kernel_choice, "supported", decode.supported)
+    monkeypatch.setattr(projection, "project", lambda x, a: x @ a.t())
+    found: list[Any] = []
+
+    def decode_gemm(x: torch.Tensor, *args: Any, parts: tuple[int, ...] = ()) -> torch.Tensor:
+        found.append(parts)
+        return decode.decode_reference(x, *args)
+
+    monkeypatch.setattr(decode, "decode_gemm", decode_gemm)
+    _fused(policy, monkeypatch)
+    attention: Any = next(module for module in policy.model.modules() if hasattr(module, "q_proj"))
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    sizes = tuple(layer.out_features for layer in layers)
+    with torch.inference_mode(), kernel_choice.adapters_cast_to(policy.model, torch.bfloat16):
+        x = torch.randn(3, layers[0].in_features).bfloat16()
+        wanted = [layer(x) for layer in layers]
+        together = kernel_choice.fuse_linears(layers)(x)
+        layers[1].cast_adapter = None
+        layers[1]._disable_adapters = True
+        kernel_choice.fuse_linears(layers)(x)
+    assert found == [(), (), (), sizes if multiple == 1 else (), ()]
+    for one, other in zip(together, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=0.02)

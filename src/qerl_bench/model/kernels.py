@@ -21,7 +21,7 @@ from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels.decode import MAX_TOKENS, supported
+from qerl_kernels.decode import MAX_TOKENS, separable, supported
 from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 
@@ -151,7 +151,13 @@ class FusedLinears:
             return None
         empty = present[0].b.new_empty
         blocks = [empty(size, 0) if part is None else part.b for part, size in zip(parts, self.sizes, strict=True)]
-        return Adapter(torch.cat([part.a for part in present]), torch.block_diag(*blocks), present[0].scaling)
+        alike = len(present) == len(parts) and len({len(part.a) for part in present}) == 1
+        return Adapter(
+            torch.cat([part.a for part in present]),
+            torch.block_diag(*blocks),
+            present[0].scaling,
+            tuple(self.sizes) if alike and separable(self.sizes) else (),
+        )
 
 
 def fuse_linears(layers: Sequence[torch.nn.Module]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:

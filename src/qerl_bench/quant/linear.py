@@ -196,9 +196,9 @@ class PackedLinear(torch.nn.Linear):
             return decode.decode_gemm(x, weight, scale, self.bias)
         a, b = adapter.a.to(x.dtype), adapter.b.to(x.dtype)  # (r, K) and (N, r)
         down = projection.project(x, a) if projection.pays(x, a) else x @ a.t()  # (M, r)
-        if b.shape[1] > decode.MAX_RANK:
+        if b.shape[1] > decode.MAX_RANK * (len(adapter.parts) or 1):
             return decode.decode_gemm(x, weight, scale, self.bias).addmm_(down, b.t(), alpha=adapter.scaling)
-        return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling))
+        return decode.decode_gemm(x, weight, scale, self.bias, (down, b, adapter.scaling), parts=adapter.parts)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, format={self.weight_format.name}"
