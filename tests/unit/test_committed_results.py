@@ -9,6 +9,8 @@ import pandas as pd
 import pytest
 
 from qerl_bench.claims.measure import TRAINED_SHARE
+from qerl_bench.gates.report import texts
+from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.study.load import load_runs
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,13 @@ STUDIES = sorted(path.parent for path in RESULTS.glob("*/settings.json"))
 def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_script: Any) -> None:
     analysis_script("claims").main([str(study), "--out", str(tmp_path)])
     assert (tmp_path / "claims.md").read_text() == (study / "claims.md").read_text()
+
+
+@pytest.mark.parametrize("study", [path.parent for path in (ROOT / "docs" / "studies").glob("*/results")])
+def test_reports_of_studies_are_recomputed(study: Path) -> None:
+    made = texts(read_sessions(study))
+    for name in ("gates.md", "claims.md", "bases.md"):
+        assert made[name] == (study / "results" / name).read_text(), name
 
 
 def test_published_speeds_are_of_steps_that_trained() -> None:

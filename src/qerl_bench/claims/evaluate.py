@@ -29,6 +29,7 @@ from qerl_bench.claims.estimate import Comparison, compare
 from qerl_bench.claims.gates import Gate
 from qerl_bench.claims.match import Contrast, Filter, Stratum, confounders, match
 from qerl_bench.claims.measure import Measure
+from qerl_bench.claims.stopped import stopped_arms, why_stopped
 from qerl_bench.statistics import Estimate, holm, mean_ci
 from qerl_bench.study.load import Run
 
@@ -174,7 +175,7 @@ def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run]
 
 
 def _why_no_comparison(claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run]) -> tuple[Verdict, str]:
-    """There are no runs, or matched ones that a single condition of the claim excludes."""
+    """There are no runs, perhaps because a gate stopped them, or matched ones that one condition excludes."""
     excuses = [(claim.measure.excuse, claim.where, runs if len(eligible) < len(runs) else [])]
     excuses += [
         (condition.excuse, tuple(other for other in claim.where if other is not condition), eligible)
@@ -185,6 +186,8 @@ def _why_no_comparison(claim: Claim, contrast: Contrast, runs: list[Run], eligib
         excluded = {run.path for stratum in match(contrast, where, candidates) for run in stratum.runs}
         if excluded:
             return "not testable here", f"{len(excluded)} matched runs, but {excuse}"
+    if why := why_stopped(contrast, (*claim.where, *claim.primary), stopped_arms(runs)):
+        return "not testable here", why
     return "incomplete", NO_RUNS
 
 

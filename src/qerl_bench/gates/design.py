@@ -110,7 +110,11 @@ class Design:
 
     def option(self, arm: Arm, key: str) -> Any:
         """What the config of an arm has under a top-level key, for the first base."""
-        return _tree(*self.base_words(arm, self.bases[0]))[key]
+        return self.tree(arm)[key]
+
+    def tree(self, arm: Arm) -> dict[str, Any]:
+        """The config of an arm, for the first base."""
+        return _tree(*self.base_words(arm, self.bases[0]))
 
     def format_of(self, arm: Arm) -> str:
         return self.option(arm, "quant")["name"]

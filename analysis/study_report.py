@@ -1,0 +1,10 @@
+"""Everything that a study in sessions shows: verdicts, gates, figures and a table of its bases.
+
+python analysis/study_report.py docs/studies/worlds-2026
+"""
+
+from qerl_bench.exits import guarded
+from qerl_bench.gates.report import main
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,0 +1,144 @@
+"""Everything that a study in sessions shows, into its folder results/.
+
+    python analysis/study_report.py docs/studies/worlds-2026
+
+gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, bases.md a table by base; curves.svg,
+arms.svg, exploration.svg and pass_at_k.svg are the figures. Runs of several versions of the code are taken together,
+since no pair of runs is from two sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from matplotlib.figure import Figure
+
+from qerl_bench.claims.command import by_scope
+from qerl_bench.claims.evaluate import evaluate_claims
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.report import markdown
+from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
+from qerl_bench.figures.effects import PlottedArm, dot_plot
+from qerl_bench.figures.exploration import entropy_and_accuracy, pass_at_k_curves
+from qerl_bench.figures.forest import all_claims, svg
+from qerl_bench.figures.paired import ENTROPY as ENTROPY_MEAN
+from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED, by_cell
+from qerl_bench.figures.script import figure_parser, parse
+from qerl_bench.figures.style import OTHER_COLORS, color, save
+from qerl_bench.gates.assay import gates, pass_at, render
+from qerl_bench.gates.design import Arm
+from qerl_bench.gates.sessions import Sessions, read_sessions
+from qerl_bench.statistics import mean_ci
+from qerl_bench.study.load import check_comparable
+
+MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = figure_parser(__doc__)
+    options = parse(parser, arguments)
+    (folder,) = map(Path, options.runs)
+    study, out = read_sessions(folder), folder / "results"
+    out.mkdir(exist_ok=True)
+    for name, text in texts(study).items():
+        (out / name).write_text(text)
+        print(out / name)
+    for name, figure in figures(study).items():
+        print(*save(figure, out / name, options.formats), sep="\n")
+
+
+def texts(study: Sessions) -> dict[str, str]:
+    """The files of the report that are text, by name."""
+    everything = [*study.runs.values()]
+    check_comparable(everything, mixed_code=True)
+    ((scope, runs),) = by_scope(everything).items()  # all arms have one model and one task
+    verdicts = evaluate_claims(CLAIMS, runs)
+    return {
+        "gates.md": render(gates(study.design, [*study.probes.values()], study.runs)) + "\n",
+        "claims.md": markdown({scope: verdicts}, runs),
+        "claims.svg": svg(all_claims(verdicts, scope)),
+        "bases.md": bases(study),
+    }
+
+
+def figures(study: Sessions) -> dict[str, Figure]:
+    """The figures of the report, by name."""
+    arms, pairs = plotted(study), plotted(study, pairs=True)
+    treated = [i for i, arm in enumerate(study.arms) if i > 0 and not arm.control]
+    return {
+        "curves": paired_curves([arms[i] for i in (0, *treated)], [pairs[i] for i in treated], [REWARD, ENTROPY]),
+        "arms": dot_plot(pairs, MEASURES),
+        "exploration": entropy_and_accuracy(study, pairs[1:]),
+        "pass_at_k": pass_at_k_curves(arms),
+    }
+
+
+def plotted(study: Sessions, pairs: bool = False) -> list[PlottedArm]:
+    """The arms as figures show them, the reference first; with `pairs` the labels name their controls too."""
+    others = iter(OTHER_COLORS)
+    arms = []
+    for arm in study.arms:
+        control = control_of(study, arm)
+        plain = len(arm.words) == 1 and study.design.format_of(arm) == arm.name
+        shade = color(arm.name) if plain else next(others)
+        label = f"{arm.name} − {control.name}" if pairs and control else arm.name
+        arms.append(PlottedArm(label, study.of_arm(arm.name), study.of_arm(control.name) if control else (), shade))
+    return arms
+
+
+def control_of(study: Sessions, arm: Arm) -> Arm | None:
+    """The arm that `arm` is compared with: the same without its noise, otherwise the reference."""
+    if arm is study.design.reference:
+        return None
+    quiet = [word for word in arm.words if not word.startswith("aqn=")]
+    return next((one for one in study.arms if one is not arm and one.words == quiet), study.design.reference)
+
+
+def bases(study: Sessions) -> str:
+    """A table in Markdown: what each base could do, and the effect of each arm on its accuracy after training."""
+    reference, *formats = study.design.formats
+    dosed = [arm for arm in study.arms if arm.dosed]
+    treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
+    samples = study.design.probe.samples
+    heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
+    heads += [f"KL {arm.name}" for arm in dosed]
+    heads += [f"{arm.name} - {control.name}" for arm, control in treated]
+    rows = []
+    for base, probe in study.probes.items():
+        damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
+        numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
+        effects = [effect(study, arm, control, base) for arm, control in treated]
+        rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
+    means = [mean_ci(column) for column in zip(*rows, strict=True)]
+    small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
+
+    def cells(numbers: Sequence[float]) -> list[str]:
+        return [
+            f"{x:.3f}" if i in small else f"{x:+.1f}" if i > small.stop - 1 else f"{x:.1f}"
+            for i, x in enumerate(numbers)
+        ]
+
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[str(base), study.session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
+    for session in dict.fromkeys(study.session_of.values()):
+        of_session = [row for base, row in zip(study.probes, rows, strict=True) if study.session_of[base] == session]
+        lines.append(["mean", session, *cells([fmean(column) for column in zip(*of_session, strict=True)])])
+    lines.append(["mean", "", *cells([one.value for one in means])])
+    ends = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
+    lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in ends)])
+    note = (
+        f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
+        " damage is what a format costs. Right: held-out questions after training, one sample, the mean of seeds.\n"
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])
+
+
+def effect(study: Sessions, arm: Arm, control: Arm, base: int) -> float:
+    """Points of held-out accuracy by which `arm` ends above `control` on one base, the mean of its seeds."""
+    means = []
+    for one in (arm, control):
+        runs = [study.runs[key] for key in study.runs if key[:2] == (one.name, base)]
+        means.append(float(by_cell(runs, SAMPLED.averaged).to_numpy().mean()))
+    return SAMPLED.on_axis(means[0] - means[1])
