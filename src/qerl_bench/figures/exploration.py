@@ -98,7 +98,7 @@ def pass_curve(run: Run, step: int | None = None) -> pd.Series:
     last = run.option("steps") if step is None else step
     chosen = rows[(rows["mode"] == "sampled") & (rows["step"] == last)]
     counts: list[int] = chosen["correct"].tolist()
-    samples = int(chosen["samples"].max())
+    samples = max(chosen["samples"].tolist())
     sizes = [2**power for power in range(int(math.log2(samples)) + 1)]
     return pd.Series({k: fmean(_found(samples, right, k) for right in counts) for k in sizes})
 
@@ -124,7 +124,7 @@ def _before(study: Sessions, reference: str, quant: str, k: int) -> Points:
 
 def _after(arm: PlottedArm, k: int) -> Points:
     entropies = differences(arm.runs, arm.control, ENTROPY.averaged).to_numpy()[0]
-    accuracies = differences(arm.runs, arm.control, lambda run: float(pass_curve(run)[k])).to_numpy()[0]
+    accuracies = differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()
     return [(ENTROPY.on_axis(x), 100 * y) for x, y in zip(entropies, accuracies, strict=True)]
 
 
