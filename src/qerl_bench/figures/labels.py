@@ -50,7 +50,8 @@ def sigma_by_step(run: Run) -> pd.Series:
 
 
 def noise_text(setting: Setting) -> str:
-    """The schedule with its first and last sigma above zero."""
+    """The schedule with its first and last sigma above zero, unless each base has its own."""
     sigma = [value for value in sigma_by_step(setting.runs[0]).tolist() if value > 0]
-    size = f" ($\\sigma$ {sigma[0]:.1g} to {sigma[-1]:.1g})" if sigma else ""
+    matched = len({run.option("aqn").get("sigma_of_base") for run in setting.runs}) > 1
+    size = f" ($\\sigma$ {sigma[0]:.1g} to {sigma[-1]:.1g})" if sigma and not matched else ""
     return f"AQN {setting['aqn.name']}{size}"
