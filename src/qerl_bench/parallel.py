@@ -2,7 +2,7 @@
 
 Every rank holds the whole packed base and makes every step. They share out the sampling, the grading and the backward
 passes of a step, and give each other the results, so that each computes the same advantages, metrics and update. Rank 0
-writes the run; the others write to a folder that is deleted.
+writes the run; the others write to a folder that is deleted. An evaluation of a finished run is shared in the same way.
 
 A run in one process is a `World` of size 1, whose operations do nothing, without torch.distributed.
 """
@@ -54,8 +54,8 @@ class RankLost(TrainingStopped):
     def __init__(self, waited_s: float) -> None:
         slow = f", or has not answered for {ANSWER_LIMIT_S:g} s" if waited_s > ANSWER_LIMIT_S / 2 else ""
         super().__init__(
-            f"another process has ended{slow}; what it printed, or torchrun's report, says why. Repeat the command, with "
-            "as many processes as there are then: a run continues from its last checkpoint"
+            f"another process has ended{slow}; what it printed, or torchrun's report, says why. Repeat the command "
+            "with as many processes as there are then: a run continues from its last checkpoint"
         )
 
 

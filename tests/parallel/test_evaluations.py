@@ -98,12 +98,26 @@ def kill_after_training(victim: int, rank: int) -> None:
         load(self, folder)
         loaded.append(folder)
 
-    def generate_or_die(self: Any, *arguments: Any) -> Any:
+    def generate_or_die(self: Any, prompts: Any, sampling: Any) -> Any:
         if rank == victim and loaded:
             os.kill(os.getpid(), signal.SIGKILL)
-        return generate(self, *arguments)
+        return generate(self, prompts, sampling)
 
     Policy.load, shared.SharedEngine.generate = load_and_note, generate_or_die
+
+
+def another_base_on_rank_1(rank: int) -> None:
+    import qerl_bench.session as session
+
+    build = session.build_policy
+
+    def build_policy(*arguments: Any) -> Any:
+        policy = build(*arguments)
+        if rank == 1:
+            policy.trainable[0].data.view(-1)[0] += 1e-3
+        return policy
+
+    session.build_policy = build_policy
 
 
 def test_two_ranks_make_the_record_of_one_process(evaluate: Evaluate) -> None:
@@ -191,6 +205,12 @@ def test_what_cannot_be_shared_out_is_refused_once(
     out, ended = evaluate("refused", 2, "eval=task", *words, sabotage=sabotage)
     assert ended.codes == [2, 2] and ended.said.count(key) == 1 and "Traceback" not in ended.said, ended.said
     assert not out.exists()
+
+
+def test_ranks_that_hold_different_weights_evaluate_nothing(evaluate: Evaluate) -> None:
+    out, ended = evaluate("different", 2, "eval=task", sabotage=another_base_on_rank_1)
+    assert ended.codes == [1, 1] and ended.said.count("different weights, first") == 1, ended.said
+    assert not (out / "eval.json").exists()
 
 
 def test_commands_that_do_not_share_their_work_are_refused_once(tmp_path: Path) -> None:
