@@ -15,6 +15,7 @@ from qerl_bench.arguments import wrapped
 from qerl_bench.children import end_with_parent
 from qerl_bench.exits import exit_in_words, one_line_warnings
 from qerl_bench.own_options import refuse_flag, with_search_path
+from qerl_bench.parallel import refuse_ranks
 from qerl_bench.terminal import lasting_output
 
 
@@ -23,6 +24,7 @@ class Command(NamedTuple):
     summary: str
     stopped: str = "stopped"  # what Ctrl-C prints
     composes: bool = False  # configs out of options, so that --config-dir means something
+    shared: bool = False  # by the ranks that torchrun starts
 
 
 COMMANDS = {
@@ -31,6 +33,7 @@ COMMANDS = {
         "train one experiment, or with -m every point of a sweep",
         "stopped; the same command continues from the last checkpoint",
         composes=True,
+        shared=True,
     ),
     "status": Command("qerl_bench.status", "list runs with their state and steps, once or again and again"),
     "eval": Command(
@@ -38,6 +41,7 @@ COMMANDS = {
         "evaluate a finished run under another protocol",
         "stopped; the same command starts this evaluation again",
         composes=True,
+        shared=True,
     ),
     "score": Command(
         "qerl_bench.eval.score", "grade completions made elsewhere", "stopped; nothing was written", composes=True
@@ -93,6 +97,8 @@ def main(words: list[str] | None = None) -> int:
     command = COMMANDS[name]
     with lasting_output(), exit_in_words(command.stopped):
         end_with_parent()
+        if not command.shared:
+            refuse_ranks(name)
         if not command.composes:
             refuse_flag(name, rest)
         rest = with_search_path(rest)

@@ -2,7 +2,7 @@
 
 Every rank holds the whole packed base and makes every step. They share out the sampling, the grading and the backward
 passes of a step, and give each other the results, so that each computes the same advantages, metrics and update. Rank 0
-writes the run; the others write to a folder that is deleted.
+writes the run; the others write to a folder that is deleted. An evaluation of a finished run is shared in the same way.
 
 A run in one process is a `World` of size 1, whose operations do nothing, without torch.distributed.
 """
@@ -54,8 +54,8 @@ class RankLost(TrainingStopped):
     def __init__(self, waited_s: float) -> None:
         slow = f", or has not answered for {ANSWER_LIMIT_S:g} s" if waited_s > ANSWER_LIMIT_S / 2 else ""
         super().__init__(
-            f"another process of this run has ended{slow}; what it printed, or torchrun's report, says why. The same "
-            "command continues from the last checkpoint, with as many processes as there are then"
+            f"another process has ended{slow}; what it printed, or torchrun's report, says why. Repeat the command "
+            "with as many processes as there are then: a run continues from its last checkpoint"
         )
 
 
@@ -234,7 +234,8 @@ def joined() -> Iterator[World]:
     require(
         STARTED in os.environ or (size == "1" and os.environ.get("RANK", "0") == "0"),
         f"{', '.join(f'{name}={os.environ[name]}' for name in given)} is set, and torchrun has not started this "
-        f"process. Several GPUs: torchrun --nproc-per-node N src/run.py ...; one process: env -u {' -u '.join(given)}",
+        f"process. Several GPUs: torchrun --nproc-per-node N -m qerl_bench ...; one process: env -u "
+        f"{' -u '.join(given)}",
     )
     if STARTED not in os.environ or size == "1":
         yield ALONE
@@ -247,6 +248,13 @@ def joined() -> Iterator[World]:
         with one_voice(ranks):
             yield ranks
             ranks.leave()
+
+
+def refuse_ranks(command: str) -> None:
+    """Raise ConfigError, one of them in words, if torchrun has started several processes of `command`."""
+    if STARTED in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        with joined():
+            raise ConfigError(f"only run and eval share their work: leave torchrun out, qerl-bench {command} ...")
 
 
 def show_own_gpu(local_rank: int) -> None:

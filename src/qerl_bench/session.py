@@ -45,15 +45,18 @@ def prepare_device(wanted: str, quant: WeightFormat) -> str:
     return device
 
 
-def require_places(experiment: Experiment, world: World) -> None:
+def require_places(experiment: Experiment, world: World, trains: bool = True) -> None:
     """Raise ConfigError unless every rank of `world` has work, and a device like those of the others."""
     if world.size == 1:
         return
-    groups = experiment.rollout.prompts_per_step
+    key, prompts = "rollout.prompts_per_step", experiment.rollout.prompts_per_step
+    if not trains:
+        key, asked = "eval.questions", getattr(experiment.eval, "questions", None)
+        prompts = len(experiment.task.eval_prompts(asked))
     require(
-        groups >= world.size,
-        f"torchrun has started {world.size} processes, and rollout.prompts_per_step={groups} gives a step {groups} "
-        f"groups to share out: use torchrun --nproc-per-node {groups} at most, or more prompts",
+        prompts >= world.size,
+        f"torchrun has started {world.size} processes, and {key} has {prompts} prompts to share out: use torchrun "
+        f"--nproc-per-node {prompts} at most, or more prompts",
     )
     devices = getattr(experiment.engine, "tensor_parallel_size", 1)
     require(
@@ -62,8 +65,9 @@ def require_places(experiment: Experiment, world: World) -> None:
         "processes of torchrun has one: use engine.tensor_parallel_size=1, or leave torchrun out",
     )
     names = world.gather(device_name(experiment.device))
+    exact = trains and experiment.parallel.exact
     require(
-        not (experiment.parallel.exact and experiment.train.micro_batch_tokens is None and "cpu" not in names),
+        not (exact and experiment.train.micro_batch_tokens is None and "cpu" not in names),
         "parallel.exact=true needs the micro-batches of a run on one GPU, and train.micro_batch_tokens=null makes them "
         "fit the memory that is free: give a number, the same in both runs",
     )

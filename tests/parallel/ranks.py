@@ -29,11 +29,11 @@ class Ended:
     said: str
 
 
-def run(words: Sequence[str], size: int, output: Path, sabotage: Sabotage | None = None) -> Ended:
-    """`qerl-bench run WORDS...` in `size` processes. What they print goes to the file `output`."""
+def run(words: Sequence[str], size: int, output: Path, sabotage: Sabotage | None = None, command: str = "run") -> Ended:
+    """`qerl-bench COMMAND WORDS...` in `size` processes. What they print goes to the file `output`."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     output.write_text("")
-    ranks = [start(words, output, rank, size, store.port, sabotage) for rank in range(size)]
+    ranks = [start(words, output, rank, size, store.port, sabotage, command) for rank in range(size)]
     for process in ranks:
         process.join(LIMIT_S)
         process.kill()  # nothing for one that has ended
@@ -48,11 +48,13 @@ def start(
     size: int = 1,
     port: int = 0,
     sabotage: Sabotage | None = None,
+    command: str = "run",
 ) -> BaseProcess:
     """One of these processes: it begins without the ten seconds that imports take."""
     context = get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED])
-    process = context.Process(target=_rank, args=(rank, size, port, [*words], output, sabotage), daemon=True)
+    arguments = (rank, size, port, [command, *words], output, sabotage)
+    process = context.Process(target=_rank, args=arguments, daemon=True)
     process.start()
     return process
 
@@ -78,7 +80,7 @@ def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabot
         if sabotage is not None:
             sabotage(rank)
         sys.argv = ["qerl-bench", *words]
-        code = main(["run", *words])
+        code = main(words)
     except SystemExit as error:
         code = error.code
     except BaseException:

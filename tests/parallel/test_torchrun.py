@@ -17,6 +17,7 @@ from tests.parallel.test_ranks import WORDS, assert_equal, records
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+RUN = str(ROOT / "src" / "run.py")
 LIMIT_S = 600.0
 GPUS = (  # wide enough for the fused kernels
     *(*WORDS, "device=cuda", "model.hidden_size=128", "model.heads=4", "model.kv_heads=2"),
@@ -25,8 +26,7 @@ GPUS = (  # wide enough for the fused kernels
 
 
 def torchrun(size: int, *words: str) -> list[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    return [sys.executable, *launch, str(ROOT / "src" / "run.py"), *words]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *words]
 
 
 def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_p
     folder, said = tmp_path / "runs" / "run", tmp_path / "said"
     with open(said, "w") as output:
         patience = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LIMIT_S))}
-        process = subprocess.Popen(torchrun(2, *words), cwd=ROOT, env=patience, stdout=output, stderr=output)
+        process = subprocess.Popen(torchrun(2, RUN, *words), cwd=ROOT, env=patience, stdout=output, stderr=output)
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and process.poll() is None and '"step": 1,' not in _text(folder / "metrics.jsonl"):
             time.sleep(0.05)
@@ -56,7 +56,7 @@ def test_two_gpus_with_exact_are_one_to_the_bit_and_near_it_without(tmp_path: Pa
     folders = {}
     for name, size, exact in (("one", 1, "false"), ("again", 1, "false"), ("exact", 2, "true"), ("sum", 2, "false")):
         words = [*GPUS, f"root={tmp_path / name}", f"parallel.exact={exact}"]
-        done = subprocess.run(torchrun(size, *words), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(torchrun(size, RUN, *words), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout + done.stderr
         folders[name] = tmp_path / name / "runs" / "run"
     one = records(folders["one"])

@@ -23,6 +23,7 @@ from qerl_bench.eval.reevaluate import (
     render,
     stored_config,
 )
+from qerl_bench.parallel import World, joined
 from qerl_bench.rundir import step_of
 
 OURS = ("out", "checkpoint")
@@ -31,6 +32,11 @@ USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{OTHERS} checkpoint=last|best
 
 
 def main(argv: list[str]) -> None:
+    with joined() as world:
+        again(argv, world)
+
+
+def again(argv: list[str], world: World) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     logging.getLogger("qerl_bench").setLevel(logging.INFO)
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
@@ -51,5 +57,6 @@ def main(argv: list[str]) -> None:
     checkpoint = chosen_checkpoint(run_dir, (given["checkpoint"] or ["last"])[0], stored.steps)
     name = evaluation_name(cfg) + ("" if step_of(checkpoint) == stored.steps else f"-{checkpoint.name}")
     out = Path(given["out"][0]) if given["out"] else run_dir / "evals" / name
-    reevaluate(run_dir, stored, cfg, out, checkpoint)
-    print(render(out))
+    reevaluate(run_dir, stored, cfg, out, checkpoint, world)
+    if world.first:
+        print(render(out))

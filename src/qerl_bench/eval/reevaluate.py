@@ -16,6 +16,7 @@ from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
 from qerl_bench.option_names import is_fixed, refuse_foreign_classes, search_folders
 from qerl_bench.own_options import split_search_path
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.refusals import nothing_left_if_refused
 from qerl_bench.rundir import (
     RunDir,
@@ -146,10 +147,13 @@ def evaluation_name(cfg: DictConfig) -> str:
     return f"{cfg.eval.name}-{hashlib.sha256(json.dumps(canonical(config), sort_keys=True).encode()).hexdigest()[:8]}"
 
 
-def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, checkpoint: Path) -> None:
+def reevaluate(
+    run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, checkpoint: Path, world: World = ALONE
+) -> None:
     """Evaluate the base and the policy in `checkpoint` of the run in `run_dir` under the protocol of `cfg`.
 
     The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
+    All ranks of `world` call this; rank 0 writes the record.
     """
     trained, protocol = (build(_in_one_format(one)) for one in (stored, cfg))
     if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
@@ -160,17 +164,21 @@ def reevaluate(run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, ch
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself; its record must not change")
     check_checkpoint(checkpoint)
 
-    from qerl_bench.session import evaluate, prepare_device, session
+    from qerl_bench.session import evaluate, prepare_device, require_places, session
+    from qerl_bench.train.shares import require_equal_weights
 
+    require_places(protocol, world, trains=False)
     device = prepare_device(protocol.device, trained.quant)
-    with nothing_left_if_refused(out), RunDir(out, cfg, "out=DIR") as record:
-        if record.finished:
+    folder = world.folder(out)
+    with nothing_left_if_refused(folder), RunDir(folder, cfg, "out=DIR") as record:
+        if world.from_first(lambda: record.finished):
             log.info("evaluated before (delete the folder to repeat it)")
             return
-        with session(trained, protocol.engine, record, device) as (policy, engine):
-            evaluate(protocol, policy, engine, record, step=0)
+        with session(trained, protocol.engine, record, device, world) as (policy, engine):
+            require_equal_weights(policy.model, world)
+            evaluate(protocol, policy, engine, record, 0, world)
             policy.load(checkpoint)
-            evaluate(protocol, policy, engine, record, step=step_of(checkpoint))
+            evaluate(protocol, policy, engine, record, step_of(checkpoint), world)
         earlier = {} if step_of(checkpoint) == trained.steps else {"checkpoint": checkpoint.name}
         record.mark_finished({"run": str(run_dir.resolve())} | earlier)
 

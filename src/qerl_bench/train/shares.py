@@ -93,5 +93,5 @@ def require_equal_weights(model: torch.nn.Module, world: World) -> None:
         if len({*values}) > 1:
             raise TrainingStopped(
                 f"the processes of this run hold different weights, first {name}: a kernel on the way there gives "
-                "other numbers each time. The same command continues from the last checkpoint; one GPU avoids this"
+                "other numbers each time. Repeat the command (a run continues from its last checkpoint), or use one GPU"
             )

@@ -6,7 +6,6 @@ applied by lm-eval (a context is the finished prompt), and stopping early at an 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.model.policy import Policy
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import RENDERED, Prompt, Rollout
 from qerl_bench.train.batch import make_batch
 
@@ -30,13 +30,16 @@ class EngineLM(TemplateLM):
     """Greedy completions from `engine`, log-likelihoods from `policy`. Adds no special tokens to any text.
 
     As in all models of lm-eval, white space at the end of a context is moved to the start of the continuation.
+    lm-eval gives each rank of `world` the requests for every n-th question, and rank 0 the results of all.
     """
 
-    def __init__(self, policy: Policy, engine: RolloutEngine) -> None:
+    def __init__(self, policy: Policy, engine: RolloutEngine, world: World = ALONE) -> None:
         super().__init__()
         self.policy = policy
-        self.engine = engine
-        self.rollouts: list[Rollout] = []  # of the last generate_until, one per request, not cut
+        self.engine = engine  # that of all ranks
+        self.world = world
+        self._rank, self._world_size = world.rank, world.size
+        self.rollouts: list[Rollout] = []  # of the last generate_until, one per question of all ranks, not cut
 
     @property
     def eot_token_id(self) -> int:
@@ -53,25 +56,42 @@ class EngineLM(TemplateLM):
         """The model's context in tokens."""
         return self.policy.model.config.max_position_embeddings
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.world.gather(tensor))
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        objects = self.world.gather(obj)
+        return objects if self.rank == dst else None
+
+    def barrier(self) -> None:
+        self.world.gather(None)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         return self.policy.tokenizer(string, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Greedy completions, cut before the first of their `until` strings; one engine call per token limit.
 
+        The call is for the questions of all ranks, each once, in their order: it is that of a single process.
         Raises ConfigError if a request does not ask for greedy decoding.
         """
         options = [greedy_options(request) for request in requests]
-        by_limit: dict[int, list[int]] = defaultdict(list)
-        for i, option in enumerate(options):
-            by_limit[option["max_gen_toks"]].append(i)
-        rollouts: dict[int, Rollout] = {}
-        for limit, indices in by_limit.items():
-            prompts = [prompt_of(requests[i]) for i in indices]
+        questions = [(request.task_name, request.doc_id) for request in requests]
+        mine = {
+            question: (prompt_of(request), option["max_gen_toks"])
+            for question, request, option in zip(questions, requests, options, strict=True)
+        }
+        asked = {question: asks for of_rank in self.world.gather(mine) for question, asks in of_rank.items()}
+        rollouts: dict[Any, Rollout] = {}
+        for limit in sorted({limit for _, limit in asked.values()}):
+            those = [question for question in sorted(asked) if asked[question][1] == limit]
             sampling = Sampling(samples=1, temperature=0.0, max_tokens=limit, seed=0)  # greedy, so unused
-            rollouts |= zip(indices, self.engine.generate(prompts, sampling), strict=True)
-        self.rollouts = [rollouts[i] for i in range(len(requests))]
-        return [cut(rollout.text, option["until"]) for rollout, option in zip(self.rollouts, options, strict=True)]
+            written = self.engine.generate([asked[question][0] for question in those], sampling)
+            rollouts |= zip(those, written, strict=True)
+        self.rollouts = [rollouts[question] for question in sorted(asked)]
+        return [
+            cut(rollouts[question].text, option["until"]) for question, option in zip(questions, options, strict=True)
+        ]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text in nats. In a text longer than the context, each token is predicted once,

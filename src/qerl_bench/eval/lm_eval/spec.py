@@ -60,16 +60,18 @@ class LMEval:
     ) -> Evaluation:
         folder = (run.path / "lm_eval").resolve()
         evaluate = standard if self.protocol == "standard" else held_out
-        return evaluate(policy, engine, task, folder, self.questions)
+        return evaluate(policy, engine, task, folder, self.questions, world)
 
 
-def held_out(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, questions: int | None) -> Evaluation:
+def held_out(
+    policy: Policy, engine: RolloutEngine, task: Task, folder: Path, questions: int | None, world: World
+) -> Evaluation:
     """Evaluate on the task's own questions, with its prompts and its reward."""
     prompts = task.eval_prompts(questions)
     write_task(folder, task, prompts, policy)
-    report, completions = run_lm_eval(policy, engine, folder, task.name)
+    report, completions = run_lm_eval(policy, engine, folder, task.name, world)
     rollouts = [replace(rollout, prompt=prompt) for prompt, rollout in zip(prompts, completions, strict=True)]
-    rows = grade_rollouts(task, rollouts, "greedy")
+    rows = world.split(lambda share: grade_rollouts(task, share, "greedy"), rollouts)
     prompt_ids = [policy.prompt_ids(prompt.messages) for prompt in prompts]
     assert [rollout.prompt_ids for rollout in rollouts] == prompt_ids, "lm-eval changed the prompts"
     correct = {sample["doc"]["id"]: bool(sample["correct"]) for sample in report["samples"][task.name]}
@@ -78,11 +80,13 @@ def held_out(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, qu
     return Evaluation(scores=scores_of(rows, "greedy", 1, 1), samples=rows, settings=settings)
 
 
-def standard(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, questions: int | None) -> Evaluation:
+def standard(
+    policy: Policy, engine: RolloutEngine, task: Task, folder: Path, questions: int | None, world: World
+) -> Evaluation:
     """Evaluate on a benchmark of lm-eval with its own prompts and metrics; each metric is a mode."""
     benchmark = benchmark_of(task.name)
     ids = write_benchmark(folder, task, questions)  # type: ignore[arg-type] # only data sets have these names
-    report, rollouts = run_lm_eval(policy, engine, folder, benchmark.task)
+    report, rollouts = run_lm_eval(policy, engine, folder, benchmark.task, world)
     rows, scores = [], []
     for mode, (filter_name, metric) in benchmark.metrics.items():
         samples = [sample for sample in report["samples"][benchmark.task] if sample["filter"] == filter_name]
@@ -104,17 +108,24 @@ def standard(policy: Policy, engine: RolloutEngine, task: Task, folder: Path, qu
     return Evaluation(scores=scores, samples=rows, settings=settings)
 
 
-def run_lm_eval(policy: Policy, engine: RolloutEngine, folder: Path, name: str) -> tuple[Any, list[Rollout]]:
-    """lm-eval's report for the task in `folder`, and one completion for each question."""
+def run_lm_eval(
+    policy: Policy, engine: RolloutEngine, folder: Path, name: str, world: World
+) -> tuple[Any, list[Rollout]]:
+    """lm-eval's report for the task in `folder`, and one completion for each question.
+
+    The ranks share its work, unless one would have no question, which lm-eval does not allow: then each does all of it.
+    """
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
     from qerl_bench.eval.lm_eval.model import EngineLM
 
     tasks = TaskManager(include_path=folder, include_defaults=False).load([name])
-    tasks["tasks"][name].set_fewshot_seed(FEWSHOT_SEED)
-    lm = EngineLM(policy, engine)
-    return evaluate(lm, tasks, bootstrap_iters=0), lm.rollouts
+    task = tasks["tasks"][name]
+    task.set_fewshot_seed(FEWSHOT_SEED)
+    lm = EngineLM(policy, engine, world if len(task.eval_docs) >= world.size else ALONE)
+    report = evaluate(lm, tasks, bootstrap_iters=0)  # None on other ranks than 0
+    return world.gather(report)[0], lm.rollouts
 
 
 def settings_of(report: Any, name: str, max_tokens: int) -> dict[str, Any]:

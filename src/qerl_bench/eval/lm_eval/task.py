@@ -34,6 +34,12 @@ class LocalTask(ConfigurableTask):
             with open(self.folder / path) as file:
                 self.dataset[split] = Dataset.from_list([json.loads(line) for line in file])
 
+    def build_all_requests(self, *, rank: int = 0, world_size: int = 1, **options: Any) -> None:
+        """Build the requests of all ranks and keep those of this one: worked examples are drawn question by question,
+        so a rank that built its own alone would ask other prompts than a single process."""
+        super().build_all_requests(**options)
+        self._instances = self.instances[rank::world_size]  # one for each question
+
 
 class HeldOut(LocalTask):
     """Our questions, graded by the task whose config is `metadata.judge`."""
