@@ -241,6 +241,14 @@ def test_packing_that_mixes_sequences_is_off_or_refused(
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
+def test_adapters_on_16_bit_experts_survive_the_checks(policy: Callable[..., Policy], experiment: Any) -> None:
+    """In FP32 the weights of experts must stay parameters: PEFT puts anything else back as a buffer."""
+    words = ("quant=bf16", "lora.experts=true", "model.dtype=bfloat16")
+    mixture = policy("qwen3_moe", *words)
+    assert check(mixture, experiment("qwen3_moe", *words))["logprob_gap_float32"] < 1e-4
+    assert not [name for name, _ in mixture.model.named_buffers() if name.endswith("_proj")]
+
+
 def test_experts_are_packed_or_refused(
     policy: Callable[..., Policy],
     experiment: Callable[..., Experiment],

@@ -27,7 +27,7 @@ def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_scrip
 @pytest.mark.parametrize("study", [path.parent for path in (ROOT / "docs" / "studies").glob("*/results")])
 def test_reports_of_studies_are_recomputed(study: Path) -> None:
     made = texts(read_sessions(study))
-    for name in ("gates.md", "claims.md", "bases.md"):
+    for name in ("gates.md", "claims.md", "literature.md", "bases.md"):
         assert made[name] == (study / "results" / name).read_text(), name
 
 

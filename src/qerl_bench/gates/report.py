@@ -2,9 +2,9 @@
 
     python analysis/study_report.py docs/studies/worlds-2026
 
-gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, bases.md a table by base; curves.svg,
-arms.svg, exploration.svg and pass_at_k.svg are the figures. Runs of several versions of the code are taken together,
-since no pair of runs is from two sessions.
+gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md those on later papers,
+bases.md a table by base; curves.svg, arms.svg, exploration.svg and pass_at_k.svg are the figures. Runs of several
+versions of the code are taken together, since no pair of runs is from two sessions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.evaluate import evaluate_claims
+from qerl_bench.claims.literature import REGISTRIES, page_table
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.claims.report import markdown
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
@@ -59,6 +60,7 @@ def texts(study: Sessions) -> dict[str, str]:
         "gates.md": render(gates(study.design, [*study.probes.values()], study.runs)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
+        "literature.md": page_table(evaluate_claims(REGISTRIES["literature"], runs)) + "\n",
         "bases.md": bases(study),
     }
 

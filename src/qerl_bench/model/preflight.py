@@ -243,7 +243,7 @@ class _Converted:
                 if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16):
                     self.originals.append((part._parameters, name, parameter))
         for parameters, name, parameter in self.originals:
-            parameters[name] = parameter.float()
+            parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)  # PEFT keeps no other tensor
 
     def restore(self) -> None:
         for parameters, name, parameter in self.originals:
