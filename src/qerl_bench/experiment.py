@@ -275,7 +275,15 @@ def rollout_batch(groups: list[Group], algo: Algorithm, policy: Policy) -> Batch
 
 def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Batch:
     """The batch of one supervised step."""
-    demonstrations = experiment.task.demonstrations(step, experiment.rollout.prompts_per_step, experiment.seed)
+    task, count = experiment.task, experiment.rollout.prompts_per_step
+    demonstrations = task.demonstrations(step, count, experiment.seed)
+    if getattr(experiment.algo, "right_only", False):
+        demonstrations = [one for one in demonstrations if task.reward(one.prompt, one.completion).correct]
+        require(
+            bool(demonstrations),
+            f"algo.right_only=true leaves none of the {count} demonstrations of step {step} of task={task.name}: raise "
+            "rollout.prompts_per_step, or set algo.right_only=false",
+        )
     return make_batch(*policy.demonstration_ids(demonstrations), policy.pad_id, HOST)
 
 

@@ -63,6 +63,7 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
 UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they have an effect at other values only
     "reward._target_": "qerl_bench.reward.task.TaskReward",
     "reward.name": "task",
+    "algo.right_only": False,
     "eval.quant": None,
     "rollout.quant": None,
 }

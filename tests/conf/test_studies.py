@@ -29,6 +29,7 @@ from qerl_bench.claims.evaluate import NO_RUNS, ContrastResult, evaluate_claims
 from qerl_bench.claims.measure import WARM_UP
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.gates.design import read_design
 from qerl_bench.rundir import as_dict, flat
 from qerl_bench.study.load import load_runs
 
@@ -246,6 +247,36 @@ def test_whoever_runs_the_studies_of_the_paper_gets_every_claim_compared(
     assert all(result.reason == NO_RUNS for result in gsm8k[sft])
     growth = results("qwen2.5-7b-instruct", "bigmath")["Faster reward growth than 16-bit LoRA"]
     assert [compared(result) for result in growth] == [False, True, True]
+
+
+WORLDS = ROOT / "docs" / "studies" / "worlds-2026-settings" / "study.yaml"
+
+
+def test_each_tier_of_the_worlds_settings_completes_whole_contrasts(tmp_path: Path) -> None:
+    design = read_design(WORLDS)
+    names, configs = {}, {}
+    for arm in design.arms:
+        config = as_dict(compose(design.words(arm, design.bases[0], 0, sigma=0.12 if arm.dosed else None)))
+        names[config["name"].replace("-s0-", "-")], configs[config["name"]] = arm.tier, config
+    runs = load_runs([recorded(configs, tmp_path)])
+
+    def in_primary_settings(tier: int) -> dict[str, set[str]]:
+        """The contrasts that vote and have an effect there, by claim."""
+        kept = [run for run in runs if names[re.sub(r"-s\d+-", "-", run.name)] <= tier]
+        return {
+            one.claim.title: {r.contrast.label for r in one.voting if r.primary is not None and r.primary.effect}
+            for one in evaluate_claims(CLAIMS, kept)
+        }
+
+    rates, ranks, shapes, supervised = (CLAIMS[number - 1].title for number in (7, 6, 5, 9))
+    whole = {claim.title: {one.label for one in claim.contrasts if one.votes} for claim in CLAIMS}
+    decided = [
+        [title for title, found in in_primary_settings(tier).items() if found == whole[title]] for tier in range(1, 6)
+    ]
+    accuracies = {"Faster reward growth than 16-bit LoRA", "Higher final accuracy than 16-bit LoRA"}
+    assert {*decided[0]} == {rates, *accuracies} and {*decided[1]} == {*decided[0], ranks}
+    assert {*decided[2]} == {*decided[1], shapes, "AQN adds to it"} == {*decided[3]}
+    assert in_primary_settings(4)[supervised] == {"nvfp4 - bf16"} and {*decided[4]} == {*decided[3], supervised}
 
 
 # --- the tiny study --------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ GSPO = gspo.GSPO(name="gspo", **CLIP)
 CISPO = cispo.CISPO(name="cispo", epsilon_low=1.0, epsilon_high=0.2, advantage_eps=1e-4)
 RLOO = rloo.RLOO(name="rloo", **NARROW)
 REINFORCE_PP = reinforce_pp.ReinforcePlusPlus(name="reinforce_pp", **NARROW, advantage_eps=1e-4, group_baseline=False)
-SFT = sft.SFT(name="sft")
+SFT = sft.SFT(name="sft", right_only=False)
 ON_POLICY = [GRPO, DAPO, BNPO, DR_GRPO, GSPO, CISPO, RLOO, REINFORCE_PP]
 ALGORITHMS = pytest.mark.parametrize("algo", [*ON_POLICY, SFT], ids=lambda algo: algo.name)
 NO_KL = KLPenalty(coef=0.0, estimator="k3", ratio_weighted=True)

@@ -13,6 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qerl_bench.checks import ConfigError
+from qerl_bench.config import build, compose, fingerprint
+from qerl_bench.eval.reevaluate import with_later_keys
+from qerl_bench.experiment import demonstration_batch
+from qerl_bench.records import Demonstration
+from qerl_bench.rundir import as_dict
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
@@ -45,6 +51,43 @@ def test_a_batch_by_hand() -> None:
 def test_demonstrations_have_no_sampler_and_no_advantage() -> None:
     batch = make_batch([[1, 2]], [[3]], 0, CPU)
     assert batch.sampler_logprobs.tolist() == [[0, 0, 0]] and batch.advantages.tolist() == [0]
+
+
+class Listener:
+    """In place of a policy: keeps what it should imitate."""
+
+    pad_id = 0
+
+    def __init__(self) -> None:
+        self.heard: list[Demonstration] = []
+
+    def demonstration_ids(self, demonstrations: list[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
+        self.heard = demonstrations
+        return [[1] for _ in demonstrations], [[2] for _ in demonstrations]
+
+
+def test_only_demonstrations_that_reach_their_target_are_imitated_if_asked() -> None:
+    heard = {}
+    for right_only in (False, True):
+        words = ["experiment=worlds/base", "algo=sft", "rollout.prompts_per_step=64", f"algo.right_only={right_only}"]
+        policy: Any = Listener()
+        assert len(demonstration_batch(build(compose(words)), policy, 3).lengths) == len(policy.heard)
+        heard[right_only] = policy.heard
+    reached = [one for one in heard[False] if one.completion.split()[-2] == one.prompt.question.split()[-2]]
+    assert len(heard[False]) == 64 and 10 < len(reached) < 54 and heard[True] == reached
+    words = ["experiment=worlds/base", "algo=sft", "algo.right_only=true", "rollout.prompts_per_step=4", "task.hit=0"]
+    with pytest.raises(ConfigError, match=r"algo.right_only=true leaves none of the 4 .* step 3 of task=countdown"):
+        demonstration_batch(build(compose(words)), policy, 3)
+
+
+def test_runs_from_before_the_choice_of_demonstrations_keep_their_names() -> None:
+    now = as_dict(compose(["algo=sft"]))
+    before = now | {"algo": {key: value for key, value in now["algo"].items() if key != "right_only"}}
+    assert (
+        fingerprint(before) == fingerprint(now) != fingerprint(as_dict(compose(["algo=sft", "algo.right_only=true"])))
+    )
+    assert with_later_keys(before)["algo"] == now["algo"]
+    assert "right_only" not in with_later_keys(as_dict(compose()))["algo"]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

@@ -19,6 +19,7 @@ import yaml
 from hydra_plugins.process_launcher import launcher
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.children import Child
+from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
 from qerl_bench.config import CONF_DIR, build, compose
 from qerl_bench.gates import runner
@@ -195,6 +196,9 @@ def test_words_of_the_command_line_replace_common_ones(design: Design) -> None:
     [
         ({"common": ["experiment=worlds/base", "seed=3"]}, "common has seed=3"),
         ({"seeds": 0}, "seeds must be .* got 0"),
+        ({"bases": [16, -1]}, "each of bases must be .* got -1"),
+        ({"bases": [16, 17, 16]}, "bases has a seed twice"),
+        ({"arms": {"a": {"tier": 1, "words": ["algo=sft"]}}}, "the first arm of .* cannot have algo=sft"),
         ({"more": 1}, r"exactly the keys .*more"),
         ({"arms": {"a": {"tier": 1, "words": ["quant=bf16"], "dose": 1}}}, r"arms.a must .*dose"),
         ({"arms": {"a": {"tier": 0, "words": ["quant=bf16"]}}}, "arms.a.tier"),
@@ -325,14 +329,15 @@ def test_outliers_change_what_rounding_costs_and_nothing_else() -> None:
     assert errors[1] > 3 * errors[0] > 0
 
 
-def test_matched_noise_is_exponential_and_its_size_belongs_to_the_base() -> None:
-    words = ["aqn=matched", "aqn.sigma_of_base=0.2"]
-    matched, decay = (build(compose(w)).aqn for w in (words, ["aqn=exp", "aqn.sigma_start=0.2", "aqn.sigma_end=0.01"]))
+@pytest.mark.parametrize(("option", "shape"), [(option, shape) for shape, option in MATCHED.items()])
+def test_matched_noise_has_the_shape_of_its_schedule_and_its_size_belongs_to_the_base(option: str, shape: str) -> None:
+    words = [f"aqn={option}", "aqn.sigma_of_base=0.2"], [f"aqn={shape}", "aqn.sigma_start=0.2", "aqn.sigma_end=0.01"]
+    matched, decay = (build(compose(of_one)).aqn for of_one in words)
     assert [matched.sigma(s, 40) for s in range(1, 41)] == pytest.approx([decay.sigma(s, 40) for s in range(1, 41)])
     one, other = (
-        Run(Path("x"), dict(compose(["aqn=matched", f"aqn.sigma_of_base={sigma}"])), {}, True, {}, pd.DataFrame())  # type: ignore[arg-type]
+        Run(Path("x"), dict(compose([f"aqn={option}", f"aqn.sigma_of_base={sigma}"])), {}, True, {}, pd.DataFrame())  # type: ignore[arg-type]
         for sigma in (0.1, 0.2)
     )
     assert one.setting_items == other.setting_items
     with pytest.raises(ConfigError, match=r"aqn.sigma_of_base must be .* got 0"):
-        build(compose(["aqn=matched", "aqn.sigma_of_base=0"]))
+        build(compose([f"aqn={option}", "aqn.sigma_of_base=0"]))

@@ -42,7 +42,9 @@ NO_RUN: Any = None  # a run directory is needed only if something is not finite
 
 def _train(policy: Policy, experiment: Any, steps: int = 3) -> None:
     optimizer = make_optimizer(policy, experiment.optim)
-    supervised = dataclasses.replace(experiment, algo=SFT(name="sft"), steps=max(steps, experiment.steps))
+    supervised = dataclasses.replace(
+        experiment, algo=SFT(name="sft", right_only=False), steps=max(steps, experiment.steps)
+    )
     for step in range(1, steps + 1):
         update(supervised, policy, optimizer, _batch(policy), NO_RUN, step)
 

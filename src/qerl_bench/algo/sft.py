@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.algo.base import LossInputs, TokenLoss
 from qerl_bench.algo.functional import token_mean
+from qerl_bench.checks import check_fields, flag
 
 if TYPE_CHECKING:
     import torch
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:
-    """Mean negative log-likelihood per completion token of the demonstrations."""
+    """Mean negative log-likelihood per completion token of the demonstrations; with `right_only`, of the right ones."""
 
     name: str
+    right_only: bool
 
     on_policy = False
     max_resampling_rounds = 0
     on_no_signal = "continue"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "algo", right_only=flag)
 
     def advantages(self, rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         raise AssertionError("algo=sft reads demonstrations, which have no rewards")

@@ -50,6 +50,8 @@ METHODS = {
 }
 QUANTIZERS = {"QeRL": "awq", "NVFP4-LoRA": "awq", "QLoRA": "rtn"}
 RATES = {"QeRL": 1e-5, "NVFP4-LoRA": 1e-5, "QLoRA": 1e-5, "LoRA": 5e-6}
+# The same shapes from a noise that is measured for each base.
+MATCHED = {"exp": "matched", "linear": "matched_linear", "cosine": "matched_cosine", "log": "matched_log"}
 
 
 def two_values(key: str, treated: str, control: str, factor: tuple[str, ...], *where: Filter) -> Contrast:
@@ -70,7 +72,7 @@ def noise(name: str = "exp") -> Contrast:
 
     Noise options may differ, since they have no effect without noise.
     """
-    names = ("exp", "exp_paper", "exp_repo", "matched") if name == "exp" else (name,)
+    names = (name, MATCHED[name], *(("exp_paper", "exp_repo") if name == "exp" else ()))
     arms = (Arm(name, +1, (Filter("aqn.name", among=names),)), Arm("none", -1, (NO_NOISE,)))
     return Contrast(f"{name} - none", NOISE, arms)
 
@@ -92,7 +94,12 @@ def published(treated: str, control: str, differ: tuple[str, ...], factor: tuple
 
 def schedules(treated: str, *controls: str) -> tuple[Contrast, ...]:
     """Schedules with the same first and last noise and the same stages, which differ in shape alone."""
-    return tuple(two_values("aqn.name", treated, control, ("aqn.name", "aqn._target_")) for control in controls)
+
+    def arm(name: str, sign: int) -> Arm:
+        return Arm(name, sign, (Filter("aqn.name", among=(name, MATCHED[name])),))
+
+    factor = ("aqn.name", "aqn._target_")
+    return tuple(Contrast(f"{treated} - {one}", factor, (arm(treated, +1), arm(one, -1))) for one in controls)
 
 
 def rank(number: int) -> Contrast:

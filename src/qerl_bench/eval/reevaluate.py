@@ -71,7 +71,9 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
     rollout = unsaid("rollout") | config.get("rollout", {})
-    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | {"rollout": rollout}
+    algo = config.get("algo", {})
+    algo = (unsaid("algo") if algo.get("name") == "sft" else {}) | algo
+    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | {"rollout": rollout, "algo": algo}
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:

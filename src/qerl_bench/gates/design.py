@@ -1,9 +1,9 @@
 """The design of a study of many bases: its arms in order of priority, their bases and seeds, as a YAML file says.
 
     common: [experiment=worlds/base]         # words of every run
-    bases: 16                                # model.seed 0 to 15
+    bases: 16                                # model.seed 0 to 15; or a list of seeds, such as [16, 17]
     seeds: 2                                 # seed 0 and 1
-    arms:                                    # the first is the reference
+    arms:                                    # the first is the reference, RL in 16 bits
       bf16: {tier: 1, words: [quant=bf16]}
       hot: {tier: 1, words: [rollout.temperature=1.2], control: true}
       nvfp4-noise: {tier: 1, words: [quant=nvfp4, aqn=matched]}
@@ -45,7 +45,7 @@ class Arm:
     @property
     def dosed(self) -> bool:
         """Whether its noise is matched to each base."""
-        return "aqn=matched" in self.words
+        return any(word.startswith("aqn=matched") for word in self.words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +89,10 @@ class Design:
         kinds = {arm.name: (self.option(arm, "model"), self.option(arm, "task")) for arm in self.arms}
         (first, *others) = kinds.values()
         require(all(other == first for other in others), f"the arms of {self.path} differ in model or task: {kinds}")
+        require(
+            self.option(self.reference, "algo")["name"] != "sft",
+            f"the first arm of {self.path} is what gates read rollouts of: it cannot have algo=sft",
+        )
 
     @property
     def reference(self) -> Arm:
@@ -176,8 +180,6 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     require(path.is_file(), f"there is no study {path}; give its YAML file")
     keys = {"common", "bases", "seeds", "arms", "probe", "dose"}
     content = _object(str(path), yaml.safe_load(path.read_text()), keys)
-    for key in ("bases", "seeds"):
-        count()(key, content[key])
     check_words("common", content["common"])
     common = {word.partition("=")[0]: word for word in [*content["common"], *words]}
     arms: Any = content["arms"]
@@ -185,12 +187,23 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     return Design(
         path=path,
         common=[*common.values()],
-        bases=tuple(range(content["bases"])),
-        seeds=tuple(range(content["seeds"])),
+        bases=_seeds("bases", content["bases"]),
+        seeds=_seeds("seeds", content["seeds"]),
         arms=tuple(_arm(name, entry) for name, entry in arms.items()),
         probe=ProbeSize(**_object("probe", content["probe"], {"questions", "samples"})),
         dose=Dose(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
     )
+
+
+def _seeds(key: str, value: Any) -> tuple[int, ...]:
+    """The seeds from 0 on, if `value` is their number, or those that it lists."""
+    if not isinstance(value, list):
+        count()(key, value)
+        return tuple(range(value))
+    for seed in value:
+        count(0)(f"each of {key}", seed)
+    require(len({*value}) == len(value), f"{key} has a seed twice: {value}")
+    return tuple(value)
 
 
 def _arm(name: object, entry: object) -> Arm:

@@ -61,9 +61,13 @@ def probe_base(design: Design, base: int) -> None:
         with closing(experiment.engine.build(policy)) as engine:
             if quant not in record["formats"]:
                 record["formats"][quant] = answers(design, experiment, policy, engine)
+            found: dict[object, dict[str, Any]] = {}
             for arm in dosed:
                 noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
-                record["doses"][arm.name] = dose(design, noisy, policy, engine)
+                alike = noisy.noise, noisy.rollout  # arms that differ in the schedule alone have one dose
+                if alike not in found:
+                    found[alike] = dose(design, noisy, policy, engine)
+                record["doses"][arm.name] = found[alike]
         record |= {"digest": digest_of(experiment.model, checkpoint), "versions": versions(), "device": device}
         file.parent.mkdir(parents=True, exist_ok=True)
         writing = file.with_suffix(".writing")
