@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -244,10 +245,45 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (4.4, 4.5)}  # less 0.75
     assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and a tenth to spare: 220 s
     assert [len(one.todo) for one in left.values()] == [0, 2]
-    assert [one.to_start() for one in left.values()] == [2, 2]
+    assert [one.to_start() for one in left.values()] == [[1.0, 1.0]] * 2
     assert all((one.done, one.total) == (2, 4) for one in left.values())
     assert "2 of 4 runs done" in left[4.4].state()
     assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
+
+
+def test_a_block_of_which_most_is_done_needs_the_time_of_the_rest(tmp_path: Path) -> None:
+    done = [replace(point, finished=True) for point in block(tmp_path, "a1", "a2", "a3")]
+    for point, seconds in zip(done, (900, 100, 100), strict=True):
+        (point.run_dir / "done.json").write_text(json.dumps({"wall_s": seconds}))
+    begun = block(tmp_path, "b1", "b2")
+    for point in begun:
+        (point.run_dir / "checkpoints" / "step_000090").mkdir(parents=True)
+        (point.run_dir / "config.yaml").write_text("steps: 100")
+    left = {minutes: Blocks([done, begun], 1, [], Deadline(minutes)) for minutes in (1.8, 1.9)}  # less 0.75
+    assert [len(one.todo) for one in left.values()] == [0, 2]  # 0.1 of the steps and 0.2, of the latest runs: 66 s
+    assert left[1.8].to_start() == pytest.approx([0.3, 0.3])
+
+
+@pytest.mark.usefixtures("stub")
+def test_runs_that_are_nearly_done_when_the_time_is_up_may_end(tmp_path: Path) -> None:
+    records = "".join(f'{{"kind": "train", "step": {step}, "time": {2 * step}}}\n' for step in (96, 97))
+    ends = TAKES.format(1)
+    code = f"(folder / 'metrics.jsonl').write_text({records!r}); (folder / 'begun').touch(); time.sleep(1); {ends}"
+    near, far = block(tmp_path, "near", code=code), block(tmp_path, "far", code=code.replace("(1)", "(600)"))
+    for point, steps in ((near[0], 100), (far[0], 120)):  # 6 s and 46 s are left
+        (point.run_dir / "config.yaml").write_text(f"steps: {steps}")
+    sweep = Blocks([near + far, block(tmp_path, "next")], 2, [], Deadline(100))
+    collect = sweep.collect
+
+    def collected() -> None:
+        if all((point.run_dir / "begun").exists() for point in near + far):
+            sweep.deadline.end = min(sweep.deadline.end, time.monotonic())
+        collect()
+
+    sweep.collect = collected  # type: ignore[method-assign]
+    assert sweep.run() == []
+    assert [(point.run_dir / "done.json").exists() for point in near + far] == [True, False]
+    assert sweep.done == 1 and len(sweep.blocks) == 1
 
 
 @pytest.mark.usefixtures("stub")

@@ -37,12 +37,13 @@ from qerl_bench.own_options import split_search_path
 from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
-from qerl_bench.sweep_table import time_left
+from qerl_bench.sweep_table import run_left, share_to_make, time_left
 
 log = logging.getLogger(__name__)
 PACKING_S = 25.0  # kept for the gates and the packing at the end
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen
 STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
+GRACE_S = 10.0  # of these, in which runs that are nearly done may end
 
 
 class Deadline:
@@ -60,7 +61,7 @@ class Blocks(Sweep):
     """Runs whole blocks of points, one after the other, until the time is up.
 
     The launcher's sweep asks for a point whenever a slot is free. The last block that began is finished, if the time
-    for it was estimated well; points that are running when the time is up are stopped with a checkpoint.
+    for it was estimated well; points that are not nearly done when the time is up are stopped with a checkpoint.
     """
 
     def __init__(self, blocks: Sequence[Sequence[Point]], slots: int, gpus: list[str], deadline: Deadline) -> None:
@@ -77,25 +78,38 @@ class Blocks(Sweep):
         while not self.todo and self.blocks and self.fits(self.blocks[0]):
             self.todo.extend(point for point in self.blocks.popleft() if not point.finished)
 
-    def to_start(self) -> int:
-        return super().to_start() + sum(not point.finished for block in self.blocks for point in block)
+    def to_start(self) -> list[float]:
+        return [*super().to_start(), *(share for block in self.blocks for share in shares_to_make(block))]
 
     def fits(self, block: Sequence[Point]) -> bool:
         """Whether `block` would end in time. True as long as nothing is known of the time of a run."""
-        todo = sum(not point.finished for point in block)
-        if todo == 0 or self.deadline.left <= 0:
-            return todo == 0
-        needed = time_left(self.paces(), self.took, todo, self.slots)
+        todo = shares_to_make(block)
+        if not todo or self.deadline.left <= 0:
+            return not todo
+        latest = self.took[-max(self.slots, len(block)) :]  # as fast as runs are side by side now
+        needed = time_left(self.paces(), latest, todo, self.slots)
         return needed is None or SPARE * needed <= self.deadline.left
 
     def collect(self) -> None:
         super().collect()
-        if self.deadline.left <= 0 and self.running:
-            log.info("the time is up: %d runs are stopped and can be continued", len(self.running))
-            stop([started.child for started in self.running.values()], signal.SIGTERM, STOP_S)
-            for left in (self.todo, self.running, self.elsewhere):
-                left.clear()
+        if self.deadline.left <= 0:
+            self.todo.clear()
+            self.elsewhere.clear()
+            self.stop_late()
         self.open_blocks()
+
+    def stop_late(self) -> None:
+        """Stop the runs that would not have made their steps GRACE_S after the time is up."""
+        left = {slot: run_left(one.point.run_dir) for slot, one in self.running.items()}
+        late = [slot for slot, seconds in left.items() if seconds is None or seconds >= GRACE_S + self.deadline.left]
+        if late:
+            log.info("the time is up: %d runs are stopped and can be continued", len(late))
+            limit = max(STOP_S - GRACE_S, STOP_S + self.deadline.left)
+            stop([self.running.pop(slot).child for slot in late], signal.SIGTERM, limit)
+
+
+def shares_to_make(block: Sequence[Point]) -> list[float]:
+    return [share_to_make(point.run_dir) for point in block if not point.finished]
 
 
 def seconds_of(point: Point) -> float:
