@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.children import Child
 from qerl_bench.cli import Point
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.gates import runner
+from qerl_bench.gates import command, runner
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
@@ -337,6 +337,57 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
         runner.main([str(STUDY), "minutes=0.7"])
+
+
+@pytest.mark.parametrize(
+    ("words", "tiers", "runs"), [([], {1, 2, 3}, 18), (["tiers=2"], {2}, 4), (["tiers=1,3"], {1, 3}, 14)]
+)
+def test_only_arms_of_the_chosen_tiers_run(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], tiers: set[int], runs: int
+) -> None:
+    started: list[Point] = []
+    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
+    runner.main([str(STUDY), "bases=0", f"out={tmp_path}", *words])
+    others = {arm.name for arm in design.arms if arm.tier not in tiers}
+    points = [*chain(*blocks_of(design, probes(design)[:1], others))]
+    assert [point.name for point in started] == [point.name for point in points] and len(points) == runs
+    gates_of = {gate["gate"] for gate in json.loads((tmp_path / "gates.json").read_text())["gates"]}
+    assert "damage by mxfp4" in gates_of and "control bf16-hot" in gates_of  # of the whole study
+    with pytest.raises(ConfigError, match=r"tiers \[1, 2, 3\], got tiers=\[1, 4\]"):
+        runner.main([str(STUDY), "tiers=1,4"])
+
+
+# --- packed sessions -------------------------------------------------------------------------------------------------
+
+
+def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first session of the study has probed base 3 too, but trained only bases 0 to 2."""
+    early, late = (STUDY.parent / "data" / name for name in ("2026-11-22", "2026-11-23"))
+    design = replace(read_design(STUDY), bases=(2, 3))
+    records, runs = command.packed(design, [early, late])
+    digests = {
+        folder: {one["base"]: one["digest"] for one in json.loads((folder / "probes.json").read_text())}
+        for folder in (early, late)
+    }
+    assert digests[early][3] != digests[late][3] and 2 not in digests[late]
+    assert {one["base"]: one["digest"] for one in records} == {2: digests[early][2], 3: digests[late][3]}
+    assert {(base, found.path.parent) for (_, base, _), found in runs.items()} == {(2, early), (3, late)}
+    again = command.packed(design, [late, early])
+    assert again[0] == records and again[1].keys() == runs.keys()
+    with pytest.raises(ConfigError, match=r"2026-11-23 has runs of the bases \[3\]"):
+        command.packed(design, [early, late, late])
+    with pytest.raises(ConfigError, match=r"probes\.json"):
+        command.packed(design, [tmp_path])
+
+    with pytest.raises(SystemExit):
+        command.main([str(STUDY), "bases=2,3", f"runs={early},{late}", f"out={tmp_path}"])
+    measured = {one["gate"]: one["bases"] for one in json.loads((tmp_path / "gates.json").read_text())["gates"]}
+    assert measured["pass@1 of the base"] == measured["headroom"] == 2 and "| headroom |" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="give out=DIR"):
+        command.main([str(STUDY), f"runs={early}", f"runs={late}"])
 
 
 # --- the world -------------------------------------------------------------------------------------------------------

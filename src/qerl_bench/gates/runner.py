@@ -4,9 +4,9 @@
 
 Every base is pretrained and probed first (gates/probe.py), `slots` processes at a time, each on a GPU if there are
 any. The gates then stop the arms that could decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms
-of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study.
-What runs at the end of the time saves a checkpoint. The same command continues. Finished runs of the whole study and
-the gates are packed into `out`, which `qerl-bench claims` reads.
+of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study;
+tiers=1 leaves other tiers out. What runs at the end of the time saves a checkpoint. The same command continues.
+Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.config import build, compose
-from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
+from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.own_options import split_search_path
 from qerl_bench.rundir import is_finished
@@ -199,7 +199,9 @@ def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[t
     return found
 
 
-def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Runs:
+def finished_runs(
+    design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None
+) -> dict[tuple[str, int, int], Run]:
     """The finished runs of the study below root, or those that the committed study `folder` holds."""
     found: dict[tuple[str, int, int], Run] = {}
     kept = {path.name for path in find_runs(folder)} if folder is not None else set()
@@ -212,19 +214,17 @@ def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]], folder: P
     return found
 
 
-def blocks_of(
-    design: Design, probes: Sequence[Mapping[str, Any]], arms_stopped: Mapping[str, Any]
-) -> list[list[Point]]:
-    """The points of each block: tier by tier, within it base by base, all arms and seeds.
+def blocks_of(design: Design, probes: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> list[list[Point]]:
+    """The points of each block: tier by tier, within it base by base, all seeds and all arms but those `left_out`.
 
     Raises ConfigError if an arm cannot run; its runs differ in nothing that a check could refuse, so one is checked.
     """
     words = words_of_runs(design, probes)
-    firsts = {key[0]: point for key, point in reversed(words.items()) if key[0] not in arms_stopped}
+    firsts = {key[0]: point for key, point in reversed(words.items()) if key[0] not in left_out}
     check_points([*firsts.values()])
     blocks = []
     for tier in sorted({arm.tier for arm in design.arms}):
-        arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in arms_stopped]
+        arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in left_out]
         for record in probes:
             keys = [(arm.name, record["base"], seed) for seed in design.seeds for arm in arms]
             blocks.append([design.point(words[key]) for key in keys if key in words])
@@ -291,8 +291,13 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     for package in ("qerl_bench", "hydra_plugins"):
         logging.getLogger(package).setLevel(logging.INFO)
-    options = parsed(parser_of(__doc__), arguments)
+    parser = parser_of(__doc__)
+    parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
+    options = parsed(parser, arguments)
     design, slots, deadline = prepared(options)
+    tiers = sorted({arm.tier for arm in design.arms})
+    chosen = tiers if options.tiers is None else options.tiers
+    require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
     out = options.out or design.root / "study"
     probes, failed = probe(design, options.words, slots, deadline)
     results = gates(design, probes, finished_runs(design, probes))
@@ -300,7 +305,8 @@ def main(arguments: list[str] | None = None) -> None:
     log.info("before the runs\n%s", render(results))
     for name, by in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
-    blocks = blocks_of(design, probes, arms_stopped)
+    not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
+    blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
     failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
     results = gates(design, probes, finished_runs(design, probes))
     pack(design, probes, results, stopped(results, options.despite), out)
