@@ -327,7 +327,9 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 
 def entropy_by_part(entropies: list[float]) -> dict[str, float]:
     """Mean entropy of the tokens where the policy hesitates most, a fifth of them but at least one, and of the rest."""
-    ordered = sorted(entropies, reverse=True)
+    import numpy as np
+
+    ordered = np.sort(entropies)[::-1].tolist()
     top = max(1, round(TOP_SHARE * len(ordered)))
     return {"entropy/top20": mean(ordered[:top]), "entropy/rest": mean(ordered[top:] or ordered)}
 
@@ -356,9 +358,10 @@ def garbled(rollout: Rollout) -> bool:
         )
         if rollout.finished and (opened != closed or opened > 1 or not ordered):
             return True
-    ids = rollout.token_ids
-    windows = [tuple(ids[i : i + LOOP_WINDOW]) for i in range(len(ids) - LOOP_WINDOW + 1)]
-    return len(windows) >= LOOP_WINDOW and len(set(windows)) < len(windows) / 2
+    ids, windows = rollout.token_ids, len(rollout.token_ids) - LOOP_WINDOW + 1
+    if windows < LOOP_WINDOW or 2 * len({*ids[:windows]}) >= windows:  # windows that begin differently differ
+        return False
+    return 2 * len({tuple(ids[i : i + LOOP_WINDOW]) for i in range(windows)}) < windows
 
 
 def mean(values: list[float]) -> float:

@@ -9,5 +9,5 @@ BITS = 63  # of a seed
 
 def derive(*parts: int | str) -> int:
     """A 63-bit seed from `parts`, e.g. derive(run_seed, "rollout", step)."""
-    digest = hashlib.blake2b("/".join(str(part) for part in parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - BITS)

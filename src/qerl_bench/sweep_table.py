@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heapify, heapreplace
 from pathlib import Path
+from typing import NamedTuple
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.progress import duration
-from qerl_bench.rundir import flat, with_effect
+from qerl_bench.rundir import flat, last_checkpoint, step_of, with_effect
 from qerl_bench.status import last_step, seconds_per_step, total_steps
+
+AROUND = 0.2  # of the time of a run: imports, loading and evaluations, which one that is continued takes again
 
 
 def sweep_table(run_dirs: Sequence[Path]) -> str:
@@ -53,6 +56,14 @@ def share_done(run_dir: Path) -> float:
         return 0.0
 
 
+def share_to_make(run_dir: Path) -> float:
+    """The share of the time of a whole run that a run takes which is begun now, or continued from its checkpoint."""
+    with suppress(ConfigError, OSError):
+        if checkpoint := last_checkpoint(run_dir):
+            return min(1.0, 1.0 - step_of(checkpoint) / total_steps(run_dir) + AROUND)
+    return 1.0
+
+
 def counts(total: int, done: int, running: Sequence[float], failed: int, left_s: float | None) -> str:
     """Points of a sweep in one line: "3 of 12 runs done, 2 running (40%, 5%), 1 failed, about 14:00 left".
 
@@ -71,22 +82,28 @@ def run_left(run_dir: Path) -> float | None:
     return None
 
 
-def time_left(
-    running: Sequence[tuple[float, float | None]], took: Sequence[float], to_start: int, slots: int
-) -> float | None:
-    """Seconds until a sweep ends, if each run that goes on, (seconds so far, seconds left), keeps its pace, and each of
-    those `to_start` takes the mean of all whose time is known or foreseen. None while nothing is known of any.
+class Pace(NamedTuple):
+    """How far a run is that goes on."""
+
+    so_far: float  # seconds
+    left: float | None  # seconds; None: not known yet
+    share: float = 1.0  # of the time of a whole run, which it takes in all
+
+
+def time_left(running: Sequence[Pace], took: Sequence[float], to_start: Sequence[float], slots: int) -> float | None:
+    """Seconds until a sweep ends, if each run that goes on keeps its pace, and each of those `to_start` takes this
+    share of the mean of all whole ones whose time is known or foreseen. None while nothing is known of any.
 
     A run starts in the slot that is free first. It begins with imports and the loading of its model, which its pace
     leaves out.
     """
-    whole = [*took, *(so_far + left for so_far, left in running if left is not None)]
+    whole = [*took, *(one.so_far + one.left for one in running if one.left is not None and one.share == 1)]
     if not whole:
         return None
     usual = sum(whole) / len(whole)
-    free_in = [max(0.0, usual - so_far) if left is None else left for so_far, left in running]
+    free_in = [max(0.0, one.share * usual - one.so_far) if one.left is None else one.left for one in running]
     free_in += [0.0] * (slots - len(running))
     heapify(free_in)
-    for _ in range(to_start):
-        heapreplace(free_in, free_in[0] + usual)
+    for share in to_start:
+        heapreplace(free_in, free_in[0] + share * usual)
     return max(free_in)

@@ -13,7 +13,7 @@ from transformers.utils import chat_template_utils
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose, fingerprint
-from qerl_bench.engine.base import Sampling, make_rollout
+from qerl_bench.engine.base import Sampling, make_rollouts
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.records import Demonstration, Message, Prompt
@@ -182,7 +182,7 @@ def test_thinking_that_the_prompt_opened_is_scored(thinker: Policy, make_experim
     ids = [*thinker.tokenizer(written, add_special_tokens=False)["input_ids"], thinker.tokenizer.eos_token_id]
     numbers = [0.0] * len(ids)
     sampling = Sampling(samples=1, temperature=1.0, max_tokens=99, seed=0)
-    rollout = make_rollout(thinker, PROMPT, 0, prompt_ids, ids, numbers, numbers, sampling)
+    (rollout,) = make_rollouts(thinker, [(PROMPT, 0)], [prompt_ids], [(ids, numbers, numbers)], sampling)
     assert rollout.text == f"<think>{written}" and rollout.token_ids == ids
     reward = task.reward(PROMPT, rollout.text)
     assert reward.correct and reward.parts == {"correct": 1.0, "format": 1.0}

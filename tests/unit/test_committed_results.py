@@ -10,7 +10,7 @@ import pytest
 
 from qerl_bench.claims.measure import TRAINED_SHARE
 from qerl_bench.gates.report import texts
-from qerl_bench.gates.sessions import read_sessions
+from qerl_bench.gates.sessions import read_study
 from qerl_bench.study.load import load_runs
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_scrip
 
 @pytest.mark.parametrize("study", [path.parent for path in (ROOT / "docs" / "studies").glob("*/results")])
 def test_reports_of_studies_are_recomputed(study: Path) -> None:
-    made = texts(read_sessions(study))
+    made = texts(read_study(study))
     for name in ("gates.md", "claims.md", "literature.md", "bases.md"):
         assert made[name] == (study / "results" / name).read_text(), name
 

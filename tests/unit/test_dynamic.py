@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from contextlib import nullcontext
 from dataclasses import replace
@@ -173,3 +174,15 @@ def test_loops() -> None:
     assert not garbled(_rollout("x", list(range(100))))
     assert not garbled(_rollout("x", list(range(60)) + list(range(40))))  # 33 of 93 windows seen before
     assert not garbled(_rollout("x", [7] * LOOP_WINDOW))  # too short to tell
+
+
+def test_a_completion_repeats_itself_if_most_of_its_windows_occurred_before() -> None:
+    draw, found = random.Random(0), []
+    for _ in range(300):
+        few = [draw.randrange(draw.choice([1, 2, 9])) for _ in range(draw.choice([6, 14, 15, 40]))]
+        ids = draw.choice([few, few[:5] * draw.randrange(2, 9), [*range(20), *few]])
+        windows = [ids[i : i + LOOP_WINDOW] for i in range(len(ids) - LOOP_WINDOW + 1)]
+        repeats = sum(window in windows[:i] for i, window in enumerate(windows))
+        found.append(garbled(_rollout("x", ids)))
+        assert found[-1] == (len(windows) >= LOOP_WINDOW and repeats > len(windows) / 2), ids
+    assert 20 < sum(found) < 200

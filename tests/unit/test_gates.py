@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,12 @@ from qerl_bench.children import Child
 from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
 from qerl_bench.config import CONF_DIR, build, compose
-from qerl_bench.gates import runner
+from qerl_bench.gates import command, runner
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
+from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.study.load import Run
 
 if TYPE_CHECKING:
@@ -248,10 +250,45 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     left = {minutes: Blocks([done, second], 1, [], Deadline(minutes)) for minutes in (4.4, 4.5)}  # less 0.75
     assert [len(one.blocks) for one in left.values()] == [1, 0]  # two runs, and a tenth to spare: 220 s
     assert [len(one.todo) for one in left.values()] == [0, 2]
-    assert [one.to_start() for one in left.values()] == [2, 2]
+    assert [one.to_start() for one in left.values()] == [[1.0, 1.0]] * 2
     assert all((one.done, one.total) == (2, 4) for one in left.values())
     assert "2 of 4 runs done" in left[4.4].state()
     assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
+
+
+def test_a_block_of_which_most_is_done_needs_the_time_of_the_rest(tmp_path: Path) -> None:
+    done = [replace(point, finished=True) for point in block(tmp_path, "a1", "a2", "a3")]
+    for point, seconds in zip(done, (900, 100, 100), strict=True):
+        (point.run_dir / "done.json").write_text(json.dumps({"wall_s": seconds}))
+    begun = block(tmp_path, "b1", "b2")
+    for point in begun:
+        (point.run_dir / "checkpoints" / "step_000090").mkdir(parents=True)
+        (point.run_dir / "config.yaml").write_text("steps: 100")
+    left = {minutes: Blocks([done, begun], 1, [], Deadline(minutes)) for minutes in (1.8, 1.9)}  # less 0.75
+    assert [len(one.todo) for one in left.values()] == [0, 2]  # 0.1 of the steps and 0.2, of the latest runs: 66 s
+    assert left[1.8].to_start() == pytest.approx([0.3, 0.3])
+
+
+@pytest.mark.usefixtures("stub")
+def test_runs_that_are_nearly_done_when_the_time_is_up_may_end(tmp_path: Path) -> None:
+    records = "".join(f'{{"kind": "train", "step": {step}, "time": {2 * step}}}\n' for step in (96, 97))
+    ends = TAKES.format(1)
+    code = f"(folder / 'metrics.jsonl').write_text({records!r}); (folder / 'begun').touch(); time.sleep(1); {ends}"
+    near, far = block(tmp_path, "near", code=code), block(tmp_path, "far", code=code.replace("(1)", "(600)"))
+    for point, steps in ((near[0], 100), (far[0], 120)):  # 6 s and 46 s are left
+        (point.run_dir / "config.yaml").write_text(f"steps: {steps}")
+    sweep = Blocks([near + far, block(tmp_path, "next")], 2, [], Deadline(100))
+    collect = sweep.collect
+
+    def collected() -> None:
+        if all((point.run_dir / "begun").exists() for point in near + far):
+            sweep.deadline.end = min(sweep.deadline.end, time.monotonic())
+        collect()
+
+    sweep.collect = collected  # type: ignore[method-assign]
+    assert sweep.run() == []
+    assert [(point.run_dir / "done.json").exists() for point in near + far] == [True, False]
+    assert sweep.done == 1 and len(sweep.blocks) == 1
 
 
 @pytest.mark.usefixtures("stub")
@@ -305,6 +342,58 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
         runner.main([str(STUDY), "minutes=0.7"])
+
+
+@pytest.mark.parametrize(
+    ("words", "tiers", "runs"), [([], {1, 2, 3}, 18), (["tiers=2"], {2}, 4), (["tiers=1,3"], {1, 3}, 14)]
+)
+def test_only_arms_of_the_chosen_tiers_run(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], tiers: set[int], runs: int
+) -> None:
+    started: list[Point] = []
+    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
+    runner.main([str(STUDY), "bases=0", f"out={tmp_path}", *words])
+    others = {arm.name for arm in design.arms if arm.tier not in tiers}
+    points = [*chain(*blocks_of(design, probes(design)[:1], others))]
+    assert [point.name for point in started] == [point.name for point in points] and len(points) == runs
+    gates_of = {gate["gate"] for gate in json.loads((tmp_path / "gates.json").read_text())["gates"]}
+    assert "damage by mxfp4" in gates_of and "control bf16-hot" in gates_of  # of the whole study
+    with pytest.raises(ConfigError, match=r"tiers \[1, 2, 3\], got tiers=\[1, 4\]"):
+        runner.main([str(STUDY), "tiers=1,4"])
+
+
+# --- packed sessions -------------------------------------------------------------------------------------------------
+
+
+def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first session of the study has probed base 3 too, but trained only bases 0 to 2."""
+    early, late = (STUDY.parent / "data" / name for name in ("2026-11-22", "2026-11-23"))
+    design = replace(read_design(STUDY), bases=(2, 3))
+    study = read_sessions(design, [early, late])
+    digests = {
+        folder: {one["base"]: one["digest"] for one in json.loads((folder / "probes.json").read_text())}
+        for folder in (early, late)
+    }
+    assert digests[early][3] != digests[late][3] and 2 not in digests[late]
+    assert {base: one["digest"] for base, one in study.probes.items()} == {2: digests[early][2], 3: digests[late][3]}
+    assert {(base, found.path.parent) for (_, base, _), found in study.runs.items()} == {(2, early), (3, late)}
+    assert study.session_of == {2: early.name, 3: late.name}
+    again = read_sessions(design, [late, early])
+    assert again.probes == study.probes and again.runs.keys() == study.runs.keys()
+    with pytest.raises(ConfigError, match=r"2026-11-23 has runs of the bases \[3\]"):
+        read_sessions(design, [early, late, late])
+    with pytest.raises(ConfigError, match=r"probes\.json"):
+        read_sessions(design, [tmp_path])
+
+    with pytest.raises(SystemExit):
+        command.main([str(STUDY), "bases=2,3", f"runs={early},{late}", f"out={tmp_path}"])
+    measured = {one["gate"]: one["bases"] for one in json.loads((tmp_path / "gates.json").read_text())["gates"]}
+    assert measured["pass@1 of the base"] == measured["headroom"] == 2 and "| headroom |" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="give out=DIR"):
+        command.main([str(STUDY), f"runs={early}", f"runs={late}"])
 
 
 # --- the world -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from qerl_bench import locks
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed
 from qerl_bench.progress import watch
-from qerl_bench.sweep_table import time_left
+from qerl_bench.sweep_table import AROUND, Pace, share_to_make, time_left
 from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
 
 # A run whose overrides are Python: it gets the folder of the run as `folder`.
@@ -118,11 +118,30 @@ def test_the_last_word_of_a_sweep_counts_all_its_runs(tmp_path: Path) -> None:
 
 
 def test_the_time_left_waits_for_the_slowest_and_starts_the_rest_where_a_slot_is_free() -> None:
-    assert time_left([], [], 4, 2) is None and time_left([(9.0, None)], [], 4, 2) is None
-    assert time_left([(9.0, None)], [60.0], 1, 2) == 60  # the first has no pace yet: 51, beside 60 in the other slot
-    assert time_left([(9.0, None)], [60.0], 2, 2) == 51 + 60
-    assert time_left([(50.0, 50.0)] * 8, [], 1, 8) == 50 + 100  # one more is a round of its own
-    assert time_left([(20.0, 100.0), (20.0, 10.0)], [], 0, 2) == 100
+    begun = Pace(9.0, None)
+    assert time_left([], [], [1.0] * 4, 2) is None and time_left([begun], [], [1.0] * 4, 2) is None
+    assert time_left([begun], [60.0], [1.0], 2) == 60  # the first has no pace yet: 51, beside 60 in the other slot
+    assert time_left([begun], [60.0], [1.0, 1.0], 2) == 51 + 60
+    assert time_left([Pace(50.0, 50.0)] * 8, [], [1.0], 8) == 50 + 100  # one more is a round of its own
+    assert time_left([Pace(20.0, 100.0), Pace(20.0, 10.0)], [], [], 2) == 100
+
+
+def test_a_run_that_is_continued_takes_what_its_checkpoint_leaves_and_says_nothing_of_whole_ones(
+    tmp_path: Path,
+) -> None:
+    assert time_left([], [60.0], [0.5, 0.25], 1) == 45
+    assert time_left([Pace(5.0, 10.0, share=0.25)], [60.0], [1.0], 1) == 10 + 60
+    assert time_left([Pace(5.0, None, share=0.25)], [60.0], [1.0], 1) == 10 + 60
+    assert time_left([Pace(5.0, 10.0, share=0.25)], [], [1.0], 1) is None
+    made = {}
+    for step in (0, 5, 40, 90):
+        folder = tmp_path / str(step)
+        (folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+        (folder / "config.yaml").write_text("steps: 100")
+        made[step] = share_to_make(folder)
+    assert made == pytest.approx({0: 1.0, 5: 1.0, 40: 0.6 + AROUND, 90: 0.1 + AROUND})
+    (tmp_path / "90" / "config.yaml").unlink()
+    assert share_to_make(tmp_path / "90") == share_to_make(tmp_path / "new") == 1.0
 
 
 def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

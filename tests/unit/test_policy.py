@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,20 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordPiece
+from transformers import PreTrainedTokenizerFast
 
 from qerl_bench.algo.sft import SFT
 from qerl_bench.checks import ConfigError
 from qerl_bench.model.policy import Policy, stop_ids
+from qerl_bench.model.tokenizer import byte_tokenizer
+from qerl_bench.model.words import word_tokenizer
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.records import Demonstration, Prompt
+from qerl_bench.task.chat_template import texts_of
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
 
@@ -325,8 +332,40 @@ def test_prompt_and_completion_ids(make_policy: Callable[..., Any]) -> None:
     assert prompt_ids == policy.prompt_ids(messages)
     assert ids[-1] == policy.tokenizer.eos_token_id and ids[-1] in policy.stop_ids
     assert len(ids) == 4 + len("1+2=3") + 1 + 1  # a tag is one token
-    assert policy.tokenizer.decode(ids[:-1]) == completion == policy.completion_text(prompt_ids, ids[:-1])
+    assert policy.tokenizer.decode(ids[:-1]) == completion
+    assert policy.completion_texts([prompt_ids], [ids[:-1]]) == [completion]
     assert policy.pad_id == policy.tokenizer.pad_token_id != policy.tokenizer.eos_token_id
+
+
+def _word_pieces(cls: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **options: Any) -> Any:
+    pieces = {word: i for i, word in enumerate(["[UNK]", "do", "##es", "n't", "not", ",", ".", "fit"])}
+    backend = Tokenizer(WordPiece(pieces, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return cls(tokenizer_object=backend, unk_token="[UNK]", **options)
+
+
+class _Loud(PreTrainedTokenizerFast):
+    def _decode(self, *args: Any, **options: Any) -> str:
+        return super()._decode(*args, **options).upper()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "shown"),
+    [
+        (byte_tokenizer(), None),
+        (word_tokenizer(), None),
+        (_word_pieces(clean_up_tokenization_spaces=False), "does n't fit ."),
+        (_word_pieces(clean_up_tokenization_spaces=True), "doesn't fit."),
+        (_word_pieces(_Loud, clean_up_tokenization_spaces=False), "DOES N'T FIT ."),
+    ],
+)
+def test_texts_of_many_are_what_decode_makes_of_each(tokenizer: Any, shown: str | None) -> None:
+    draw = random.Random(0)
+    ids = [[draw.randrange(len(tokenizer)) for _ in range(length)] for length in (0, 1, 5, 40, 3)]
+    assert texts_of(tokenizer, ids) == [tokenizer.decode(one) for one in ids]
+    assert texts_of(tokenizer, []) == []
+    if shown is not None:
+        assert texts_of(tokenizer, [[1, 2, 3, 7, 6]]) == [shown]
 
 
 def test_stop_ids_of_tokenizer_and_generation_config(make_policy: Callable[..., Any]) -> None:

@@ -28,8 +28,7 @@ from qerl_bench.progress import duration, phase
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
 from qerl_bench.rundir import is_finished
-from qerl_bench.status import last_step
-from qerl_bench.sweep_table import counts, run_left, share_done, time_left
+from qerl_bench.sweep_table import Pace, counts, run_left, share_done, share_to_make, time_left
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -68,7 +67,7 @@ class Started(NamedTuple):
     child: Child
     log_size: int  # of run.log before
     new: bool  # without a folder before
-    continued: bool  # from a checkpoint
+    share: float  # of a whole run, which it takes; below 1 if it continues from a checkpoint
     since: float  # time.monotonic()
 
 
@@ -113,14 +112,13 @@ class Sweep:
         left = time_left(self.paces(), self.took, todo, self.slots) if self.running or todo else None
         return counts(self.total, self.done, [*map(share_done, running)], len(self.failed), left)
 
-    def paces(self) -> list[tuple[float, float | None]]:
-        """Seconds so far and seconds left of each run that goes on."""
+    def paces(self) -> list[Pace]:
         now = time.monotonic()
-        return [(now - one.since, run_left(one.point.run_dir)) for one in self.running.values()]
+        return [Pace(now - one.since, run_left(one.point.run_dir), one.share) for one in self.running.values()]
 
-    def to_start(self) -> int:
-        """How many points have yet to start."""
-        return len(self.todo)
+    def to_start(self) -> list[float]:
+        """The share of a run that each point has to make that has yet to start."""
+        return [share_to_make(point.run_dir) for point in self.todo]
 
     def fill(self, slot: int) -> None:
         """Start the next point that no other process is running."""
@@ -134,14 +132,14 @@ class Sweep:
                 self.elsewhere.append(point)
             else:
                 log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
-                continued = last_step(point.run_dir) > 0
+                share = share_to_make(point.run_dir)
                 child = start(point, slot, self.slots, self.gpus)
-                self.running[slot] = Started(point, child, log_size, new, continued, time.monotonic())
+                self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
                 return
 
     def collect(self) -> None:
         """Take note of the runs that have ended."""
-        for slot, (point, child, log_size, new, continued, since) in list(self.running.items()):
+        for slot, (point, child, log_size, new, share, since) in list(self.running.items()):
             code = child.poll()
             if code is None:
                 continue
@@ -151,7 +149,7 @@ class Sweep:
                 continue
             if code == 0:
                 self.done += 1
-                self.took += [] if continued else [time.monotonic() - since]
+                self.took += [] if share < 1 else [time.monotonic() - since]
                 log.info("done   %s in %s", point.name, duration(time.monotonic() - since))
             else:
                 reason = reason_of(point.run_dir, code, log_size)

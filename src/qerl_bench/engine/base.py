@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ from qerl_bench.checks import require
 from qerl_bench.records import Prompt, Rollout
 
 if TYPE_CHECKING:
+    from qerl_bench.engine.hf_reference import Completion
     from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
 
@@ -107,41 +108,51 @@ def exact_lengths(prompt: Prompt, samples: range, sampling: Sampling) -> list[in
     return [prompt.new_tokens[sample] for sample in samples]
 
 
-def make_rollout(
+def make_rollouts(
     policy: Policy,
-    prompt: Prompt,
-    sample: int,
-    prompt_ids: list[int],
-    token_ids: list[int],
-    logprobs: list[float],
-    entropies: list[float],
+    requests: Sequence[tuple[Prompt, int]],
+    prompt_ids: Sequence[list[int]],
+    completions: Sequence[Completion],
     sampling: Sampling,
-) -> Rollout:
-    """The record of one completion; `logprobs` and `entropies` have one number per token."""
-    if prompt.new_tokens is None:
-        stopped = finished = token_ids[-1] in policy.stop_ids
-    else:
-        assert len(token_ids) == prompt.new_tokens[sample], (prompt.id, sample, len(token_ids), prompt.new_tokens)
-        stopped, finished = False, len(token_ids) < sampling.max_tokens
-    return Rollout(
-        prompt=prompt,
-        sample=sample,
-        prompt_ids=prompt_ids,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        entropies=entropies,
-        text=policy.completion_text(prompt_ids, token_ids[:-1] if stopped else token_ids),
-        finished=finished,
-    )
+) -> list[Rollout]:
+    """The records of the completions of `requests`, each a prompt, which has `prompt_ids`, and a sample of it."""
+    stopped, written = [], []
+    for (prompt, sample), (ids, *_) in zip(requests, completions, strict=True):
+        exact = None if prompt.new_tokens is None else prompt.new_tokens[sample]
+        assert exact in (None, len(ids)), (prompt.id, sample, len(ids), prompt.new_tokens)
+        stopped.append(exact is None and ids[-1] in policy.stop_ids)
+        written.append(ids[:-1] if stopped[-1] else ids)
+    texts = policy.completion_texts(prompt_ids, written)
+    return [
+        Rollout(
+            prompt=prompt,
+            sample=sample,
+            prompt_ids=of_prompt,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            entropies=entropies,
+            text=text,
+            finished=stop or (prompt.new_tokens is not None and len(token_ids) < sampling.max_tokens),
+        )
+        for (prompt, sample), of_prompt, (token_ids, logprobs, entropies), stop, text in zip(
+            requests, prompt_ids, completions, stopped, texts, strict=True
+        )
+    ]
 
 
-def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling, max_model_len: int | None = None) -> None:
-    """Raise ConfigError unless prompts and completions fit into the model's context and into `max_model_len`."""
+def require_room(
+    policy: Policy, prompts: list[Prompt], sampling: Sampling, max_model_len: int | None = None
+) -> list[list[int]]:
+    """The token ids of `prompts`.
+
+    Raises ConfigError unless they and their completions fit into the model's context and into `max_model_len`.
+    """
     context = policy.model.config.max_position_embeddings
     limit, remedy = "the model reads", "use a model with a longer context"
     if max_model_len is not None and max_model_len < context:
         context, limit, remedy = max_model_len, "engine.max_model_len allows", "make that larger"
-    lengths = [len(policy.ids_of(prompt)) for prompt in prompts]
+    prompt_ids = [policy.ids_of(prompt) for prompt in prompts]
+    lengths = [len(ids) for ids in prompt_ids]
     longest = max(lengths, default=0)
     too_long = sum(length + sampling.max_tokens > context for length in lengths)
     require(
@@ -150,3 +161,4 @@ def require_room(policy: Policy, prompts: list[Prompt], sampling: Sampling, max_
         f"{longest}, and a completion may have {sampling.max_tokens}; {remedy}, lower the completion limit "
         "(task.max_completion_tokens, or eval.max_tokens if an evaluation sets it), or leave out long questions",
     )
+    return prompt_ids

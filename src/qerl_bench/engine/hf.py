@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import check_fields, count, flag, number, optional, positive
-from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollout, require_room
+from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.progress import phase
 from qerl_bench.records import Prompt, Rollout
@@ -124,16 +124,17 @@ class HFEngine:
         return sys.maxsize  # the queue fills its rows from all of them
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        self.require_room(prompts, sampling)
+        prompt_ids = require_room(self.policy, prompts, sampling)
         if self.sampler is not None:
-            return self._sample(prompts, range(sampling.samples), sampling)
+            return self._sample(prompts, prompt_ids, range(sampling.samples), sampling)
         rollouts: list[Rollout] = []
         prompts_per_chunk = self.prompts_at_once(sampling.samples)
         with phase("sampling", len(prompts) * sampling.samples, "completions") as progress:
             for start in range(0, len(prompts), prompts_per_chunk):
                 for first in range(0, sampling.samples, self.rows_at_once):  # a large group takes several chunks
                     samples = range(first, min(first + self.rows_at_once, sampling.samples))
-                    chunk = self._sample(prompts[start : start + prompts_per_chunk], samples, sampling)
+                    part = slice(start, start + prompts_per_chunk)
+                    chunk = self._sample(prompts[part], prompt_ids[part], samples, sampling)
                     rollouts += chunk
                     progress.advance(len(chunk))
         return rollouts
@@ -142,7 +143,9 @@ class HFEngine:
         if self.sampler is not None:
             self.sampler.release()
 
-    def _sample(self, prompts: list[Prompt], samples: range, sampling: Sampling) -> list[Rollout]:
+    def _sample(
+        self, prompts: list[Prompt], prompt_ids: list[list[int]], samples: range, sampling: Sampling
+    ) -> list[Rollout]:
         """These samples of each prompt, all in one call of the decoder."""
         import torch
 
@@ -150,7 +153,6 @@ class HFEngine:
         from qerl_bench.train.nonfinite import require_finite_logits
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
-        prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
         keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
         lengths = [length for prompt in prompts for length in exact_lengths(prompt, samples, sampling)]
         with torch.inference_mode():
@@ -158,10 +160,8 @@ class HFEngine:
                 completions = hf_reference.decode(self.policy, prompt_ids, sampling, keys, lengths)
             else:
                 completions = self.sampler.decode(prompt_ids, sampling, keys, lengths)
-        rollouts = [
-            make_rollout(self.policy, prompt, sample, prompt_ids[i // len(samples)], *completions[i], sampling)
-            for i, (prompt, sample) in enumerate(requests)
-        ]
+        repeated = [ids for ids in prompt_ids for _ in samples]
+        rollouts = make_rollouts(self.policy, requests, repeated, completions, sampling)
         require_finite_logits(self.policy, rollouts)
         return rollouts
 

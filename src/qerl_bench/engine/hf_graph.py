@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -448,8 +449,10 @@ class Decoding:
         width = max(request.drawn for request in finished)
         columns = [result[places, :width].tolist() for result in self.results]
         for request, *drawn in zip(finished, *columns, strict=True):
-            first, rest = request.prompt.first[request.sample], [column[1 : request.drawn] for column in drawn]
-            yield request.index, ([first[0], *rest[0]], [first[1], *rest[1]], [first[2], *rest[2]])
+            for column, first in zip(drawn, request.prompt.first[request.sample], strict=True):
+                column[0] = first
+                del column[request.drawn :]
+            yield request.index, (drawn[0], drawn[1], drawn[2])
 
     def _upload(self) -> None:
         """Write the batch to the device."""
@@ -458,12 +461,13 @@ class Decoding:
         state = np.tile(np.array([[idle.get(name, 0)] for name in FIELDS]), rows)
         table = np.zeros(self.table.shape, dtype=np.int32)
         clusters = np.full(self.clusters.shape, -1, dtype=np.int32)
+        state[:, : len(batch)] = np.array([self._column(request) for request in batch]).T
+        pages = [[*request.prompt.pages[: request.prompt.whole_pages], *request.pages] for request in batch]
+        held = np.arange(table.shape[1]) < np.array([len(one) for one in pages], dtype=int)[:, None]
+        table[: len(batch)][held] = [*chain.from_iterable(pages)]
         sharing: dict[int, list[int]] = {}
-        for row, request in enumerate(batch):
-            pages = [*request.prompt.pages[: request.prompt.whole_pages], *request.pages]
-            table[row, : len(pages)] = pages
-            state[:, row] = self._column(request)
-            if self.shares and request.prompt.whole_pages:
+        for row, request in enumerate(batch if self.shares else ()):
+            if request.prompt.whole_pages:
                 sharing.setdefault(request.prompt.index, []).append(row)
         members = clusters.shape[1]
         parts = [group[at : at + members] for group in sharing.values() for at in range(0, len(group), members)]
@@ -472,11 +476,11 @@ class Decoding:
         for buffer, new in ((self.state, state), (self.table, table), (self.clusters, clusters)):
             buffer.copy_(torch.from_numpy(new))
 
-    def _column(self, request: Request) -> list[int]:
+    def _column(self, request: Request) -> tuple[int, ...]:
         """What the device has to know of a request, in the order of FIELDS."""
         known = (request.token, request.length, request.drawn, request.done, request.limit, request.stops)
         prefix = request.prompt.whole_pages * PAGE if self.shares else 0
-        return [*map(int, known), request.place, prefix, self.keys[request.index]]
+        return (*known, request.place, prefix, self.keys[request.index])
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
@@ -628,10 +632,12 @@ class Decoding:
         """Everything of the policy that is part of a recording: addresses, except of what is copied, and adapters."""
         norms = [norm for layer in _layers(self.policy) for norm in _norms(layer).values()]
         copied = {id(norm.weight) for norm in (*norms, self.decoder.norm)}
-        tensors = [*self.policy.model.parameters(), *self.policy.model.buffers()]
-        layers = [module for module in self.policy.model.modules() if isinstance(module, LoraLayer)]
+        modules = [*self.policy.model.modules()]
+        own = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
+        tensors = [tensor for named in own for tensor in named.values() if tensor is not None]
+        layers = [module for module in modules if isinstance(module, LoraLayer)]
         adapters = [(layer.disable_adapters, layer.merged, *layer.scaling.values()) for layer in layers]
-        cast = [layer.cast_adapter is not None for layer in _adapted(self.policy)]
+        cast = [layer.cast_adapter is not None for layer in modules if isinstance(layer, LoRALinear | LoRAExperts)]
         return (*(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters, *cast)
 
 

@@ -41,10 +41,10 @@ class SharedPrompt:
     pages: list[int] = field(default_factory=list)  # also of the last tokens, which fill no page
     is_read: bool = False  # keys and values are in the pages
     first: list[tuple[int, float, float]] = field(default_factory=list)  # token, log-probability, entropy by sample
+    whole_pages: int = field(init=False)
 
-    @property
-    def whole_pages(self) -> int:
-        return len(self.ids) // PAGE
+    def __post_init__(self) -> None:
+        self.whole_pages = len(self.ids) // PAGE
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,21 +61,21 @@ class Request:
     token: int = -1
     drawn: int = 0
     done: bool = False
+    longest: int = field(init=False)  # the most keys that it ever stores
+
+    def __post_init__(self) -> None:
+        self.longest = len(self.prompt.ids) + self.limit - 1
 
     @property
     def length(self) -> int:
         """Keys that are stored: of the prompt and of all drawn tokens but the latest."""
         return len(self.prompt.ids) + max(0, self.drawn - 1)
 
-    @property
-    def longest(self) -> int:
-        """The most keys that it ever stores."""
-        return len(self.prompt.ids) + self.limit - 1
-
     def missing_pages(self, steps: int) -> int:
         """Pages that it needs for the keys of so many more steps."""
-        length = min(self.length + steps, max(self.longest, self.length + 1))
-        return pages_of(length) - self.prompt.whole_pages - len(self.pages)
+        length = self.length
+        until = min(length + steps, max(self.longest, length + 1))
+        return pages_of(until) - self.prompt.whole_pages - len(self.pages)
 
 
 class RolloutQueue:
@@ -135,19 +135,22 @@ class RolloutQueue:
             if request.place < 0:  # has left for an older one
                 continue
             missing = request.missing_pages(steps)
+            if missing <= 0:
+                continue
             while not self._make_room(missing, request.prompt):
-                self._preempt(self.batch[-1])
+                self._preempt(self.batch.pop())
                 changed = True
                 if request.place < 0:
                     break
             else:
                 request.pages += self._take(missing)
-                changed = changed or missing > 0
+                changed = True
         return changed
 
     def retire(self) -> list[Request]:
         """Take the requests that are done out of the batch. Their places hold what they drew until `admit`."""
         finished = [request for request in self.batch if request.done]
+        self.batch = [request for request in self.batch if not request.done]
         for request in finished:
             self._leave(request)
             request.prompt.unfinished -= 1
@@ -161,12 +164,14 @@ class RolloutQueue:
 
     def _make_room(self, count: int, kept: SharedPrompt) -> bool:
         """Whether `count` pages are free, if need be after prompts without rows, except `kept`, give up theirs."""
+        if count <= len(self.free_pages):
+            return True
         for prompt in self.prompts[::-1]:
-            if count <= len(self.free_pages):
-                break
             if prompt.in_batch == 0 and prompt is not kept:
                 self._release(prompt)
-        return count <= len(self.free_pages)
+                if count <= len(self.free_pages):
+                    return True
+        return False
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
@@ -175,7 +180,7 @@ class RolloutQueue:
         self.preempted += 1
 
     def _leave(self, request: Request) -> None:
-        self.batch.remove(request)
+        """Give back what a request had in the batch, in which it is no more."""
         self.free_pages += request.pages
         self.free_places.append(request.place)
         request.pages = []

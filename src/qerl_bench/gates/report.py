@@ -30,7 +30,7 @@ from qerl_bench.figures.script import figure_parser, parse
 from qerl_bench.figures.style import OTHER_COLORS, color, save
 from qerl_bench.gates.assay import gates, pass_at, render
 from qerl_bench.gates.design import Arm
-from qerl_bench.gates.sessions import Sessions, read_sessions
+from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import check_comparable
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = figure_parser(__doc__)
     options = parse(parser, arguments)
     (folder,) = map(Path, options.runs)
-    study, out = read_sessions(folder), folder / "results"
+    study, out = read_study(folder), folder / "results"
     out.mkdir(exist_ok=True)
     for name, text in texts(study).items():
         (out / name).write_text(text)

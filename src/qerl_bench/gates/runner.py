@@ -4,9 +4,9 @@
 
 Every base is pretrained and probed first (gates/probe.py), `slots` processes at a time, each on a GPU if there are
 any. The gates then stop the arms that could decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms
-of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study.
-What runs at the end of the time saves a checkpoint. The same command continues. Finished runs of the whole study and
-the gates are packed into `out`, which `qerl-bench claims` reads.
+of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study;
+tiers=1 leaves other tiers out. What runs at the end of the time saves a checkpoint. The same command continues.
+Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,19 @@ from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.config import build, compose
-from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
+from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.own_options import split_search_path
 from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
-from qerl_bench.sweep_table import time_left
+from qerl_bench.sweep_table import run_left, share_to_make, time_left
 
 log = logging.getLogger(__name__)
 PACKING_S = 25.0  # kept for the gates and the packing at the end
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen
 STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
+GRACE_S = 10.0  # of these, in which runs that are nearly done may end
 
 
 class Deadline:
@@ -60,7 +61,7 @@ class Blocks(Sweep):
     """Runs whole blocks of points, one after the other, until the time is up.
 
     The launcher's sweep asks for a point whenever a slot is free. The last block that began is finished, if the time
-    for it was estimated well; points that are running when the time is up are stopped with a checkpoint.
+    for it was estimated well; points that are not nearly done when the time is up are stopped with a checkpoint.
     """
 
     def __init__(self, blocks: Sequence[Sequence[Point]], slots: int, gpus: list[str], deadline: Deadline) -> None:
@@ -77,25 +78,38 @@ class Blocks(Sweep):
         while not self.todo and self.blocks and self.fits(self.blocks[0]):
             self.todo.extend(point for point in self.blocks.popleft() if not point.finished)
 
-    def to_start(self) -> int:
-        return super().to_start() + sum(not point.finished for block in self.blocks for point in block)
+    def to_start(self) -> list[float]:
+        return [*super().to_start(), *(share for block in self.blocks for share in shares_to_make(block))]
 
     def fits(self, block: Sequence[Point]) -> bool:
         """Whether `block` would end in time. True as long as nothing is known of the time of a run."""
-        todo = sum(not point.finished for point in block)
-        if todo == 0 or self.deadline.left <= 0:
-            return todo == 0
-        needed = time_left(self.paces(), self.took, todo, self.slots)
+        todo = shares_to_make(block)
+        if not todo or self.deadline.left <= 0:
+            return not todo
+        latest = self.took[-max(self.slots, len(block)) :]  # as fast as runs are side by side now
+        needed = time_left(self.paces(), latest, todo, self.slots)
         return needed is None or SPARE * needed <= self.deadline.left
 
     def collect(self) -> None:
         super().collect()
-        if self.deadline.left <= 0 and self.running:
-            log.info("the time is up: %d runs are stopped and can be continued", len(self.running))
-            stop([started.child for started in self.running.values()], signal.SIGTERM, STOP_S)
-            for left in (self.todo, self.running, self.elsewhere):
-                left.clear()
+        if self.deadline.left <= 0:
+            self.todo.clear()
+            self.elsewhere.clear()
+            self.stop_late()
         self.open_blocks()
+
+    def stop_late(self) -> None:
+        """Stop the runs that would not have made their steps GRACE_S after the time is up."""
+        left = {slot: run_left(one.point.run_dir) for slot, one in self.running.items()}
+        late = [slot for slot, seconds in left.items() if seconds is None or seconds >= GRACE_S + self.deadline.left]
+        if late:
+            log.info("the time is up: %d runs are stopped and can be continued", len(late))
+            limit = max(STOP_S - GRACE_S, STOP_S + self.deadline.left)
+            stop([self.running.pop(slot).child for slot in late], signal.SIGTERM, limit)
+
+
+def shares_to_make(block: Sequence[Point]) -> list[float]:
+    return [share_to_make(point.run_dir) for point in block if not point.finished]
 
 
 def seconds_of(point: Point) -> float:
@@ -185,7 +199,9 @@ def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[t
     return found
 
 
-def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Runs:
+def finished_runs(
+    design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None
+) -> dict[tuple[str, int, int], Run]:
     """The finished runs of the study below root, or those that the committed study `folder` holds."""
     found: dict[tuple[str, int, int], Run] = {}
     kept = {path.name for path in find_runs(folder)} if folder is not None else set()
@@ -198,19 +214,17 @@ def finished_runs(design: Design, probes: Sequence[Mapping[str, Any]], folder: P
     return found
 
 
-def blocks_of(
-    design: Design, probes: Sequence[Mapping[str, Any]], arms_stopped: Mapping[str, Any]
-) -> list[list[Point]]:
-    """The points of each block: tier by tier, within it base by base, all arms and seeds.
+def blocks_of(design: Design, probes: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> list[list[Point]]:
+    """The points of each block: tier by tier, within it base by base, all seeds and all arms but those `left_out`.
 
     Raises ConfigError if an arm cannot run; its runs differ in nothing that a check could refuse, so one is checked.
     """
     words = words_of_runs(design, probes)
-    firsts = {key[0]: point for key, point in reversed(words.items()) if key[0] not in arms_stopped}
+    firsts = {key[0]: point for key, point in reversed(words.items()) if key[0] not in left_out}
     check_points([*firsts.values()])
     blocks = []
     for tier in sorted({arm.tier for arm in design.arms}):
-        arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in arms_stopped]
+        arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in left_out]
         for record in probes:
             keys = [(arm.name, record["base"], seed) for seed in design.seeds for arm in arms]
             blocks.append([design.point(words[key]) for key in keys if key in words])
@@ -277,8 +291,13 @@ def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
     for package in ("qerl_bench", "hydra_plugins"):
         logging.getLogger(package).setLevel(logging.INFO)
-    options = parsed(parser_of(__doc__), arguments)
+    parser = parser_of(__doc__)
+    parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
+    options = parsed(parser, arguments)
     design, slots, deadline = prepared(options)
+    tiers = sorted({arm.tier for arm in design.arms})
+    chosen = tiers if options.tiers is None else options.tiers
+    require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
     out = options.out or design.root / "study"
     probes, failed = probe(design, options.words, slots, deadline)
     results = gates(design, probes, finished_runs(design, probes))
@@ -286,7 +305,8 @@ def main(arguments: list[str] | None = None) -> None:
     log.info("before the runs\n%s", render(results))
     for name, by in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
-    blocks = blocks_of(design, probes, arms_stopped)
+    not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
+    blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
     failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
     results = gates(design, probes, finished_runs(design, probes))
     pack(design, probes, results, stopped(results, options.despite), out)

@@ -1,15 +1,15 @@
-"""A study that was made in sessions: its design, and what each packed session in its folder data/ holds.
+"""A study that was made in sessions: its design, and what each of them packed.
 
     docs/studies/NAME/study.yaml       the design
     docs/studies/NAME/data/SESSION/    what `qerl-bench study` packed
 
-A base belongs to the session that trained arms from it: pretrained again it is another model, so probes of bases
-without runs are left out.
+Each session pretrains its bases, so those of one number differ: a base belongs to the session that trained arms of it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,18 @@ from qerl_bench.study.load import Run
 
 @dataclass(frozen=True)
 class Sessions:
-    """All sessions of a study. `probes` are by base, in order; `session_of` has the folder's name by base."""
+    """All sessions of a study. `probes` are by base, in order, those without runs too."""
 
     design: Design
     probes: dict[int, dict[str, Any]]
-    session_of: dict[int, str]
     runs: dict[tuple[str, int, int], Run]  # by arm, base and seed
+
+    @property
+    def session_of(self) -> dict[int, str]:
+        """The name of the folder of each base that has runs, in the order of bases."""
+        return {
+            base: run.path.parent.name for (_, base, _), run in sorted(self.runs.items(), key=lambda one: one[0][1])
+        }
 
     def of_arm(self, name: str) -> list[Run]:
         """The runs of an arm, by base and seed."""
@@ -40,23 +46,27 @@ class Sessions:
         return [arm for arm in self.design.arms if arm.name in made]
 
 
-def read_sessions(study: Path) -> Sessions:
-    """The study in a folder with study.yaml and data/. Raises ConfigError if two sessions trained one base."""
-    design = read_design(study / "study.yaml")
+def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
+    """What these sessions packed. Raises ConfigError if two of them trained one base, or if a folder is no session."""
     probes: dict[int, dict[str, Any]] = {}
-    session_of: dict[int, str] = {}
     runs: dict[tuple[str, int, int], Run] = {}
-    for folder in sorted(path.parent for path in (study / "data").glob("*/probes.json")):
-        of_session = json.loads((folder / "probes.json").read_text())
-        found = finished_runs(design, of_session, folder)
-        trained = {base for _, base, _ in found}
-        require(
-            not trained & session_of.keys(),
-            f"{folder} has runs of the bases {sorted(trained & session_of.keys())}, which an earlier session trained "
-            "too: leave them out of one of both",
-        )
-        probes |= {one["base"]: one for one in of_session if one["base"] in trained}
-        session_of |= dict.fromkeys(trained, folder.name)
+    for folder in folders:
+        file = folder / "probes.json"
+        require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
+        here = [one for one in json.loads(file.read_text()) if one["base"] in design.bases]
+        found = finished_runs(design, here, folder)
+        trained = {base for _, base, _ in runs}
+        twice = sorted(trained & {base for _, base, _ in found})
+        require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
+        probes |= {one["base"]: one for one in here if one["base"] not in trained}
         runs |= found
-    require(bool(runs), f"{study / 'data'} has no packed session with runs of {study / 'study.yaml'}")
-    return Sessions(design, dict(sorted(probes.items())), dict(sorted(session_of.items())), runs)
+    return Sessions(design, dict(sorted(probes.items())), runs)
+
+
+def read_study(folder: Path) -> Sessions:
+    """The study in a folder with study.yaml and data/, with the bases that have runs. Raises ConfigError without any."""
+    study = read_sessions(
+        read_design(folder / "study.yaml"), sorted(path.parent for path in folder.glob("data/*/probes.json"))
+    )
+    require(bool(study.runs), f"{folder / 'data'} has no packed session with runs of {folder / 'study.yaml'}")
+    return Sessions(study.design, {base: study.probes[base] for base in study.session_of}, study.runs)

@@ -31,7 +31,7 @@ from qerl_bench.model.structure import Structure, routed_experts
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
-from qerl_bench.task.chat_template import Keywords, demonstration_ids, render_prompt, thinking_opened
+from qerl_bench.task.chat_template import Keywords, demonstration_ids, render_prompt, texts_of, thinking_opened
 
 log = logging.getLogger(__name__)
 CARD = """---
@@ -122,9 +122,11 @@ class Policy:
         """Token ids of the prompts and of the whole completions, their stop tokens included."""
         return demonstration_ids(self.tokenizer, demonstrations, self.template)
 
-    def completion_text(self, prompt_ids: list[int], ids: list[int]) -> str:
-        """The completion as it is graded: after the <think> that the prompt ends with, if it does."""
-        return thinking_opened(str(self.tokenizer.decode(prompt_ids[-16:]))) + str(self.tokenizer.decode(ids))
+    def completion_texts(self, prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[str]:
+        """Completions as they are graded: each after the <think> that its prompt ends with, if it does."""
+        ends = [tuple(prompt[-16:]) for prompt in prompt_ids]
+        opened = {end: thinking_opened(str(self.tokenizer.decode([*end]))) for end in {*ends}}
+        return [opened[end] + text for end, text in zip(ends, texts_of(self.tokenizer, ids), strict=True)]
 
     def train_mode(self, on: bool) -> None:
         """Switch the adapter's dropout on for the training pass, and off for everything else.

@@ -80,6 +80,18 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
     return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
+def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
+    """What `tokenizer.decode` makes of each of `ids`, in one call if that decodes and no more."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    own = [getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")]
+    if any(own) or tokenizer.clean_up_tokenization_spaces:
+        return [str(tokenizer.decode(one)) for one in ids]
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    return backend.decode_batch(ids, skip_special_tokens=False)
+
+
 def check_template(
     tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], keywords: Keywords | None
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 
+import numpy as np
 import torch
 
 
@@ -66,9 +67,10 @@ def make_batch(
     real = columns < lengths[:, None]  # (B, T)
     mask = real & (columns >= starts[:, None])
     input_ids = torch.full(real.shape, pad_id)
-    input_ids[real] = torch.tensor([*chain(*chain(*zip(prompts, completions, strict=True)))], dtype=torch.long)
+    tokens = [*chain(*chain(*zip(prompts, completions, strict=True)))]
+    input_ids[real] = torch.from_numpy(np.array(tokens, dtype=np.int64))  # torch.tensor takes ten times as long
     sampler_logprobs = torch.zeros(real.shape)
     if logprobs is not None:
-        sampler_logprobs[mask] = torch.tensor([*chain(*logprobs)])
+        sampler_logprobs[mask] = torch.from_numpy(np.array([*chain(*logprobs)], dtype=np.float32))
     advantages = torch.zeros(len(prompts)) if advantages is None else advantages.float()
     return Batch(input_ids, mask, sampler_logprobs, advantages, lengths).to(device)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qerl_bench.engine.base import Sampling, exact_lengths, make_rollout, require_room
+from qerl_bench.engine.base import Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.vllm.checkpoint import BaseCheckpoint
 from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
 from qerl_bench.engine.vllm.process import answer, device_memory_gib, exchange_folder, start, stop
@@ -108,8 +108,7 @@ class VLLMEngine:
         return max(1, self.options.max_num_seqs // samples)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
-        self.require_room(prompts, sampling)
-        prompt_ids = [self.policy.ids_of(prompt) for prompt in prompts]
+        prompt_ids = require_room(self.policy, prompts, sampling, self.max_model_len)
         if self.asleep or not self.mirror.current:
             self.sync(prompts)
         requests = [(i, part) for i, prompt in enumerate(prompts) for part in samples_by_request(prompt, sampling)]
@@ -123,23 +122,16 @@ class VLLMEngine:
         drawn = [sorted(output.outputs, key=lambda completion: completion.index) for output in outputs]
         token_ids = [list(completion.token_ids) for group in drawn for completion in group]
         owners = [i for (i, _), group in zip(requests, drawn, strict=True) for _ in group]
-        entropies = self._entropies([prompt_ids[i] for i in owners], token_ids, sampling.temperature or 1.0)
-        logprobs = [completion.logprobs for group in drawn for completion in group]
-        rollouts = [
-            make_rollout(
-                self.policy,
-                prompts[owner],
-                row % sampling.samples,
-                prompt_ids[owner],
-                ids,
-                [entry[token].logprob for entry, token in zip(entries, ids, strict=True)],
-                entropy,
-                sampling,
-            )
-            for row, (owner, ids, entries, entropy) in enumerate(
-                zip(owners, token_ids, logprobs, entropies, strict=True)
-            )
+        repeated = [prompt_ids[i] for i in owners]
+        entropies = self._entropies(repeated, token_ids, sampling.temperature or 1.0)
+        entries = [completion.logprobs for group in drawn for completion in group]
+        logprobs = [
+            [entry[token].logprob for entry, token in zip(one, ids, strict=True)]
+            for one, ids in zip(entries, token_ids, strict=True)
         ]
+        of_prompts = [(prompts[i], row % sampling.samples) for row, i in enumerate(owners)]
+        completions = [*zip(token_ids, logprobs, entropies, strict=True)]
+        rollouts = make_rollouts(self.policy, of_prompts, repeated, completions, sampling)
         require_finite_logits(self.policy, rollouts)
         return rollouts
 
