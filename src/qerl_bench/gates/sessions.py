@@ -64,7 +64,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
 
 
 def read_study(folder: Path) -> Sessions:
-    """The study in a folder with study.yaml and data/, with the bases that have runs. Raises ConfigError without any."""
+    """The study in a folder with study.yaml and data/: its bases that have runs. Raises ConfigError without any."""
     study = read_sessions(
         read_design(folder / "study.yaml"), sorted(path.parent for path in folder.glob("data/*/probes.json"))
     )
