@@ -273,9 +273,9 @@ def test_a_block_of_which_most_is_done_needs_the_time_of_the_rest(tmp_path: Path
 def test_runs_that_are_nearly_done_when_the_time_is_up_may_end(tmp_path: Path) -> None:
     records = "".join(f'{{"kind": "train", "step": {step}, "time": {2 * step}}}\n' for step in (96, 97))
     ends = TAKES.format(1)
-    code = f"(folder / 'metrics.jsonl').write_text({records!r}); (folder / 'begun').touch(); time.sleep(1); {ends}"
-    near, far = block(tmp_path, "near", code=code), block(tmp_path, "far", code=code.replace("(1)", "(600)"))
-    for point, steps in ((near[0], 100), (far[0], 120)):  # 6 s and 46 s are left
+    code = f"(folder / 'metrics.jsonl').write_text({records!r}); (folder / 'begun').touch(); time.sleep(0.5); {ends}"
+    near, far = block(tmp_path, "near", code=code), block(tmp_path, "far", code=code.replace("(0.5)", "(600)"))
+    for point, steps in ((near[0], 98), (far[0], 120)):  # 2 s and 46 s are left
         (point.run_dir / "config.yaml").write_text(f"steps: {steps}")
     sweep = Blocks([near + far, block(tmp_path, "next")], 2, [], Deadline(100))
     collect = sweep.collect
