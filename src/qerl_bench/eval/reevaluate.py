@@ -70,8 +70,8 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(evaluation, dict) and evaluation.get("_target_") in later:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    rollout = unsaid("rollout") | config.get("rollout", {})
-    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | {"rollout": rollout}
+    grown = {group: unsaid(group) | config.get(group, {}) for group in ("rollout", "noise")}
+    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | grown
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
