@@ -128,7 +128,7 @@ def build_noise(
         require(
             len(structure.sites) > 0,
             f"aqn={schedule.name} puts noise on the norms whose output is the input of linear layers, and the blocks "
-            f"of {name} have none. Use aqn=none",
+            f"of {name} have none. Use noise.where=adapters, or aqn=none",
         )
         require(
             len(sites) > 0,
