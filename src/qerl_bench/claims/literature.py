@@ -98,15 +98,13 @@ TRUNCATED = Filter(
     among=("truncate",),
     excuse="without truncated importance weights, which belong to the method: set importance_sampling.mode=truncate",
 )
+ON_ADAPTERS = Filter("noise.where", among=("adapters",))
 NOISY_ADAPTERS = Contrast(
     "noise on adapters - none",
     ("aqn.level",),
-    tuple(
-        Arm(label, sign, (Filter("noise.where", among=("adapters",)), Filter("aqn.level", **level)))
-        for label, sign, level in (
-            ("noise on adapters", +1, {"excluding": (0, None)}),
-            ("none", -1, {"among": (0,)}),
-        )
+    (
+        Arm("noise on adapters", +1, (ON_ADAPTERS, Filter("aqn.level", excluding=(0, None)))),
+        Arm("none", -1, (ON_ADAPTERS, Filter("aqn.level", among=(0,)))),
     ),
 )
 CLIPPED = Filter(
