@@ -145,6 +145,11 @@ class Experiment:
             "lora=default, or quant=bf16",
         )
         require(
+            not (full_training and self.noise.where == "adapters"),
+            "noise.where=adapters puts noise on the adapter, and lora=none has none. Use lora=default, or "
+            "noise.where=norms",
+        )
+        require(
             not (full_training and self.model.dtype != "float32"),
             f"lora=none trains the weights themselves, and RL steps are too small for {self.model.dtype}. Use "
             "model.dtype=float32, or lora=default, whose adapter is kept in FP32",

@@ -1,8 +1,8 @@
 """THE LOOP, to be read top to bottom: sample -> grade -> train -> log -> evaluate.
 
-With engine=hf one model samples and trains, so syncing the weights means only putting noise into the norm scales before
-the rollout and taking it out afterwards. An engine with its own copy of the weights gets adapter and noise then. With
-`rollout.quant` a second model samples, which shares all but its packed layers with the first.
+With engine=hf one model samples and trains, so syncing the weights means only putting noise into norm scales or adapter
+before the rollout and taking it out afterwards. An engine with its own copy of the weights gets adapter and noise then.
+With `rollout.quant` a second model samples, which shares all but its packed layers with the first.
 Every random draw is seeded by (run seed, purpose, step), so a resumed run repeats an uninterrupted one.
 """
 

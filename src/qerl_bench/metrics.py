@@ -49,10 +49,16 @@ ROLLOUT = {
     "completions/garbled_frac": Metric("share", "completions with broken tags, or tokens repeated over and over"),
     "dynamic/refills": Metric("count", "rounds of sampling after the first (dynamic sampling)"),
     "dynamic/groups_kept": Metric("count", "groups that are trained on"),
-    "aqn/sigma": Metric("norm scale", "noise standard deviation that the schedule asks for"),
-    "aqn/sigma_realised": Metric("norm scale", "rms change of the scales, as stored (noise.relative: over |scale|)"),
-    "aqn/norms_perturbed": Metric("count", "norms in which at least one scale changed"),
-    "aqn/scales_changed": Metric("share", "norm scales that changed at all: adding in BF16 rounds small noise away"),
+    "aqn/sigma": Metric(
+        "norm scale", "noise standard deviation that the schedule asks for; a share of the weights on adapters"
+    ),
+    "aqn/sigma_realised": Metric(
+        "norm scale", "rms change of the scales, as stored (noise.relative: over |scale|); or of adapters, as aqn/sigma"
+    ),
+    "aqn/norms_perturbed": Metric("count", "norms, or adapters, in which at least one number changed"),
+    "aqn/scales_changed": Metric(
+        "share", "norm scales, or numbers of adapters, that changed: adding in BF16 rounds small noise away"
+    ),
     "time/rollout_s": Metric("s", "sampling"),
     "time/reward_s": Metric("s", "judging the completions"),
     "time/sync_s": Metric("s", "bringing weights and noise to the sampler"),

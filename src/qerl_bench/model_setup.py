@@ -20,6 +20,7 @@ from qerl_bench.children import Child, wait
 from qerl_bench.config import Experiment, build, compose
 from qerl_bench.installation import run_command
 from qerl_bench.locks import wait_for_lock
+from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy, share_all_but_base
@@ -118,16 +119,16 @@ def build_noise(
 ) -> NoiseInjector:
     """The noise of the run for `model`, whose layers were packed with the errors in `layers`.
 
-    Raises ConfigError if the model has no norm that the noise could go to.
+    Raises ConfigError if the model has no norm that the noise should go to.
     """
     noise, schedule = experiment.noise, experiment.aqn
     sites = [site for site in structure.sites if noise.routers or not site.routers]
-    if schedule.name != "none" and noise.norms != "missed":
+    if schedule.name != "none" and noise.where == "norms" and noise.norms != "missed":
         name = type(model).__name__
         require(
             len(structure.sites) > 0,
             f"aqn={schedule.name} puts noise on the norms whose output is the input of linear layers, and the blocks "
-            f"of {name} have none. Use aqn=none",
+            f"of {name} have none. Use noise.where=adapters, or aqn=none",
         )
         require(
             len(sites) > 0,
@@ -153,7 +154,7 @@ def build_noise(
         sites.append(structure.final)
     norms = {site.name: model.get_submodule(site.name) for site in sites}
     offsets = {site.name: site.offset for site in sites}
-    return NoiseInjector(noise, controller, norms, offsets, final, experiment.seed)
+    return NoiseInjector(noise, controller, norms, offsets, final, experiment.seed, adapted_layers(model))
 
 
 def _packable(site: NormSite, unpacked: Set[str], errors: Mapping[str, float]) -> list[str]:

@@ -66,6 +66,7 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "algo.right_only": False,
     "eval.quant": None,
     "rollout.quant": None,
+    "noise.where": "norms",
 }
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 MADE_AGAIN = (

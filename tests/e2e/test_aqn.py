@@ -93,6 +93,9 @@ VARIANTS = {
         "importance_sampling.mode=truncate",
         "importance_sampling.clip_max=1.01",
     ],
+    "on adapters": ["aqn=exp", "aqn.sigma_start=0.5", "noise.where=adapters", "noise.cadence=group"],
+    "on adapters, trainer too": ["aqn=linear", "noise.where=adapters", "noise.site=rollout_and_training"],
+    "on adapters, closed loop": ["aqn=entropy", "aqn.target_start=5.6", "aqn.target_end=5.5", "noise.where=adapters"],
     "fixed error": ["experiment=control/format_error_fixed", "quant=bf16"],
 }
 

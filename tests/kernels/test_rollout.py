@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from qerl_bench.aqn.base import OpenLoop
+from qerl_bench.aqn.constant import Constant
+from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
@@ -36,3 +40,35 @@ def test_rollouts_are_those_of_transformers(fused_policy: Any) -> None:
         assert one[0] == other[0] and len(one[0]) == (length or len(one[0]))
         assert one[1] == pytest.approx(other[1], abs=5e-5)
         assert one[2] == pytest.approx(other[2], abs=5e-5)
+
+
+def test_noise_on_adapters_comes_and_goes_in_recordings(fused_policy: Any) -> None:
+    """Recordings know the addresses of the matrices: other numbers are there, and the same ones again."""
+    noise, sampling = fused_policy.noise, Sampling(samples=2, temperature=1.0, max_tokens=3, seed=0)
+    noise = NoiseInjector(
+        replace(noise.spec, where="adapters"),
+        OpenLoop(Constant(name="constant", level=0.5), 1),
+        {},
+        {},
+        None,
+        0,
+        noise.adapters,
+    )
+    sampler = hf_graph.Sampler(fused_policy, Limits(rows=2, kept_gib=1.0))
+
+    @torch.inference_mode()
+    def sampled() -> list[hf_reference.Completion]:
+        found = sampler.decode(PROMPTS[1:], sampling, KEYS[:2])
+        wanted = hf_reference.decode(fused_policy, PROMPTS[1:], sampling, KEYS[:2])
+        for one, other in zip(found, wanted, strict=True):
+            assert one[0] == other[0] and one[1] == pytest.approx(other[1], abs=5e-5)
+        sampler.sleep()
+        return found
+
+    plain, kept = sampled(), sampler.kept
+    with noise.for_rollout(1, 0):
+        noisy = sampled()
+    assert max(abs(one[1][0] - other[1][0]) for one, other in zip(noisy, plain, strict=True)) > 0.1
+    for one, other in zip(sampled(), plain, strict=True):
+        assert one[0] == other[0] and one[1] == pytest.approx(other[1], abs=2e-6)
+    assert sampler.kept is kept is not None

@@ -13,13 +13,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.lora.default import LoRA
 from qerl_bench.model import kernels
-from qerl_bench.model.adapters import block_linears
+from qerl_bench.model.adapters import LoRAExperts, adapted_layers, block_linears
 from qerl_bench.model.base import placed
 from qerl_bench.quant import experts
 from qerl_bench.quant.checkpoint import CheckpointReader, read_packed, skeleton
@@ -242,6 +243,34 @@ def test_peft_itself_loads_the_adapter_onto_unpacked_experts(tmp_path: Path) -> 
     theirs = peft.PeftModel.from_pretrained(plain, str(tmp_path))
     with torch.no_grad():
         torch.testing.assert_close(ours(IDS).logits, theirs(IDS).logits, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.no_grad()
+def test_noise_on_adapters_of_experts_has_its_size(name: str, packed: bool) -> None:
+    """Noise of one unit on B, which was 0, changes a parameter by as much as the parameter has, also if transposed."""
+    model = _packed(name)
+    weights = dict((plain := _dequantized(name, model)).named_parameters())
+    adapter = LORA.attach(model if packed else plain, "m", 3)
+    layers = adapted_layers(adapter.get_base_model())
+    assert sum(".experts." in layer for layer in layers) > 0
+    generator = torch.Generator().manual_seed(0)
+    for path, layer in layers.items():
+        wrapper: Any = adapter.get_base_model().get_submodule(path.removesuffix(".lora_B.default"))
+        b = layer.b.get_parameter("weight")
+        b.copy_(layer.unit() * torch.randn(b.shape, generator=generator))
+        if isinstance(wrapper, LoRAExperts):
+            matrices = wrapper.adapter()
+            change = matrices.scaling * matrices.b @ matrices.a
+        else:
+            change = wrapper.get_delta_weight("default")
+        if isinstance(wrapper, ParamWrapper):
+            owner = path.split(".experts")[0] + ".experts"
+            weight = weights[f"{owner}.{wrapper.parameter_name}"]
+        else:
+            weight = weights[f"{path.removesuffix('.lora_B.default')}.weight"]
+        assert float(change.norm() / weight.norm()) == pytest.approx(1.0, rel=0.35), path
 
 
 def test_targets_are_all_linear_layers_of_the_blocks_and_no_router() -> None:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.claims import command
 from qerl_bench.claims.evaluate import ClaimResult, evaluate_claims
-from qerl_bench.claims.literature import LITERATURE, REGISTRIES, growth_of_mismatch
+from qerl_bench.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
 from qerl_bench.config import build, compose
 from qerl_bench.study.load import Run, load_runs
 
@@ -174,6 +174,45 @@ def test_runs_from_before_the_parts_of_the_entropy_were_recorded_do_not_count(ar
     arm("quant=bf16")
     found = verdicts(arm("quant=nvfp4"))["NVFP4 unsettles certain tokens"]
     assert found.verdict == "not testable here" and "did not record entropy/rest" in found.reason
+
+
+PSN = "quant=bf16", "aqn=constant", "importance_sampling.mode=truncate", "eval.samples=16"
+
+
+def test_noise_on_adapters_is_compared_with_none(arm: Arm) -> None:
+    title = "Noise in parameters raises pass@k"
+    noisy = (*PSN, "aqn.level=0.2", "noise.where=adapters")
+    arm(*PSN, "aqn.level=0", "noise.where=adapters")
+    arm(*PSN, "aqn.level=0.2", right=-0.9, parts={"entropy": 0.25})  # in norms: another treatment
+    unmoved = verdicts(arm(*noisy, right=0.5))[title]
+    assert unmoved.verdict == "not testable here" and "act on its own target" in unmoved.reason
+
+
+def test_more_questions_answered_once_support_noise_on_adapters(arm: Arm) -> None:
+    title = "Noise in parameters raises pass@k"
+    arm(*PSN, "aqn.level=0", "noise.where=adapters")
+    runs = arm(*PSN, "aqn.level=0.2", "noise.where=adapters", right=0.5, parts={"entropy": 0.25})
+    found = verdicts(runs)[title]
+    assert found.verdict == "supported"
+    (effect,) = [one.primary.effect for one in found.voting if one.primary]
+    assert effect is not None and effect.whole.value == pytest.approx(0.25, abs=0.02)
+
+
+def test_pass_at_k_counts_questions_with_any_right_answer(arm: Arm) -> None:
+    run = arm(*PSN, "aqn.level=0")[0]
+    rows = [("a", 0), ("a", 1), ("b", 0), ("b", 0), ("c", 1), ("c", 1)]
+    questions, correct = zip(*rows, strict=True)
+    table = pd.DataFrame({"mode": "sampled", "question": questions, "step": STEPS, "correct": correct})
+    table.to_parquet(run.path / "samples.parquet")
+    assert answered_once(run).to_dict() == {"a": 1.0, "b": 0.0, "c": 1.0}
+
+
+def test_no_claim_of_qerl_counts_noise_on_adapters(arm: Arm) -> None:
+    arm("quant=nvfp4")
+    runs = arm("quant=nvfp4", "aqn=exp", "noise.where=adapters", reward=0.2, right=0.5, parts={"entropy": 0.3})
+    results = evaluate_claims(REGISTRIES["qerl"], runs)
+    assert any("noise.where" in one.reason for one in results)
+    assert not [one for result in results for one in result.voting if one.primary]
 
 
 def test_random_rewards_need_clipping(arm: Arm) -> None:

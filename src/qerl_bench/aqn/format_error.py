@@ -43,6 +43,7 @@ class FormatError(Schedule):
         return self.format
 
     def check_with(self, quant: WeightFormat, noise: NoiseSpec) -> None:
+        noise.require_norms("format_error")
         require(
             quant.bits_per_weight is None,
             f"aqn=format_error imitates a format's error on unquantized weights, but quant={quant.name} makes an error "

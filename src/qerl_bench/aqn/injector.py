@@ -1,10 +1,10 @@
-"""Adds noise to the norm scales of a model, and restores them bit for bit.
+"""Adds noise to the norm scales of a model, or to its adapter, and restores them bit for bit.
 
 QeRL perturbs the two RMSNorm scales of each block, w + Z with Z ~ N(0, sigma^2). RMSNorm multiplies by w just before a
 linear layer, so this equals multiplicative noise 1 + Z / w on the columns of that layer's weights, and needs no tensor
 of the size of the weights. Norms that store w and multiply by 1 + w get the same Z, and 1 + w counts as their scale. In
 BF16, rounding removes a small Z. The noisy scale is therefore kept in FP32 while it is in use, unless `noise.add_dtype`
-asks for the rounding.
+asks for the rounding. Noise on adapters (`noise.where`): `adapted_layer.py`.
 
 Left out: a new draw for every forward pass, that is for every sampled token. One sentence of the paper says so; its
 Algorithm 1 and its code draw once per step.
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from qerl_bench.aqn.adapted_layer import AdaptedLayer
 from qerl_bench.aqn.base import SigmaController
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import TrainingStopped
@@ -28,7 +29,7 @@ from qerl_bench.seeding import derive
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
-Norms = Mapping[str, torch.nn.Module]  # by their names in the model
+Norms = Mapping[str, torch.nn.Module]  # by their names in the model; the matrices B of adapters are treated alike
 Scales = dict[str, torch.Tensor]  # by the norms' names; stored scales, or noise of the same shapes
 Offsets = Mapping[str, float]  # by the norms' names: 1.0 for those that multiply by 1 + w, not by the stored w
 
@@ -38,20 +39,27 @@ class NoiseReport:
     """What one draw asked for, and how it really changed the scales."""
 
     sigma: float  # asked for
-    sigma_realised: float  # root mean square of (noisy - clean) over all scales, as stored; over |scale| if relative
-    norms_perturbed: int  # norms in which at least one scale changed
+    sigma_realised: float  # root mean square of (noisy - clean) over all scales, as stored, in the unit of sigma
+    norms_perturbed: int  # norms, or adapters, in which at least one number changed
     scales_changed: float  # share of the scales that changed
 
 
 class NoiseInjector:
-    """Draws the noise of one run and puts it into the norms.
+    """Draws the noise of one run and puts it into the norms, or into `adapters`, as `spec.where` says.
 
     Run seed, step and number of the draw within the step decide a draw. It is made on the CPU, in the order of the
     norms, so every device and process gets the same noise. `final` is the norm before the head.
     """
 
     def __init__(
-        self, spec: NoiseSpec, controller: SigmaController, norms: Norms, offsets: Offsets, final: str | None, seed: int
+        self,
+        spec: NoiseSpec,
+        controller: SigmaController,
+        norms: Norms,
+        offsets: Offsets,
+        final: str | None,
+        seed: int,
+        adapters: Mapping[str, AdaptedLayer] | None = None,
     ) -> None:
         self.spec = spec
         self.controller = controller
@@ -59,6 +67,8 @@ class NoiseInjector:
         self.offsets = offsets
         self.final = final
         self.seed = seed
+        self.adapters = adapters or {}
+        self.noisy = {name: layer.b for name, layer in self.adapters.items()} if spec.where == "adapters" else norms
         self.latest_draw = (0, 0)  # step and number within the step
         self.noise: Scales = {}  # of the latest draw
         self.accumulated: Scales = {}  # noisy scales that keep the noise of earlier draws (noise.accumulate)
@@ -76,14 +86,14 @@ class NoiseInjector:
         if (step, draw) != self.latest_draw:
             self.latest_draw = (step, draw)
             self._draw(sigma, derive(self.seed, "noise", "run" if self.spec.cadence == "run" else step, draw))
-        noisy = self._noisy_scales()
-        report = noise_report(self.norms, noisy, sigma, self.offsets if self.spec.relative else None)
+        scales = self._noisy_scales()
+        report = noise_report(self.noisy, scales, sigma, self._units())
         if self.spec.add_dtype == "float32" and report.norms_perturbed < len(self.noise):
             raise TrainingStopped(
-                f"noise of sigma {sigma:g} changed {report.norms_perturbed} of {len(self.noise)} norms: rounding of "
-                "their FP32 scales removed it. Use a larger sigma, or aqn=none"
+                f"noise of sigma {sigma:g} changed {report.norms_perturbed} of {len(self.noise)} {self.spec.where}: "
+                "rounding of their FP32 numbers removed it. Use a larger sigma, or aqn=none"
             )
-        return _scales_replaced(self.norms, noisy, report)
+        return self._in_place_of_clean(scales, report)
 
     @property
     def present(self) -> bool:
@@ -92,7 +102,7 @@ class NoiseInjector:
 
     def for_training(self) -> AbstractContextManager[None]:
         """Context in which the norms have the noise of the latest rollout; norm scales in training get gradients."""
-        return _scales_replaced(self.norms, self._noisy_scales(), None)
+        return self._in_place_of_clean(self._noisy_scales(), None)
 
     def state(self) -> dict[str, Any]:
         """What the next step's noise depends on besides its seed, as plain numbers and tensors."""
@@ -105,21 +115,32 @@ class NoiseInjector:
     def _draw(self, sigma: float, seed: int) -> None:
         self.noise = {}
         if sigma > 0:
-            offsets = self.offsets if self.spec.relative else None
-            self.noise = draw_noise(self.norms, sigma, seed, offsets, self.controller.per_norm_scale)
-        accumulating = {"none": set(), "final": {self.final}, "all": set(self.norms)}[self.spec.accumulate]
+            self.noise = draw_noise(self.noisy, sigma, seed, self._units(), self.controller.per_norm_scale)
+        accumulating = {"none": set(), "final": {self.final}, "all": set(self.noisy)}[self.spec.accumulate]
         for name in self.noise.keys() & accumulating:
-            before = self.accumulated.get(name, scale_of(self.norms[name]).detach())
+            before = self.accumulated.get(name, scale_of(self.noisy[name]).detach())
             self.accumulated[name] = add_noise(before, self.noise[name], self.spec.add_dtype)
 
     def _noisy_scales(self) -> Scales:
         """The scales of the norms that have noise now."""
         fresh = {
-            name: add_noise(scale_of(self.norms[name]), noise, self.spec.add_dtype)
+            name: add_noise(scale_of(self.noisy[name]), noise, self.spec.add_dtype)
             for name, noise in self.noise.items()
             if name not in self.accumulated
         }
         return fresh | self.accumulated
+
+    def _units(self) -> Scales | None:
+        """What sigma is multiplied by for each scale or matrix, in its shape or one for all; None for 1."""
+        if self.spec.where == "adapters":
+            return {name: layer.unit() for name, layer in self.adapters.items()}
+        if not self.spec.relative:
+            return None
+        return {name: (self.offsets[name] + scale_of(norm).detach().float()).abs() for name, norm in self.norms.items()}
+
+    def _in_place_of_clean(self, scales: Scales, value: Value) -> AbstractContextManager[Value]:
+        used = _matrices_overwritten if self.spec.where == "adapters" else _scales_replaced
+        return used(self.noisy, scales, value)
 
 
 def scale_of(norm: torch.nn.Module) -> torch.Tensor:
@@ -130,12 +151,12 @@ def scale_of(norm: torch.nn.Module) -> torch.Tensor:
 
 
 def draw_noise(
-    norms: Norms, sigma: float, seed: int, offsets: Offsets | None, per_norm_scale: Mapping[str, float]
+    norms: Norms, sigma: float, seed: int, units: Scales | None, per_norm_scale: Mapping[str, float]
 ) -> Scales:
     """Normal FP32 noise for each norm, of standard deviation `sigma` times the norm's factor (1 if not named).
 
-    With `offsets` it is relative: multiplied by |offset + scale|. Norms with factor 0 get none. One transfer to the
-    device for all of them.
+    With `units` it is relative: multiplied by them. Norms with factor 0 get none. One transfer to the device for all of
+    them.
     """
     scales = {name: scale_of(norm).detach() for name, norm in norms.items()}
     if not scales:
@@ -148,7 +169,7 @@ def draw_noise(
         factor = per_norm_scale.get(name, 1.0)
         if factor > 0:
             scaled = sigma * factor * z.view(scale.shape)
-            noise[name] = scaled if offsets is None else scaled * (offsets[name] + scale.float()).abs()
+            noise[name] = scaled if units is None else scaled * units[name]
     return noise
 
 
@@ -160,8 +181,8 @@ def add_noise(scale: torch.Tensor, noise: torch.Tensor, add_dtype: str) -> torch
 
 
 @torch.no_grad()
-def noise_report(norms: Norms, noisy: Scales, sigma: float, offsets: Offsets | None) -> NoiseReport:
-    """Compare the scales `noisy` with each norm's own, relative to them if `offsets` are given.
+def noise_report(norms: Norms, noisy: Scales, sigma: float, units: Scales | None) -> NoiseReport:
+    """Compare the scales `noisy` with each norm's own, relative to `units` if they are given.
 
     One transfer from the device for all of them.
     """
@@ -172,7 +193,7 @@ def noise_report(norms: Norms, noisy: Scales, sigma: float, offsets: Offsets | N
         clean = scale_of(norms[name]).double()
         change = scale.double() - clean
         counts.append((change != 0).sum().double())
-        size = change if offsets is None else change / (offsets[name] + clean).abs()
+        size = change if units is None else change / units[name].double()
         squares.append(torch.where(change != 0, size, 0.0).square().sum())
     *changed, square = torch.stack([*counts, torch.stack(squares).sum()]).tolist()
     scales = sum(scale_of(norm).numel() for norm in norms.values())
@@ -205,6 +226,23 @@ def _scale_replaced(norm: torch.nn.Module, scale: torch.Tensor) -> Iterator[None
         for hook in hooks:
             hook.remove()
         norm._parameters.update(clean)
+
+
+@contextmanager
+def _matrices_overwritten(modules: Norms, matrices: Scales, value: Value) -> Iterator[Value]:
+    """Inside the context, which gives `value`, the weights of the modules named in `matrices` hold those numbers.
+
+    The parameters stay where they are: a base in another format shares them, and recordings know their addresses.
+    Written past autograd, since a backward pass in a later context finds the same numbers again.
+    """
+    clean = {name: scale_of(modules[name]).detach().clone() for name in matrices}
+    try:
+        for name, matrix in matrices.items():
+            scale_of(modules[name]).data.copy_(matrix)
+        yield value
+    finally:
+        for name, matrix in clean.items():
+            scale_of(modules[name]).data.copy_(matrix)
 
 
 def noise_metrics(reports: list[NoiseReport]) -> dict[str, float]:

@@ -35,6 +35,7 @@ class Layerwise(Schedule):
         )
 
     def check_with(self, quant: WeightFormat, noise: NoiseSpec) -> None:
+        noise.require_norms("layerwise")
         require(
             quant.bits_per_weight is not None,
             f"aqn=layerwise follows each layer's quantization error, but quant={quant.name} quantizes nothing. Use a "

@@ -19,6 +19,7 @@ Item = TypeVar("Item")
 class NoiseSpec:
     """conf/run.yaml explains each choice; docs/aqn.md says which source makes it."""
 
+    where: str
     norms: str
     routers: bool
     relative: bool
@@ -32,6 +33,7 @@ class NoiseSpec:
         check_fields(
             self,
             "noise",
+            where=one_of("norms", "adapters"),
             norms=one_of("blocks", "blocks_final", "missed"),
             routers=flag,
             relative=flag,
@@ -40,6 +42,14 @@ class NoiseSpec:
             site=one_of("rollout", "rollout_and_old_logprobs", "rollout_and_training"),
             accumulate=one_of("none", "final", "all"),
             add_dtype=one_of("float32", "bfloat16"),
+        )
+        about_norms = {"norms": "blocks", "routers": True, "relative": False, "accumulate": "none"}
+        changed = [key for key, default in about_norms.items() if getattr(self, key) != default]
+        require(
+            self.where == "norms" or not changed,
+            "noise.where=adapters leaves norms as they are, got "
+            f"{', '.join(f'noise.{key}={getattr(self, key)}' for key in changed)}, which is about norms. Leave "
+            f"{', '.join(f'noise.{key}' for key in changed)} out, or use noise.where=norms",
         )
         require(
             self.site == "rollout" or self.one_draw,
@@ -51,6 +61,14 @@ class NoiseSpec:
             self.accumulate == "none" or self.cadence != "run",
             f"noise.cadence=run keeps one draw for the whole run, so nothing can accumulate: got "
             f"noise.accumulate={self.accumulate}. Use noise.accumulate=none",
+        )
+
+    def require_norms(self, schedule: str) -> None:
+        """Raise ConfigError unless the noise of `schedule`, which divides it among norms, goes there."""
+        require(
+            self.where == "norms",
+            f"aqn={schedule} divides its noise among norms, got noise.where={self.where}. Use noise.where=norms, or "
+            "another schedule",
         )
 
     @property

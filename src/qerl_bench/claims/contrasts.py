@@ -23,7 +23,10 @@ AS_TRAINED = Filter(
 ONE_FORMAT = Filter(
     "rollout.quant", among=(None,), excuse="sampled in another format than that of training: leave rollout.quant out"
 )
-USUAL = (GRADED, AS_TRAINED, ONE_FORMAT)
+IN_NORMS = Filter(
+    "noise.where", among=("norms", None), excuse="with noise on adapters, which is not QeRL's: leave noise.where out"
+)
+USUAL = (GRADED, AS_TRAINED, ONE_FORMAT, IN_NORMS)
 NO_NOISE = Filter("aqn.name", among=("none",))
 RANK_32 = Filter("lora.rank", among=(32,))
 GRPO = Filter("algo.name", among=("grpo",))

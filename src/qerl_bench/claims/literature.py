@@ -12,6 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pandas as pd
+
+from qerl_bench.checks import require
 from qerl_bench.claims import paper
 from qerl_bench.claims.contrasts import (
     ADAPTER,
@@ -39,7 +42,7 @@ from qerl_bench.claims.contrasts import (
 from qerl_bench.claims.evaluate import Claim, ClaimResult
 from qerl_bench.claims.gates import ManipulationCheck, learned
 from qerl_bench.claims.match import Arm, Contrast, Filter
-from qerl_bench.claims.measure import Measure, first_step, last_fifth_mean, mean_between
+from qerl_bench.claims.measure import Measure, first_step, held_out, last_fifth_mean, mean_between
 from qerl_bench.claims.paper import INITIAL_ENTROPY, LATE_REWARD, MAIN, NOISY, NOISY_ENTROPY, NVFP4_RUNS, TRAINED
 from qerl_bench.study.load import Run
 
@@ -58,6 +61,17 @@ def growth_of_mismatch(run: Run) -> float:
     return last_fifth_mean("mismatch/kl")(run) / mean_between("mismatch/kl", 0.1, 0.2)(run)
 
 
+def answered_once(run: Run) -> pd.Series:
+    """By held-out question, 1 if any sample answers it: pass@k with k the number of samples."""
+    shares = held_out("sampled")(run)
+    require(
+        isinstance(shares, pd.Series),
+        f"{run.name} kept no answers, without which there is no pass@k: leave it out, or run it again",
+    )
+    assert isinstance(shares, pd.Series)
+    return (shares > 0).astype(float)
+
+
 LATE_MISMATCH = Measure(
     "KL between sampler and trainer over the last fifth of the steps",
     last_fifth_mean("mismatch/kl"),
@@ -73,6 +87,26 @@ MISMATCH_GROWTH = Measure(
 NEARLY_AS_ACCURATE = Measure(
     paper.ACCURACY.name, paper.ACCURACY.metric, unit="points", scale=100.0, margin=0.1
 )  # 21.4 points of gain nearly match 29.1
+PASS_AT_K = Measure("held-out pass@k, k all samples", answered_once, unit="points", scale=100.0, margin=0.01)
+MANY_SAMPLES = Filter(
+    "eval.samples",
+    low=16,
+    excuse="with fewer than 16 samples a question, and the claim is about many: set eval.samples",
+)
+TRUNCATED = Filter(
+    "importance_sampling.mode",
+    among=("truncate",),
+    excuse="without truncated importance weights, which belong to the method: set importance_sampling.mode=truncate",
+)
+ON_ADAPTERS = Filter("noise.where", among=("adapters",))
+NOISY_ADAPTERS = Contrast(
+    "noise on adapters - none",
+    ("aqn.level",),
+    (
+        Arm("noise on adapters", +1, (ON_ADAPTERS, Filter("aqn.level", excluding=(0, None)))),
+        Arm("none", -1, (ON_ADAPTERS, Filter("aqn.level", among=(0,)))),
+    ),
+)
 CLIPPED = Filter(
     "train.updates_per_batch",
     low=2,
@@ -93,6 +127,7 @@ CERTAIN_ENTROPY, UNCERTAIN_ENTROPY = (
 )
 BF16 = Filter("quant.name", among=("bf16",))
 SERVED_IN_NVFP4 = Filter("eval.quant", among=("nvfp4",))
+ASKED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, AS_TRAINED, ONE_FORMAT)
 SERVED = (ON_POLICY, ADAPTER, LEARNS, EVALUATED, GRADED, ONE_FORMAT, NO_NOISE)
 MIXED = (ON_POLICY, ADAPTER, LEARNS, GRADED, AS_TRAINED, NO_NOISE)
 SAMPLED_IN_NVFP4 = Filter("rollout.quant", among=("nvfp4",))
@@ -414,6 +449,31 @@ LITERATURE = (
                 contrasts=formats("bf16", "nvfp4"),
                 command=MAIN,
                 at_scale=FORMATS_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="PSN-RLVR",
+        address="arXiv 2602.02555",
+        claims=(
+            Claim(
+                title="Noise in parameters raises pass@k",
+                statement="A policy whose rollouts have noise on the trained parameters answers more held-out "
+                "questions in at least one of many samples.",
+                paper="higher pass@k for large k, no number",
+                source="abstract: parameters are perturbed before the rollout, with truncated importance weights, and "
+                "the noise adapts. Here the trained parameters are an adapter's, and the noise is constant",
+                expected="more",
+                measure=PASS_AT_K,
+                where=(*ASKED, BF16, MANY_SAMPLES, TRUNCATED),
+                primary=PRIMARY,
+                contrasts=(NOISY_ADAPTERS,),
+                gates=(ManipulationCheck(INITIAL_ENTROPY, (NOISY_ADAPTERS,), (*ASKED, BF16, *PRIMARY)), *TRAINED),
+                command="python src/run.py experiment=tiny/base quant=bf16 noise.where=adapters aqn=constant "
+                "aqn.level=0,0.2 importance_sampling.mode=truncate importance_sampling.clip_max=2 -m",
+                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 noise.where=adapters "
+                "aqn=constant aqn.level=0,0.1 importance_sampling.mode=truncate importance_sampling.clip_max=2 "
+                "eval.samples=64 -m",
             ),
         ),
     ),

@@ -70,10 +70,9 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(evaluation, dict) and evaluation.get("_target_") in later:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    rollout = unsaid("rollout") | config.get("rollout", {})
-    algo = config.get("algo", {})
-    algo = (unsaid("algo") if algo.get("name") == "sft" else {}) | algo
-    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | {"rollout": rollout, "algo": algo}
+    grown = ["rollout", "noise", *(["algo"] if config.get("algo", {}).get("name") == "sft" else [])]
+    later_keys = {group: unsaid(group) | config.get(group, {}) for group in grown}
+    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | later_keys
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:

@@ -130,10 +130,10 @@ def with_noise(
 
 
 def injector(like: NoiseInjector, spec: NoiseSpec, sigma: float) -> NoiseInjector:
-    """Constant noise in the norms of `like`; the same draws for every sigma."""
+    """Constant noise where `spec` puts it, in the norms or adapters of `like`; the same draws for every sigma."""
     controller = OpenLoop(Constant(name="constant", level=sigma), 1)
     once = replace(spec, accumulate="none")  # draws are compared with each other, not added up
-    return NoiseInjector(once, controller, like.norms, like.offsets, like.final, derive("dose"))
+    return NoiseInjector(once, controller, like.norms, like.offsets, like.final, derive("dose"), like.adapters)
 
 
 def _sampling(experiment: Experiment, samples: int, temperature: float, draw: int | str) -> Sampling:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.utils import transformers_weight_conversion
 
+from qerl_bench.aqn.adapted_layer import AdaptedLayer
 from qerl_bench.quant.experts import ExpertsAdapter, PackedExperts, PackedMatrices, expert_modules, expert_parameters
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.share import decoder_blocks, is_linear, routers
@@ -129,6 +131,28 @@ class LoRAExperts(ParamWrapper):
         if a.shape[2] != self.matrices.in_features:
             a, b = b.mT, a.mT  # PEFT does not know that Llama 4 keeps its matrices as (E, K, N)
         return ExpertsAdapter(a, b, self.scaling[name])
+
+
+def adapted_layers(model: torch.nn.Module) -> dict[str, AdaptedLayer]:
+    """The layers with an adapter, by the name of its matrix B."""
+    found = {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        f"{path}.lora_B.{name}": AdaptedLayer(
+            layer.lora_A[name], layer.lora_B[name], layer.scaling[name], partial(_frozen_weight, layer)
+        )
+        for path, layer in found.items()
+        for name in layer.active_adapters
+    }
+
+
+def _frozen_weight(layer: Any) -> torch.Tensor:
+    """The weight that an adapter is added to, packed or not."""
+    if isinstance(layer, LoRAExperts):
+        return layer.matrices.parameter(torch.bfloat16)
+    if isinstance(layer, ParamWrapper):
+        return layer.get_param()
+    base = layer.get_base_layer()
+    return base.dequantized() if isinstance(base, PackedLinear) else base.weight
 
 
 def adapt_packed_experts(adapter: PeftModel, config: LoraConfig) -> None:

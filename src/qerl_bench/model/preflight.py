@@ -275,7 +275,8 @@ def check_sites(policy: Policy) -> dict[str, Any]:
     policy.train_mode(False)
     found = {name: consumers_of(read) for name, read in reads.items()}
     sites = {site.name: site for site in (*structure.sites, *([structure.final] if structure.final else []))}
-    for name in policy.noise.norms:
+    noisy = policy.noise.norms if policy.noise.spec.where == "norms" else {}
+    for name in noisy:
         site = sites[name]
         wrong = set(site.consumers) ^ set(found.get(name, ()))
         require(
@@ -283,16 +284,16 @@ def check_sites(policy: Policy) -> dict[str, Any]:
             f"aqn: {name} gets noise because it feeds {', '.join(site.consumers)}, but in training it feeds "
             f"{', '.join(found.get(name, ())) or 'nothing'}. Use aqn=none",
         )
-    left_out = {name: layers for name, layers in found.items() if layers and name not in policy.noise.norms}
-    if policy.noise.norms:
-        log.info("%d norms can get noise: %s", len(policy.noise.norms), counted(policy.noise.norms))
+    left_out = {name: layers for name, layers in found.items() if layers and name not in noisy}
+    if noisy:
+        log.info("%d norms can get noise: %s", len(noisy), counted(noisy))
         for name, layers in left_out.items():
             log.debug("no noise on %s, which feeds %s", name, ", ".join(layers))
         if left_out:
             log.info("%d norms that feed layers get none: %s", len(left_out), counted(left_out))
     routers = [router for site in structure.sites for router in site.routers]
     return {
-        "norms_with_noise": {name: sites[name].consumers for name in policy.noise.norms},
+        "norms_with_noise": {name: sites[name].consumers for name in noisy},
         "norms_without_noise": left_out,
         "routers": routers,
     }
