@@ -127,13 +127,17 @@ def make_policy() -> Callable[..., Policy]:
 
 @pytest.fixture(scope="session")
 def make_noise() -> Callable[..., NoiseInjector]:
-    """make_noise(policy.norms, 0.05, seed=3, relative=True).for_rollout(1, 0): constant noise on the given norms."""
+    """make_noise(policy.norms, 0.05, seed=3, relative=True).for_rollout(1, 0): constant noise on the given norms.
+
+    With adapters=policy.noise.adapters it is on those.
+    """
 
     def make(
         norms: Mapping[str, Any],
         sigma: float = 1e-2,
         seed: int = 0,
         per_norm_scale: Mapping[str, float] | None = None,
+        adapters: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> NoiseInjector:
         from qerl_bench.aqn.base import OpenLoop
@@ -142,7 +146,8 @@ def make_noise() -> Callable[..., NoiseInjector]:
 
         offsets = dict.fromkeys(norms, 0.0)
         controller = OpenLoop(Constant(name="constant", level=sigma), 100, per_norm_scale)
-        return NoiseInjector(replace(experiment_of().noise, **options), controller, norms, offsets, "model.norm", seed)
+        spec = replace(experiment_of().noise, where="adapters" if adapters else "norms", **options)
+        return NoiseInjector(spec, controller, norms, offsets, "model.norm", seed, adapters)
 
     return make
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from qerl_bench.aqn.base import OpenLoop
-from qerl_bench.aqn.constant import Constant
-from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
@@ -42,18 +38,9 @@ def test_rollouts_are_those_of_transformers(fused_policy: Any) -> None:
         assert one[2] == pytest.approx(other[2], abs=5e-5)
 
 
-def test_noise_on_adapters_comes_and_goes_in_recordings(fused_policy: Any) -> None:
+def test_noise_on_adapters_comes_and_goes_in_recordings(fused_policy: Any, make_noise: Callable[..., Any]) -> None:
     """Recordings know the addresses of the matrices: other numbers are there, and the same ones again."""
-    noise, sampling = fused_policy.noise, Sampling(samples=2, temperature=1.0, max_tokens=3, seed=0)
-    noise = NoiseInjector(
-        replace(noise.spec, where="adapters"),
-        OpenLoop(Constant(name="constant", level=0.5), 1),
-        {},
-        {},
-        None,
-        0,
-        noise.adapters,
-    )
+    sampling = Sampling(samples=2, temperature=1.0, max_tokens=3, seed=0)
     sampler = hf_graph.Sampler(fused_policy, Limits(rows=2, kept_gib=1.0))
 
     @torch.inference_mode()
@@ -66,7 +53,7 @@ def test_noise_on_adapters_comes_and_goes_in_recordings(fused_policy: Any) -> No
         return found
 
     plain, kept = sampled(), sampler.kept
-    with noise.for_rollout(1, 0):
+    with make_noise({}, 0.5, adapters=fused_policy.noise.adapters).for_rollout(1, 0):
         noisy = sampled()
     assert max(abs(one[1][0] - other[1][0]) for one, other in zip(noisy, plain, strict=True)) > 0.1
     for one, other in zip(sampled(), plain, strict=True):

@@ -185,6 +185,23 @@ def test_noise_reaches_every_norm_and_leaves_no_trace(
     assert [(r.token_ids, r.logprobs) for r in again] == [(r.token_ids, r.logprobs) for r in clean]
 
 
+def test_noise_on_adapters_reaches_it_and_leaves_no_trace(
+    policy: Any, engine: Any, make_prompts: Any, make_noise: Any
+) -> None:
+    prompts = make_prompts()
+    engine.sync(prompts)
+    clean = engine.generate(prompts, _sampling())
+    for seed in (1, 2):
+        with make_noise({}, 0.3, seed, adapters=policy.noise.adapters).for_rollout(1, 0):
+            assert engine.sync(prompts)["sync/norms_changed"] == 0
+            noisy = engine.generate(prompts, _sampling())
+            assert _gap(policy, noisy) < ROUNDING
+        assert _gap(policy, noisy) > 0.01  # without the noise the trainer is another policy
+    engine.sync(prompts)
+    again = engine.generate(prompts, _sampling())
+    assert [(r.token_ids, r.logprobs) for r in again] == [(r.token_ids, r.logprobs) for r in clean]
+
+
 def test_noise_that_does_not_arrive_is_found_out(
     policy: Any, engine: Any, make_prompts: Any, make_noise: Any, tmp_path: Any
 ) -> None:

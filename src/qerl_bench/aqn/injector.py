@@ -68,7 +68,6 @@ class NoiseInjector:
         self.final = final
         self.seed = seed
         self.adapters = adapters or {}
-        self.noisy = {name: layer.b for name, layer in self.adapters.items()} if spec.where == "adapters" else norms
         self.latest_draw = (0, 0)  # step and number within the step
         self.noise: Scales = {}  # of the latest draw
         self.accumulated: Scales = {}  # noisy scales that keep the noise of earlier draws (noise.accumulate)
@@ -76,6 +75,12 @@ class NoiseInjector:
             log.warning(
                 "noise.norms=missed: no norm gets noise, as in QeRL's released code; aqn/sigma is never put into effect"
             )
+
+    @property
+    def noisy(self) -> Norms:
+        """What the noise goes to."""
+        on_adapters = self.spec.where == "adapters"
+        return {name: layer.b for name, layer in self.adapters.items()} if on_adapters else self.norms
 
     def for_rollout(self, step: int, draw: int) -> AbstractContextManager[NoiseReport]:
         """Context in which the norms have draw `draw` of step `step`; the same draw can be used several times.
@@ -116,15 +121,16 @@ class NoiseInjector:
         self.noise = {}
         if sigma > 0:
             self.noise = draw_noise(self.noisy, sigma, seed, self._units(), self.controller.per_norm_scale)
-        accumulating = {"none": set(), "final": {self.final}, "all": set(self.noisy)}[self.spec.accumulate]
+        accumulating = {"none": set(), "final": {self.final}, "all": set(self.norms)}[self.spec.accumulate]
         for name in self.noise.keys() & accumulating:
-            before = self.accumulated.get(name, scale_of(self.noisy[name]).detach())
+            before = self.accumulated.get(name, scale_of(self.norms[name]).detach())
             self.accumulated[name] = add_noise(before, self.noise[name], self.spec.add_dtype)
 
     def _noisy_scales(self) -> Scales:
         """The scales of the norms that have noise now."""
+        noisy = self.noisy
         fresh = {
-            name: add_noise(scale_of(self.noisy[name]), noise, self.spec.add_dtype)
+            name: add_noise(scale_of(noisy[name]), noise, self.spec.add_dtype)
             for name, noise in self.noise.items()
             if name not in self.accumulated
         }
