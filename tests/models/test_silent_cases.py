@@ -115,8 +115,9 @@ def test_relative_noise_is_relative_to_what_the_norm_multiplies_by(
 def test_a_model_without_such_norms_trains_without_noise_and_refuses_it_in_words(
     policy: Callable[..., Policy], experiment: Callable[..., Experiment], name: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"aqn=constant .*have none\. Use aqn=none"):
+    with pytest.raises(ConfigError, match=r"aqn=constant .*have none\. Use noise\.where=adapters, or aqn=none"):
         policy(name)
+    assert policy(name, "noise.where=adapters").noise.noisy
     with pytest.raises(ConfigError, match=r"lora\.train_norms=true .*lora\.train_norms=false"):
         policy(name, "aqn=none", "lora.train_norms=true")
     assert check(policy(name, "aqn=none"), experiment(name))["norms_with_noise"] == {}
