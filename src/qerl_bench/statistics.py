@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -189,10 +190,16 @@ def paired_difference(first: Samples, second: Samples) -> Estimate:
 
 
 def pass_at_k(samples: Samples, k: int) -> Estimate:
-    """Share of questions that at least one of k samples answers: 1 - C(m - c, k) / C(m, k) with c of m correct, which
-    is unbiased (Chen et al. 2021, arXiv 2107.03374).
+    """Share of questions that at least one of k samples answers, unbiased."""
+    return over_questions([found_among(k, len(row), round(sum(row))) for row in samples])
+
+
+@cache
+def found_among(k: int, samples: int, correct: int) -> float:
+    """The probability that k of `samples` answers hold one of the correct: 1 - C(m - c, k) / C(m, k) with c of m
+    (Chen et al. 2021, arXiv 2107.03374).
     """
-    return over_questions([1 - math.comb(len(row) - round(sum(row)), k) / math.comb(len(row), k) for row in samples])
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def majority(answers: Sequence[Sequence[str | None]], samples: Samples) -> Estimate:

@@ -281,9 +281,9 @@ def test_runs_that_are_nearly_done_when_the_time_is_up_may_end(tmp_path: Path) -
     collect = sweep.collect
 
     def collected() -> None:
-        if all((point.run_dir / "begun").exists() for point in near + far):
+        if all((point.run_dir / "begun").exists() for point in near + far):  # before that the next block would begin
             sweep.deadline.end = min(sweep.deadline.end, time.monotonic())
-        collect()
+            collect()
 
     sweep.collect = collected  # type: ignore[method-assign]
     assert sweep.run() == []

@@ -29,7 +29,7 @@ from qerl_bench.claims.estimate import Comparison, compare
 from qerl_bench.claims.gates import Gate
 from qerl_bench.claims.match import Contrast, Filter, Stratum, confounders, match
 from qerl_bench.claims.measure import Measure
-from qerl_bench.claims.stopped import stopped_arms, why_stopped
+from qerl_bench.claims.stopped import StoppedArm, stopped_arms, why_stopped
 from qerl_bench.statistics import Estimate, holm, mean_ci
 from qerl_bench.study.load import Run
 
@@ -117,7 +117,8 @@ class ClaimResult:
 def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimResult]:
     """The verdict on each claim from the finished `runs`. Raises ConfigError, naming runs that lack a number."""
     finished = [run for run in runs if run.finished]
-    tested = [(claim, tuple(_test(claim, contrast, finished) for contrast in claim.contrasts)) for claim in claims]
+    stopped = stopped_arms(finished)
+    tested = [(claim, tuple(_test(claim, one, finished, stopped) for one in claim.contrasts)) for claim in claims]
     p = np.array([_p_values(*pair) for pair in tested]).reshape(len(tested), 3)  # claimed, reversed, within
     two_sided = np.where(np.isnan(p[:, :2]).all(1), np.nan, np.fmin(2 * np.fmin(p[:, 0], p[:, 1]), 1.0))
     direction, within = holm(two_sided), holm(p[:, 2])
@@ -129,11 +130,11 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
     ]
 
 
-def _test(claim: Claim, contrast: Contrast, runs: list[Run]) -> ContrastResult:
+def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[StoppedArm]) -> ContrastResult:
     eligible = [run for run in runs if claim.measure.counts(run)]
     comparisons = compare(claim.measure, contrast, claim.where, eligible)
     if not comparisons:
-        return ContrastResult(contrast, *_why_no_comparison(claim, contrast, runs, eligible))
+        return ContrastResult(contrast, *_why_no_comparison(claim, contrast, runs, eligible, stopped))
     if not contrast.votes:
         return ContrastResult(contrast, None, "", None, tuple(comparisons))
     primary = [comparison for comparison in comparisons if comparison.is_in(claim.primary)]
@@ -174,7 +175,9 @@ def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run]
     return mean_ci([fmean(values) for values in by_base.values()] if more else first)
 
 
-def _why_no_comparison(claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run]) -> tuple[Verdict, str]:
+def _why_no_comparison(
+    claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run], stopped: Sequence[StoppedArm]
+) -> tuple[Verdict, str]:
     """There are no runs, perhaps because a gate stopped them, or matched ones that one condition excludes."""
     excuses = [(claim.measure.excuse, claim.where, runs if len(eligible) < len(runs) else [])]
     excuses += [
@@ -186,7 +189,7 @@ def _why_no_comparison(claim: Claim, contrast: Contrast, runs: list[Run], eligib
         excluded = {run.path for stratum in match(contrast, where, candidates) for run in stratum.runs}
         if excluded:
             return "not testable here", f"{len(excluded)} matched runs, but {excuse}"
-    if why := why_stopped(contrast, (*claim.where, *claim.primary), stopped_arms(runs)):
+    if why := why_stopped(contrast, (*claim.where, *claim.primary), stopped):
         return "not testable here", why
     return "incomplete", NO_RUNS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -17,7 +17,7 @@ from qerl_bench.figures.paired import ENTROPY, SAMPLED, average_seeds, by_cell, 
 from qerl_bench.figures.style import BAND, FULL_WIDTH, GRAY, caption, color, label_ends, panels, paper_style, percent
 from qerl_bench.gates.assay import pass_at
 from qerl_bench.gates.sessions import Sessions
-from qerl_bench.statistics import mean_ci
+from qerl_bench.statistics import found_among, mean_ci
 from qerl_bench.study.load import Run
 from qerl_bench.study.study import describe_repeats
 
@@ -100,13 +100,7 @@ def pass_curve(run: Run, step: int | None = None) -> pd.Series:
     counts: list[int] = chosen["correct"].tolist()
     samples = max(chosen["samples"].tolist())
     sizes = [2**power for power in range(int(math.log2(samples)) + 1)]
-    return pd.Series({k: fmean(_found(samples, right, k) for right in counts) for k in sizes})
-
-
-@cache
-def _found(samples: int, right: int, k: int) -> float:
-    """The probability that k of `samples` answers, of which `right` are right, hold a right one."""
-    return 1 - math.comb(samples - right, k) / math.comb(samples, k)
+    return pd.Series({k: fmean(found_among(k, samples, right) for right in counts) for k in sizes})
 
 
 def _before(study: Sessions, reference: str, quant: str, k: int) -> Points:

@@ -9,6 +9,7 @@ versions of the code are taken together, since no pair of runs is from two sessi
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -25,10 +26,9 @@ from qerl_bench.figures.effects import PlottedArm, dot_plot
 from qerl_bench.figures.exploration import entropy_and_accuracy, pass_at_k_curves
 from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.figures.paired import ENTROPY as ENTROPY_MEAN
-from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED, by_cell
-from qerl_bench.figures.script import figure_parser, parse
+from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.figures.style import OTHER_COLORS, color, save
-from qerl_bench.gates.assay import gates, pass_at, render
+from qerl_bench.gates.assay import by_base, final, gates, pass_at, render
 from qerl_bench.gates.design import Arm
 from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci
@@ -38,16 +38,16 @@ MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = figure_parser(__doc__)
-    options = parse(parser, arguments)
-    (folder,) = map(Path, options.runs)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, such as docs/studies/worlds-2026")
+    folder = parser.parse_args(arguments).study
     study, out = read_study(folder), folder / "results"
     out.mkdir(exist_ok=True)
     for name, text in texts(study).items():
         (out / name).write_text(text)
         print(out / name)
     for name, figure in figures(study).items():
-        print(*save(figure, out / name, options.formats), sep="\n")
+        print(*save(figure, out / name), sep="\n")
 
 
 def texts(study: Sessions) -> dict[str, str]:
@@ -103,7 +103,8 @@ def bases(study: Sessions) -> str:
     reference, *formats = study.design.formats
     dosed = [arm for arm in study.arms if arm.dosed]
     treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
-    samples = study.design.probe.samples
+    ends = {arm.name: by_base(study.runs, arm, final) for arm in study.arms}
+    session_of, samples = study.session_of, study.design.probe.samples
     heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
     heads += [f"KL {arm.name}" for arm in dosed]
     heads += [f"{arm.name} - {control.name}" for arm, control in treated]
@@ -111,7 +112,7 @@ def bases(study: Sessions) -> str:
     for base, probe in study.probes.items():
         damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
         numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
-        effects = [effect(study, arm, control, base) for arm, control in treated]
+        effects = [100 * (ends[arm.name][base] - ends[control.name][base]) for arm, control in treated]
         rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
     means = [mean_ci(column) for column in zip(*rows, strict=True)]
     small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
@@ -123,24 +124,15 @@ def bases(study: Sessions) -> str:
         ]
 
     lines = [heads, ["---"] * len(heads)]
-    lines += [[str(base), study.session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
-    for session in dict.fromkeys(study.session_of.values()):
-        of_session = [row for base, row in zip(study.probes, rows, strict=True) if study.session_of[base] == session]
+    lines += [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
+    for session in dict.fromkeys(session_of.values()):
+        of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
         lines.append(["mean", session, *cells([fmean(column) for column in zip(*of_session, strict=True)])])
     lines.append(["mean", "", *cells([one.value for one in means])])
-    ends = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
-    lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in ends)])
+    intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
+    lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
         " damage is what a format costs. Right: held-out questions after training, one sample, the mean of seeds.\n"
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])
-
-
-def effect(study: Sessions, arm: Arm, control: Arm, base: int) -> float:
-    """Points of held-out accuracy by which `arm` ends above `control` on one base, the mean of its seeds."""
-    means = []
-    for one in (arm, control):
-        runs = [study.runs[key] for key in study.runs if key[:2] == (one.name, base)]
-        means.append(float(by_cell(runs, SAMPLED.averaged).to_numpy().mean()))
-    return SAMPLED.on_axis(means[0] - means[1])
