@@ -2,9 +2,10 @@
 
     python analysis/study_report.py docs/studies/worlds-2026
 
-gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md those on later papers,
-bases.md a table by base; curves.svg, arms.svg, exploration.svg and pass_at_k.svg are the figures. Runs of several
-versions of the code are taken together, since no pair of runs is from two sessions.
+gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md
+those on later papers, bases.md a table by base; curves.svg, arms.svg, exploration.svg and
+pass_at_k.svg are the figures. Runs of several versions of the code are taken together, since no
+pair of runs is from two sessions.
 """
 
 from __future__ import annotations
