@@ -32,9 +32,11 @@ from timing import argument_parser, print_rows, write_rows
 
 from qerl_bench.config import CONF_DIR, Experiment, build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
-from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.engine.sampler import Sampler
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import probe
@@ -76,7 +78,7 @@ class Way:
 
     def __init__(self, name: str, policy: Policy, rows: int) -> None:
         self.name, self.policy = name, policy
-        self.sampler = hf_graph.Sampler(policy, Limits(rows=rows, kept_gib=1e6)) if name == "recorded" else None
+        self.sampler = Sampler(policy, Limits(rows=rows, kept_gib=1e6)) if name == "recorded" else None
 
     def seconds(self, prompts: list[list[int]], lengths: list[int], limit: int) -> tuple[float, dict[str, float]]:
         """Seconds of one rollout with room for `limit` tokens, its peak memory in GiB, and the sampler's report."""
@@ -164,7 +166,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
         resident = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else None
         plan = [("recorded", options.batches, options.new), ("transformers", options.slow, SLOW_TOKENS)]
-        if device == "cuda" and (reason := hf_graph.eager_reason(policy)) is not None:
+        if device == "cuda" and (reason := eager_reason(policy)) is not None:
             print(f"{shape} {name}: through transformers alone, because {reason}")
             plan = [("transformers", options.batches, SLOW_TOKENS)]
         rows = [

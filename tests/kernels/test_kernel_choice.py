@@ -13,7 +13,7 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
-from qerl_bench.engine.hf_graph import eager_reason
+from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.model import kernels as kernel_choice
 from qerl_bench.model.kernels import LoRALinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes

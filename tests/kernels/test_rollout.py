@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.engine.sampler import Sampler, decode
 
 KEYS = [2**62 + 1, 5, 6, 7, 8, 9]
 PROMPTS = [[(7 * i) % 250 for i in range(70)], [5, 6, 7]]
@@ -31,7 +32,7 @@ def test_rollouts_are_those_of_transformers(fused_policy: Any) -> None:
     """A batch that is refilled, a prompt with a whole page that rows share, exact lengths beside stop tokens."""
     sampling = Sampling(samples=3, temperature=1.0, max_tokens=5, seed=0)
     wanted = hf_reference.decode(fused_policy, PROMPTS, sampling, KEYS, LENGTHS)
-    found = hf_graph.decode(fused_policy, PROMPTS, sampling, KEYS, LENGTHS, Limits(rows=2))
+    found = decode(fused_policy, PROMPTS, sampling, KEYS, LENGTHS, Limits(rows=2))
     for one, other, length in zip(found, wanted, LENGTHS, strict=True):
         assert one[0] == other[0] and len(one[0]) == (length or len(one[0]))
         assert one[1] == pytest.approx(other[1], abs=5e-5)
@@ -41,7 +42,7 @@ def test_rollouts_are_those_of_transformers(fused_policy: Any) -> None:
 def test_noise_on_adapters_comes_and_goes_in_recordings(fused_policy: Any, make_noise: Callable[..., Any]) -> None:
     """Recordings know the addresses of the matrices: other numbers are there, and the same ones again."""
     sampling = Sampling(samples=2, temperature=1.0, max_tokens=3, seed=0)
-    sampler = hf_graph.Sampler(fused_policy, Limits(rows=2, kept_gib=1.0))
+    sampler = Sampler(fused_policy, Limits(rows=2, kept_gib=1.0))
 
     @torch.inference_mode()
     def sampled() -> list[hf_reference.Completion]:

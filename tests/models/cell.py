@@ -22,9 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import Experiment, build, compose
-from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine import hf_reference
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.recordable import eager_reason
+from qerl_bench.engine.sampler import decode
 from qerl_bench.experiment import load_checkpoint, run_steps
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
@@ -289,7 +291,7 @@ def is_multiple(value: torch.Tensor, output: torch.Tensor) -> bool:
 def check_recorded(policy: Policy) -> str | None:
     """Why decoding cannot be recorded on a GPU; None if it can, and then its tokens are those of transformers."""
     policy.fused = True
-    reason = hf_graph.eager_reason(policy)
+    reason = eager_reason(policy)
     policy.fused = False
     packed = any(isinstance(module, PackedLinear) for module in policy.model.modules())
     if reason is not None and not (packed and reason in ONLY_ON_A_CPU):
@@ -297,7 +299,7 @@ def check_recorded(policy: Policy) -> str | None:
     prompts = [[7, 8, 9, 10], list(range(20, 40)), [5]]
     sampling = Sampling(samples=2, temperature=1.0, max_tokens=16, seed=1)
     with torch.inference_mode():
-        found, wanted = (how.decode(policy, prompts, sampling, list(range(6))) for how in (hf_graph, hf_reference))
+        found, wanted = (how(policy, prompts, sampling, list(range(6))) for how in (decode, hf_reference.decode))
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted], "recorded decoding draws other tokens"
     left, right = (torch.tensor([x for _, logprobs, _ in rows for x in logprobs]) for rows in (found, wanted))
     gap = (left - right).abs().max()

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.recordable import FAMILIES, eager_reason
+from qerl_bench.engine.sampler import decode
 from qerl_bench.model import attention
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.kernels import choose_kernels
@@ -198,14 +200,14 @@ def _same(found: list[hf_reference.Completion], wanted: list[hf_reference.Comple
 
 
 @pytest.mark.parametrize(
-    ("name", "quant"), [(name, "bf16") for name in (*sorted(hf_graph.FAMILIES), "gemma3")] + [("qwen3_moe", "nvfp4")]
+    ("name", "quant"), [(name, "bf16") for name in (*sorted(FAMILIES), "gemma3")] + [("qwen3_moe", "nvfp4")]
 )
 @torch.no_grad()
 def test_the_recorded_step_samples_what_transformers_samples(name: str, quant: str) -> None:
     policy = _sampler(name, quant)
-    _same(*(how.decode(policy, PROMPTS, SAMPLING, KEYS) for how in (hf_graph, hf_reference)), ROUNDING)
+    _same(*(how(policy, PROMPTS, SAMPLING, KEYS) for how in (decode, hf_reference.decode)), ROUNDING)
     policy.fused = True
-    reason = hf_graph.eager_reason(policy)
+    reason = eager_reason(policy)
     assert reason is None if quant == "bf16" else "experts" in str(reason)  # which have kernels on a GPU only
 
 
@@ -213,9 +215,9 @@ def test_the_recorded_step_samples_what_transformers_samples(name: str, quant: s
 def test_noise_on_norms_of_1_plus_w_is_in_the_recorded_step(make_noise: Any) -> None:
     policy = _sampler("gemma3_text")
     norms = {name: norm for name, norm in policy.model.named_modules() if name.endswith("feedforward_layernorm")}
-    plain = hf_graph.decode(policy, PROMPTS, SAMPLING, KEYS)
+    plain = decode(policy, PROMPTS, SAMPLING, KEYS)
     with make_noise(norms, 0.2).for_rollout(1, 0):
-        found, wanted = (how.decode(policy, PROMPTS, SAMPLING, KEYS) for how in (hf_graph, hf_reference))
+        found, wanted = (how(policy, PROMPTS, SAMPLING, KEYS) for how in (decode, hf_reference.decode))
     _same(found, wanted, ROUNDING)
     assert [ids for ids, *_ in found] != [ids for ids, *_ in plain]
 
@@ -229,14 +231,14 @@ def test_a_replay_is_what_was_recorded(name: str, quant: str, monkeypatch: pytes
         pytest.skip("needs a CUDA GPU")
     with torch.inference_mode(False):
         policy = _sampler(name, quant, "cuda", torch.bfloat16)
-    assert hf_graph.eager_reason(policy) is None
-    found = hf_graph.decode(policy, PROMPTS, SAMPLING, KEYS)
+    assert eager_reason(policy) is None
+    found = decode(policy, PROMPTS, SAMPLING, KEYS)
     monkeypatch.setattr(hf_graph.Decoding, "_advance", hf_graph.Decoding._step)
-    _same(found, hf_graph.decode(policy, PROMPTS, SAMPLING, KEYS), 0.0)
+    _same(found, decode(policy, PROMPTS, SAMPLING, KEYS), 0.0)
 
 
 def test_experts_that_wait_for_the_gpu_are_not_recorded() -> None:
     policy = _sampler("qwen3_moe")
     policy.fused = True
     policy.model.set_experts_implementation("eager")
-    assert "experts" in str(hf_graph.eager_reason(policy))
+    assert "experts" in str(eager_reason(policy))

@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import fingerprint
 from qerl_bench.device import PhaseTimer
-from qerl_bench.engine import hf_graph, hf_reference
+from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.engine.sampler import Sampler
 from qerl_bench.engine.vllm.sync import Mirror, clone
 from qerl_bench.eval.reevaluate import with_later_keys
 from qerl_bench.experiment import collect_rollouts
@@ -184,7 +185,7 @@ def test_recorded_decoding_samples_what_transformers_samples(make_policy: MakePo
     policy = make_policy(*on_adapters(*shape), sharp=True, adapted=True)
     for layer in (module for module in policy.model.modules() if isinstance(module, LoRALinear)):
         layer.fused = fused
-    sampler, before = hf_graph.Sampler(policy, Limits(rows=8, kept_gib=1.0)), numbers(policy)
+    sampler, before = Sampler(policy, Limits(rows=8, kept_gib=1.0)), numbers(policy)
     prompts = [policy.prompt_ids(({"role": "user", "content": question},)) for question in ("7+5=?", "1")]
     sampling = Sampling(samples=4, temperature=1.0, max_tokens=20, seed=11)
 

@@ -13,7 +13,9 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.engine.sampler import Sampler, decode
 from qerl_bench.metrics import ENGINE_HF
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
 from qerl_bench.model.policy import Policy
@@ -82,7 +84,7 @@ def test_completions_are_those_of_transformers(
     sizes: list[int] = []
     step = hf_graph.Decoding._step
     monkeypatch.setattr(hf_graph.Decoding, "_step", lambda self, size: (sizes.append(size), step(self, size))[1])
-    _same(_decoded(hf_graph.decode, policy, _sampling(), limits=Limits(rows=rows)), wanted, 2e-5)
+    _same(_decoded(decode, policy, _sampling(), limits=Limits(rows=rows)), wanted, 2e-5)
     allowed = {20: {20, 16, 8, 4, 2, 1}, 7: {7, 4, 2, 1}, 1: {1}}[rows]
     assert set(sizes) <= allowed and sizes[0] == rows and sizes == sorted(sizes, reverse=True)
     left = sum(max(0, len(ids) - 1) for ids, _, _ in wanted)  # tokens drawn in a batch
@@ -92,7 +94,7 @@ def test_completions_are_those_of_transformers(
 @pytest.mark.parametrize("changed", [{"temperature": 0.0}, {"top_p": 0.5}, {"max_tokens": 1}, {"max_tokens": 2}])
 def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
     sampling = _sampling(**changed)
-    _same(_decoded(hf_graph.decode, policy, sampling), _decoded(hf_reference.decode, policy, sampling), 2e-5)
+    _same(_decoded(decode, policy, sampling), _decoded(hf_reference.decode, policy, sampling), 2e-5)
 
 
 def _page_gib(policy: Policy) -> float:
@@ -103,7 +105,7 @@ def test_pages_that_run_out_cost_time_but_change_nothing(policy: Policy) -> None
     """Prompts of 1 to 58 tokens and 300 new ones in 14 pages: rows leave, start again, and draw the same."""
     sampling, lengths = _sampling(max_tokens=300), [300 - 13 * i for i in range(20)]
     wanted = _decoded(hf_reference.decode, policy, sampling, lengths=lengths)
-    sampler = hf_graph.Sampler(policy, Limits(rows=8, cache_gib=14.5 * _page_gib(policy), prefill_tokens=20))
+    sampler = Sampler(policy, Limits(rows=8, cache_gib=14.5 * _page_gib(policy), prefill_tokens=20))
     with torch.inference_mode():
         found = sampler.decode(_prompts(policy), sampling, KEYS, lengths)
     _same(found, wanted, 5e-5)
@@ -118,13 +120,13 @@ def test_a_request_larger_than_all_pages_is_refused(policy: Policy) -> None:
     """58 tokens of prompt and 40 new ones: a page of the prompt, and two to the end."""
     for pages in (2.5, 3.5):
         with pytest.raises(ConfigError, match=rf"engine\.cache_gib.* {int(pages) - 1} pages .* needs 3"):
-            _decoded(hf_graph.decode, policy, _sampling(), limits=Limits(rows=2, cache_gib=pages * _page_gib(policy)))
-    _decoded(hf_graph.decode, policy, _sampling(), limits=Limits(rows=2, cache_gib=4.5 * _page_gib(policy)))
+            _decoded(decode, policy, _sampling(), limits=Limits(rows=2, cache_gib=pages * _page_gib(policy)))
+    _decoded(decode, policy, _sampling(), limits=Limits(rows=2, cache_gib=4.5 * _page_gib(policy)))
 
 
 def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy, make_noise: Any) -> None:
     """Also in buffers that are kept: they take up every change of adapter and noise, and come back to the same bits."""
-    sampler = hf_graph.Sampler(policy, Limits(rows=20, kept_gib=1.0))
+    sampler = Sampler(policy, Limits(rows=20, kept_gib=1.0))
 
     def sampled() -> list[hf_reference.Completion]:
         with torch.inference_mode():
@@ -154,7 +156,7 @@ def test_noise_and_a_switched_off_adapter_take_effect(policy: Policy, make_noise
 
 
 def test_what_is_kept_serves_smaller_rollouts_and_no_larger_ones(policy: Policy) -> None:
-    sampler = hf_graph.Sampler(policy, Limits(rows=20, kept_gib=1.0))
+    sampler = Sampler(policy, Limits(rows=20, kept_gib=1.0))
     prompts = _prompts(policy)
     kept = []
     for count, tokens in ((20, 40), (8, 10), (20, 41), (20, 40)):
@@ -171,7 +173,7 @@ def test_a_rollout_that_ends_early_leaves_nothing_behind(
     policy: Policy, wanted: list[hf_reference.Completion], error: type[BaseException]
 ) -> None:
     """Memory that runs out, or a kill, in the 20th step: the buffers are freed, and the next call is as the first."""
-    sampler, steps = hf_graph.Sampler(policy, Limits(rows=6, kept_gib=1.0)), []
+    sampler, steps = Sampler(policy, Limits(rows=6, kept_gib=1.0)), []
     advance = hf_graph.Decoding._advance
 
     def failing(self: hf_graph.Decoding, size: int) -> None:
@@ -203,7 +205,7 @@ def test_a_rollout_leaves_nothing_to_the_garbage_collector(policy: Policy, monke
     gc.collect()
     gc.disable()
     try:
-        _decoded(hf_graph.decode, policy, _sampling())
+        _decoded(decode, policy, _sampling())
         assert caches and all(cache() is None for cache in caches)
     finally:
         gc.enable()
@@ -215,7 +217,7 @@ def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pyt
 
     monkeypatch.setattr(hf_graph.torch, "zeros", full)
     with pytest.raises(ConfigError, match=r"pages of 64 tokens, 0\.0 GiB; make engine\.cache_gib smaller"):
-        _decoded(hf_graph.decode, policy, _sampling())
+        _decoded(decode, policy, _sampling())
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -224,7 +226,7 @@ def test_with_invariant_a_completion_does_not_depend_on_its_company(policy: Poli
     same bits. The step is not compared to the bit here, since a matmul on a CPU has no fixed order."""
     engine = hf.HFEngine(policy, 6, invariant=True)
     if graph:
-        engine.sampler = hf_graph.Sampler(policy, engine.limits)
+        engine.sampler = Sampler(policy, engine.limits)
     prompts = [
         Prompt(id=str(i), messages=({"role": "user", "content": question},), answer="")
         for i, question in enumerate(QUESTIONS)
@@ -308,9 +310,9 @@ def test_completions_of_joined_layers(make_policy: MakePolicy, targets: str, qua
         if isinstance(module, LoRALinear):
             module.fused = True
     for _ in range(2):
-        _same(_decoded(hf_graph.decode, policy, _sampling()), wanted, 5e-5)
+        _same(_decoded(decode, policy, _sampling()), wanted, 5e-5)
     with policy.without_adapter():
-        _same(_decoded(hf_graph.decode, policy, _sampling()), _decoded(hf_reference.decode, policy, _sampling()), 5e-5)
+        _same(_decoded(decode, policy, _sampling()), _decoded(hf_reference.decode, policy, _sampling()), 5e-5)
     ids, mask = torch.arange(24).view(2, 12), (torch.arange(12) > 3).expand(2, 12)
     policy.token_stats(ids, mask, 1.0).logprobs.sum().backward()
     assert all(parameter.grad is not None for parameter in policy.trainable)
@@ -391,14 +393,14 @@ def test_layers_with_adapters_of_peft_stay_apart(make_policy: MakePolicy, monkey
 def test_reasons_to_go_through_transformers(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy()
     config = policy.model.config
-    assert "fused kernels" in str(hf_graph.eager_reason(policy))
+    assert "fused kernels" in str(eager_reason(policy))
     engine = hf.HFEngine(policy, 4)
     assert engine.sampler is None and engine.record()["decoding"].startswith("eager: without fused kernels")
     policy.fused = True
-    assert hf_graph.eager_reason(policy) == "a packed layer runs the reference"
+    assert eager_reason(policy) == "a packed layer runs the reference"
     for layer in policy.layers:
         policy.model.get_submodule(layer).get_base_layer().use_kernels()
-    assert hf_graph.eager_reason(policy) is None
+    assert eager_reason(policy) is None
     engine = hf.HFEngine(policy, 4)
     assert engine.sampler is not None
     said = engine.record()
@@ -414,7 +416,7 @@ def test_reasons_to_go_through_transformers(make_policy: MakePolicy, monkeypatch
     ):
         with monkeypatch.context() as patch:
             patch.setattr(config, name, value)
-            assert reason in str(hf_graph.eager_reason(policy))
+            assert reason in str(eager_reason(policy))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -439,15 +441,15 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replay_is_what_was_recorded(on_gpu: Policy, make_noise: Any) -> None:
     """The same bits with and without a recording, now and after every change to adapter and noise."""
     policy = on_gpu
-    assert hf_graph.eager_reason(policy) is None
+    assert eager_reason(policy) is None
 
     sampling = _sampling(temperature=4.0)  # or most samples of so sharp a model would end where the first does
 
     def both() -> list[hf_reference.Completion]:
-        with_graph = _decoded(hf_graph.decode, policy, sampling)
+        with_graph = _decoded(decode, policy, sampling)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hf_graph.Decoding, "_advance", hf_graph.Decoding._step)
-            _same(with_graph, _decoded(hf_graph.decode, policy, sampling), 0.0)
+            _same(with_graph, _decoded(decode, policy, sampling), 0.0)
         return with_graph
 
     first = both()
@@ -474,12 +476,12 @@ def test_a_replay_is_what_was_recorded(on_gpu: Policy, make_noise: Any) -> None:
 def test_exact_lengths_are_replayed_to_the_token(on_gpu: Policy) -> None:
     """Whatever stop tokens they draw; the same bits with and without a recording."""
     lengths = [1 + (7 * i) % 40 for i in range(len(KEYS))]
-    found = _decoded(hf_graph.decode, on_gpu, _sampling(temperature=4.0), lengths=lengths)
+    found = _decoded(decode, on_gpu, _sampling(temperature=4.0), lengths=lengths)
     assert [len(ids) for ids, _, _ in found] == lengths and len(set(lengths)) > 10
     assert any(token in on_gpu.stop_ids for ids, _, _ in found for token in ids[:-1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_graph.Decoding, "_advance", hf_graph.Decoding._step)
-        _same(found, _decoded(hf_graph.decode, on_gpu, _sampling(temperature=4.0), lengths=lengths), 0.0)
+        _same(found, _decoded(decode, on_gpu, _sampling(temperature=4.0), lengths=lengths), 0.0)
 
 
 @pytest.mark.gpu
@@ -488,7 +490,7 @@ def test_the_trainer_agrees_as_well_as_with_transformers(on_gpu: Policy) -> None
     """Log-probabilities against one full pass over the finished sequences, in the rounding of 16 bits."""
     policy = on_gpu
     distances = []
-    for how in (hf_reference.decode, hf_graph.decode):
+    for how in (hf_reference.decode, decode):
         completions = _decoded(how, policy, _sampling())
         prompts = [ids for ids in _prompts(policy) for _ in range(SAMPLES)]
         batch = make_batch(
@@ -503,10 +505,10 @@ def test_the_trainer_agrees_as_well_as_with_transformers(on_gpu: Policy) -> None
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_steps")
 def test_nothing_is_held_after_a_round(on_gpu: Policy) -> None:
-    _decoded(hf_graph.decode, on_gpu, _sampling())
+    _decoded(decode, on_gpu, _sampling())
     gc.collect()
     before = torch.cuda.memory_allocated()
-    _decoded(hf_graph.decode, on_gpu, _sampling())
+    _decoded(decode, on_gpu, _sampling())
     gc.collect()
     assert torch.cuda.memory_allocated() == before
     assert not any(layer.cast_adapter for layer in on_gpu.model.modules() if isinstance(layer, LoRALinear))

@@ -13,9 +13,9 @@ import torch
 
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import build
-from qerl_bench.engine import hf_graph
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import HFEngine
+from qerl_bench.engine.sampler import Sampler
 from qerl_bench.exits import exit_in_words
 from qerl_bench.experiment import run_experiment
 from qerl_bench.model.policy import Policy
@@ -41,7 +41,7 @@ def test_sampling_stops_and_names_the_weight(
     policy = make_policy()
     engine = HFEngine(policy, max_num_seqs=256)
     if graph:
-        engine.sampler = hf_graph.Sampler(policy, engine.limits)
+        engine.sampler = Sampler(policy, engine.limits)
     sampling = replace(SAMPLING, temperature=temperature)
     assert len(engine.generate(PROMPTS, sampling)) == 6
     poisoned(policy)

@@ -18,6 +18,7 @@ from qerl_bench.config import Experiment, build, compose
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling, exact_lengths
 from qerl_bench.engine.hf import HFEngine
+from qerl_bench.engine.sampler import Sampler, decode
 from qerl_bench.engine.vllm.engine import VLLMEngine
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
@@ -140,7 +141,7 @@ def policy() -> Policy:
 def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, graph: bool, max_num_seqs: int) -> None:
     engine = HFEngine(policy, max_num_seqs)
     if graph:
-        engine.sampler = hf_graph.Sampler(policy, engine.limits)
+        engine.sampler = Sampler(policy, engine.limits)
     prompts = _task(completion_tokens=9).train_prompts(1, 5, seed=0)
     rollouts = engine.generate(prompts, _sampling())
     wanted = [length for prompt in prompts for length in prompt.new_tokens or ()]
@@ -152,7 +153,7 @@ def test_completions_have_exactly_the_lengths_of_their_prompt(policy: Policy, gr
     assert any(token in policy.stop_ids for rollout in rollouts for token in rollout.token_ids[:-1])
 
 
-@pytest.mark.parametrize("how", [hf_reference.decode, hf_graph.decode])
+@pytest.mark.parametrize("how", [hf_reference.decode, decode])
 def test_an_exact_length_cuts_and_extends_but_changes_no_token(policy: Policy, how: Any) -> None:
     """The tokens are those that the same request draws without stop tokens, and stop where the length says."""
     prompts = [list(prompt.token_ids or ()) for prompt in _task().train_prompts(1, 2, seed=0)]
@@ -171,8 +172,7 @@ def test_both_ways_to_decode_agree_on_ragged_lengths(policy: Policy) -> None:
     lengths = [1, 2, 3, 20, 1, 1, 1, 1, 19, 2, 2, 2, 4, 9, 9, 1]
     with torch.inference_mode():
         one, other = (
-            how(policy, prompts, _sampling(), list(range(16)), lengths)
-            for how in (hf_reference.decode, hf_graph.decode)
+            how(policy, prompts, _sampling(), list(range(16)), lengths) for how in (hf_reference.decode, decode)
         )
     assert [ids for ids, _, _ in one] == [ids for ids, _, _ in other]
     assert [len(ids) for ids, _, _ in one] == lengths
@@ -184,7 +184,7 @@ def test_decoding_ends_with_the_longest_exact_length(policy: Policy, monkeypatch
     advance = hf_graph.Decoding._advance
     monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self, size: (advanced.append(1), advance(self, size))[1])
     with torch.inference_mode():
-        hf_graph.decode(policy, [[1, 2]], _sampling(), [0, 1], [3, 2])
+        decode(policy, [[1, 2]], _sampling(), [0, 1], [3, 2])
     assert len(advanced) == 2  # the first token is drawn from the prompt
 
 

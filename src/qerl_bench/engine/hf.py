@@ -78,7 +78,8 @@ class HFEngine:
         *,
         invariant: bool = False,
     ) -> None:
-        from qerl_bench.engine import hf_graph
+        from qerl_bench.engine.recordable import eager_reason
+        from qerl_bench.engine.sampler import Sampler
 
         self.policy = policy
         self.limits = Limits(
@@ -88,8 +89,8 @@ class HFEngine:
             prefill_tokens=prefill_tokens,
             invariant=invariant,
         )
-        reason = hf_graph.eager_reason(policy)
-        self.sampler = hf_graph.Sampler(policy, self.limits) if reason is None else None
+        reason = eager_reason(policy)
+        self.sampler = Sampler(policy, self.limits) if reason is None else None
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
         log.info("sampling: %s", self.decoding)
 

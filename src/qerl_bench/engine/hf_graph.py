@@ -4,8 +4,8 @@ Launching the kernels of a step one by one takes several times as long as runnin
 address and everything that changes is read on the GPU, so the step is captured once for each size of the batch and
 replayed for each token. Every few tokens the host looks which rows are done, gives them to the next requests
 (rollout_queue.py) and reads the prompts of these. Adapters and norm scales are copied to fixed places, so graphs also
-serve later rollouts. The forward pass is written out for the models in `FAMILIES`, with one kernel for each operation
-between the matmuls (`qerl_kernels.decoder_layer`); experts run as the model's own module.
+serve later rollouts (sampler.py). The forward pass is written out for the models in `recordable.FAMILIES`, with one
+kernel for each operation between the matmuls (`qerl_kernels.decoder_layer`); experts run as the model's own module.
 
 With `limits.invariant` the batch has one size, prompts are read one by one, and attention sums in pieces that depend on
 the row alone (`decoder_layer`): no matmul changes its shape with the company that a request has. Left out: fewer pages
@@ -15,10 +15,7 @@ for layers that see a window only, and reading a long prompt in parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,24 +27,22 @@ from transformers import DynamicCache
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf_reference import Completion
+from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of, ropes_of
 from qerl_bench.engine.rollout_queue import (
     Limits,
     Request,
     RolloutQueue,
     SharedPrompt,
     buckets,
-    least_pages,
-    most_pages,
     pages_of,
     reading_chunks,
 )
 from qerl_bench.model.adapters import LoRAExperts
-from qerl_bench.model.kernels import FusedLinears, LoRALinear, adapters_cast_to, fuse_linears
+from qerl_bench.model.kernels import FusedLinears, LoRALinear, fuse_linears
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import bar
-from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels import decoder_layer as fused_operations
 from qerl_kernels import decoder_layer_reference, grouped
 from qerl_kernels.decoder_layer import PAGE, cluster_size
@@ -56,230 +51,7 @@ from qerl_kernels.rows import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, T
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
 from qerl_kernels.scratch import owned_by
 
-
-@dataclass(frozen=True)
-class BlockNorms:
-    """The norms of a block by name: before and after attention and MLP. Norms of queries and keys have one name."""
-
-    before_attention: str
-    after_attention: str | None
-    before_mlp: str
-    after_mlp: str | None
-    unit_offset: bool  # they multiply by 1 + weight
-
-
-LLAMA = BlockNorms("input_layernorm", None, "post_attention_layernorm", None, unit_offset=False)
-GEMMA = BlockNorms(
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-    unit_offset=True,
-)
-FAMILIES = {  # by the model type of the text decoder
-    **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "seed_oss"), LLAMA),
-    "gemma3_text": GEMMA,
-}
-ACTIVATIONS = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}  # in qerl_kernels.decoder_layer
 CHECK_STOP_EVERY = 16  # tokens between two checks of which rows are done; each makes the host wait for the GPU
-FREE_SHARE = 0.8  # of the GPU's free memory that keys and values may take; prompts and graphs need the rest
-
-
-def eager_reason(policy: Policy) -> str | None:
-    """Why `policy` must be decoded through transformers (hf_reference.py); None if it can be decoded here."""
-    config: Any = decoder_of(policy.model).config
-    if not policy.fused:
-        return "without fused kernels sampling is the reference"
-    if config.model_type not in FAMILIES or activation_of(config) not in ACTIVATIONS:
-        return f"the captured step is not written for {config.model_type} with {activation_of(config)}"
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-        return "the model has layers without full attention or a sliding window"
-    if {rope["rope_type"] for rope in ropes_of(config).values()} & {"dynamic", "longrope"}:
-        return "the rotary frequencies depend on the length"
-    if not all(_can_be_captured(experts, config) for experts in _experts(decoder_of(policy.model))):
-        return "the experts' module makes the host wait for the GPU"
-    if any(isinstance(layer, PackedLinear) and layer.kernel_weight is None for layer in policy.model.modules()):
-        return "a packed layer runs the reference"
-    return None
-
-
-def activation_of(config: Any) -> str | None:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-
-
-def ropes_of(config: Any) -> dict[str | None, dict[str, Any]]:
-    """The parameters of the rotary embedding by type of layer; under None if all layers have the same."""
-    parameters = config.rope_parameters
-    return {None: parameters} if "rope_type" in parameters else parameters
-
-
-def _experts(decoder: Any) -> list[Any]:
-    return [layer.mlp.experts for layer in decoder.layers if hasattr(layer.mlp, "experts")]
-
-
-def _can_be_captured(experts: Any, config: Any) -> bool:
-    """Whether a module of experts runs without a word from the GPU to the host. Packed experts say so themselves."""
-    if any(parameter.ndim == 3 for parameter in experts.parameters(recurse=False)):
-        return config._experts_implementation in ("grouped_mm", "batched_mm")
-    return getattr(experts, "can_be_captured", False)
-
-
-def decode(
-    policy: Policy,
-    prompt_ids: list[list[int]],
-    sampling: Sampling,
-    keys: list[int],
-    lengths: Sequence[int | None] | None = None,
-    limits: Limits | None = None,
-) -> list[Completion]:
-    """The same as `hf_reference.decode`, up to rounding. On a CPU the step runs without a graph."""
-    sampler = Sampler(policy, limits or Limits(rows=len(keys)))
-    try:
-        return sampler.decode(prompt_ids, sampling, keys, lengths)
-    finally:
-        sampler.release()
-
-
-class Sampler:
-    """Decodes for one policy. Buffers and graphs stay until `release`, or until `sleep` finds them too large."""
-
-    def __init__(self, policy: Policy, limits: Limits) -> None:
-        self.policy, self.limits = policy, limits
-        self.kept: Decoding | None = None
-        self.report: dict[str, float] = {}
-
-    def decode(
-        self,
-        prompt_ids: list[list[int]],
-        sampling: Sampling,
-        keys: list[int],
-        lengths: Sequence[int | None] | None = None,
-    ) -> list[Completion]:
-        """As `hf_reference.decode`. Whatever ends it early, the next call starts with new buffers."""
-        try:
-            with adapters_cast_to(self.policy.model, self.policy.model.dtype), _side_stream(self.policy.device):
-                return self._decode(_requests(prompt_ids, sampling, len(keys), lengths), sampling, keys)
-        except BaseException:
-            self.release()
-            raise
-
-    def _decode(self, requests: list[Request], sampling: Sampling, keys: list[int]) -> list[Completion]:
-        if not requests:
-            return []
-        size = self._size(requests)
-        if self.kept is None or not self.kept.fits(size):
-            self.release()  # first, so that its memory can be used again
-            self.kept = Decoding(self.policy, self.limits, size)
-        decoding = self.kept
-        decoding.start(requests, sampling, keys)
-        ended = decoding.run()
-        if len(requests) > self.limits.rows:
-            ended = bar(ended, "sampling", total=len(requests))
-        completions = dict(ended)
-        self._note(decoding)
-        return [completions[index] for index in range(len(requests))]
-
-    def sleep(self) -> dict[str, float]:
-        """Release what takes more than `kept_gib`. Returns the metrics of all calls since the last sleep."""
-        if self.kept is not None and self.kept.kept_bytes > self.limits.kept_gib * 2**30:
-            self.release()
-        report, self.report = self.report, {}
-        return report
-
-    def release(self) -> None:
-        """Free all buffers and graphs."""
-        self.kept = None
-
-    def record(self) -> dict[str, Any]:
-        """How it samples, for engine.json."""
-        limits = self.limits
-        return {
-            "page_tokens": PAGE,
-            "kv_bytes_per_token": kv_bytes(self.policy),
-            "cache_gib": f"{FREE_SHARE} of the free memory" if limits.cache_gib is None else limits.cache_gib,
-            "kept_gib": limits.kept_gib,
-            "prefill_tokens": "one prompt" if limits.invariant else limits.prefill_tokens,
-            "recorded_rows": [limits.rows] if limits.invariant else buckets(limits.rows)[::-1],
-        }
-
-    def _size(self, requests: list[Request]) -> Size:
-        rows = self.limits.rows if self.limits.invariant else min(self.limits.rows, len(requests))
-        longest = max(len(request.prompt.ids) + request.limit for request in requests)
-        pages, least = most_pages(requests, rows), 1 + max(map(least_pages, requests))
-        page_bytes = PAGE * kv_bytes(self.policy)
-        if self.limits.cache_gib is not None:
-            pages = min(pages, int(self.limits.cache_gib * 2**30 / page_bytes))
-        elif self.policy.device.type == "cuda":
-            free = _free_bytes(self.policy.device) + (self.kept.cache_bytes if self.kept is not None else 0)
-            pages = max(least, min(pages, int(FREE_SHARE * free / page_bytes)))
-        tokens = max(request.limit for request in requests)
-        return Size(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
-
-    def _note(self, decoding: Decoding) -> None:
-        added = {
-            "rollout/rows_computed": decoding.rows_computed,
-            "rollout/preempted": decoding.queue.preempted,
-            "time/recording_s": decoding.recording_s,
-        }
-        report = {name: self.report.get(name, 0.0) + value for name, value in added.items()}
-        used = decoding.cache_bytes * decoding.queue.most_used / decoding.size.pages
-        sizes = {"memory/cache_gib": decoding.cache_bytes, "memory/cache_used_gib": used}
-        self.report = report | {name: max(self.report.get(name, 0.0), size / 2**30) for name, size in sizes.items()}
-
-
-def _requests(
-    prompt_ids: list[list[int]], sampling: Sampling, count: int, lengths: Sequence[int | None] | None
-) -> list[Request]:
-    samples = count // max(1, len(prompt_ids))
-    prompts = [SharedPrompt(index=i, ids=ids, unfinished=samples) for i, ids in enumerate(prompt_ids)]
-    return [
-        Request(
-            index=index,
-            sample=index % samples,
-            prompt=prompts[index // samples],
-            limit=sampling.max_tokens if length is None else length,
-            stops=length is None,
-        )
-        for index, length in enumerate(lengths or [None] * count)
-    ]
-
-
-def kv_bytes(policy: Policy) -> int:
-    """Bytes of the keys and values of one token."""
-    config: Any = decoder_of(policy.model).config
-    layers = [layer.self_attn.head_dim for layer in _layers(policy)]
-    return 2 * config.num_key_value_heads * sum(layers) * policy.model.dtype.itemsize
-
-
-def _layers(policy: Policy) -> list[Any]:
-    decoder: Any = decoder_of(policy.model)
-    return list(decoder.layers)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on the GPU."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """The one stream of all captures: kernels keep work space for each stream they have run on."""
-    if device.type != "cuda":
-        yield
-        return
-    side, current = _stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(current)
-    try:
-        with torch.cuda.stream(side):
-            yield
-    finally:
-        current.wait_stream(side)  # before buffers are freed
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -361,7 +133,7 @@ class Decoding:
         )
         self.numbers = None if policy.fused else torch.zeros(places, columns, dtype=torch.float64)
         self.stop_ids = torch.tensor(sorted(policy.stop_ids), device=device)
-        packed_experts = any(hasattr(experts, "can_be_captured") for experts in _experts(self.decoder))
+        packed_experts = any(hasattr(experts, "can_be_captured") for experts in experts_of(self.decoder))
         self.max_captured = grouped.MAX_TOKENS if packed_experts else rows  # rows: with more, experts ask the host
         self.sizes = [rows] if limits.invariant else buckets(rows)
         self.graphs: dict[tuple[int, bool, float, float], torch.cuda.CUDAGraph] = {}
@@ -639,6 +411,18 @@ class Decoding:
         adapters = [(layer.disable_adapters, layer.merged, *layer.scaling.values()) for layer in layers]
         cast = [layer.cast_adapter is not None for layer in modules if isinstance(layer, LoRALinear | LoRAExperts)]
         return (*(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters, *cast)
+
+
+def kv_bytes(policy: Policy) -> int:
+    """Bytes of the keys and values of one token."""
+    config: Any = decoder_of(policy.model).config
+    layers = [layer.self_attn.head_dim for layer in _layers(policy)]
+    return 2 * config.num_key_value_heads * sum(layers) * policy.model.dtype.itemsize
+
+
+def _layers(policy: Policy) -> list[Any]:
+    decoder: Any = decoder_of(policy.model)
+    return list(decoder.layers)
 
 
 def _adapted(policy: Policy) -> list[Any]:
