@@ -64,6 +64,18 @@ def test_doses_are_means_of_the_runs_they_name(root: Path, tmp_path: Path) -> No
         assert entropy["mean"][1] < entropy["mean"][0] < entropy["mean"][2]
 
 
+def test_noise_on_adapters_is_a_noise_of_its_own_with_doses_of_its_own(root: Path, tmp_path: Path) -> None:
+    for config in root.glob("bf16-exp-*/config.yaml"):  # one of two formats
+        config.write_text(re.sub(r"(?m)^noise:\n", "noise:\n  where: adapters\n", config.read_text()))
+    command.main([str(root), f"out={tmp_path}/report"])
+    data = data_of(tmp_path / "report" / "index.html")
+    assert data["axes"]["noise"] == ["exp", "exp on adapters", "none"]
+    assert {(dose["axes"]["format"], dose["axes"]["noise"]) for dose in data["doses"]} == {
+        ("bf16", "none"), ("bf16", "exp on adapters"), ("nvfp4", "none"), ("nvfp4", "exp"),
+    }  # fmt: skip
+    assert any(dose["label"] == "BF16, noise exp on adapters" for dose in data["doses"])
+
+
 def test_five_hundred_runs_stay_below_a_megabyte(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = load_runs([root])
     monkeypatch.setattr(study_page, "_doses", lambda runs, place: [])
