@@ -63,6 +63,13 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     return Sessions(design, dict(sorted(probes.items())), runs)
 
 
+def study_of(session: Path) -> Path | None:
+    """The folder of the study in sessions that `session` is one of; None if it is no session of such a study."""
+    study = session.parent.parent
+    packed = session.parent.name == "data" and (session / "probes.json").is_file()
+    return study if packed and (study / "study.yaml").is_file() else None
+
+
 def read_study(folder: Path) -> Sessions:
     """The study in a folder with study.yaml and data/: its bases that have runs. Raises ConfigError without any."""
     study = read_sessions(

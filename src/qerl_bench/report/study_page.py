@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
@@ -289,11 +290,13 @@ def _doses(runs: Sequence[Run], place: Mapping[Path, int]) -> list[dict[str, Any
 
 
 def _mean_sigma(setting: Setting) -> float | None:
-    """The mean noise of a setting's first run; 0 without noise, None if it was not recorded."""
+    """The mean noise of a setting's runs, of which matched noise has one by base; 0 without noise, None if a run has no
+    record of it.
+    """
     if setting["aqn.name"] == "none":
         return 0.0
-    sigma = sigma_by_step(setting.runs[0]).dropna()
-    return None if sigma.empty else float(f"{sigma.mean():.4g}")
+    sigmas = [sigma_by_step(run).mean() for run in setting.runs]
+    return None if any(map(math.isnan, sigmas)) else float(f"{fmean(sigmas):.4g}")
 
 
 def _response(setting: Setting, measure: Measure) -> dict[str, Any] | None:
