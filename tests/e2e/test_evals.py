@@ -119,6 +119,21 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
         assert (texts[0] == texts[1]) is equal
 
 
+def test_answers_may_be_longer_than_the_micro_batches_of_training(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = ["steps=1", f"root={tmp_path}", "name=short", "eval.questions=2", "task.max_completion_tokens=8"]
+    cfg = make_config("quant=bf16", "train.micro_batch_tokens=64", *words)
+    run_experiment(build(cfg), cfg)
+    longer = "task.max_completion_tokens=80"
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_tokens=64 cannot hold"):
+        build(make_config("train.micro_batch_tokens=64", longer))
+    main([str(tmp_path / "runs" / "short"), longer, f"out={tmp_path / 'out'}"])
+    rows = pd.read_parquet(tmp_path / "out" / "samples.parquet")
+    assert rows["tokens"].max() > 64
+    assert "micro_batch_tokens: 64" in (tmp_path / "out" / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
