@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         study = read_sessions(design, options.runs)
         probes, runs = [*study.probes.values()], study.runs
     else:
-        probes, failed = probe(design, options.words, slots, deadline)
+        probes, failed = probe(design, options.words, slots, deadline, design.arms)
         runs = finished_runs(design, probes)
     results = gates(design, probes, runs)
     arms_stopped = stopped(results, options.despite)

@@ -1,6 +1,6 @@
 """Measures one base before any arm is trained: its answers in every weight format, and the noise of each arm's dose.
 
-    python -m qerl_bench.gates.probe STUDY.yaml BASE [word ...]
+    python -m qerl_bench.gates.probe STUDY.yaml BASE FORMAT[,FORMAT] [word ...]
 
 A process of its own for each base, which pretrains the base first if nobody has. The results, which later calls only
 complete, are in probes/ below root.
@@ -27,7 +27,7 @@ from qerl_bench.children import end_with_parent
 from qerl_bench.config import Experiment, build, compose
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.environment import versions
-from qerl_bench.gates.design import Arm, Design, read_design
+from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.metrics import mismatch_metrics
 from qerl_bench.model.digest import digest_of
@@ -42,19 +42,17 @@ KL_TOKENS = 32_768  # of a forward pass
 Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
 
 
-def probe_base(design: Design, base: int) -> None:
-    """Complete the record of a base: formats and doses that it lacks."""
+def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
+    """Complete the record of a base: those of `formats` that it lacks, and the doses of arms in them."""
     file = design.probe_file(base)
     record = json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
-    for quant in design.formats:
+    for quant in formats:
         arms = [arm for arm in design.arms if design.format_of(arm) == quant]
         dosed = [arm for arm in arms if arm.dosed and arm.name not in record["doses"]]
         if quant in record["formats"] and not dosed:
             continue
         started = time.monotonic()
-        # the format alone: options of an arm such as its temperature would change what is compared
-        plain = Arm(name=quant, tier=1, words=[f"quant={quant}"])
-        experiment = build(compose(design.base_words(plain, base)))
+        experiment = build(compose(design.base_words(design.plain(quant), base)))
         device = prepare_device(experiment.device, experiment.quant)
         checkpoint = base_checkpoint(experiment.model, experiment.task, experiment.root)
         policy = build_policy(experiment, checkpoint, device)
@@ -160,8 +158,8 @@ def _kl(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> 
 
 
 def main(words: list[str]) -> None:
-    path, base, *common = words
-    probe_base(read_design(Path(path), common), int(base))
+    path, base, formats, *common = words
+    probe_base(read_design(Path(path), common), int(base), formats.split(","))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class Sessions:
             base: run.path.parent.name for (_, base, _), run in sorted(self.runs.items(), key=lambda one: one[0][1])
         }
 
+    @property
+    def formats(self) -> list[str]:
+        """The weight formats in which all bases were measured, that of the reference first."""
+        return [quant for quant in self.design.formats if all(quant in one["formats"] for one in self.probes.values())]
+
     def of_arm(self, name: str) -> list[Run]:
         """The runs of an arm, by base and seed."""
         return [run for (arm, _, _), run in sorted(self.runs.items()) if arm == name]
