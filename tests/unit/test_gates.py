@@ -170,6 +170,54 @@ def test_noise_is_measured_and_taken_back(
     assert all(torch.equal(norm.weight, scales[name]) for name, norm in policy.norms.items())  # type: ignore[arg-type]
 
 
+def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
+    from qerl_bench.gates import probe
+
+    arms = {
+        "bf16": "",
+        "plain": "quant=nvfp4 aqn=matched",
+        "linear": "quant=nvfp4 aqn=matched_linear",
+        "mse": "quant=nvfp4 aqn=matched quantizer=mse",
+        "final": "quant=nvfp4 aqn=matched noise.norms=blocks_final",
+        "adapters": "quant=nvfp4 aqn=matched noise.where=adapters",
+        "mixed": "quant=bf16 aqn=matched rollout.quant=nvfp4",
+    }
+    study = {"bases": 1, "seeds": 1, "probe": {"questions": 2, "samples": 2}, "common": ["experiment=smoke"]}
+    study |= {"arms": {name: {"tier": 1, "words": words.split()} for name, words in arms.items()}}
+    study |= {"dose": {"rise": 0.1, "prompts": 2, "draws": 1}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    measured: list[str] = []
+    samplers: list[tuple[float, ...]] = []
+
+    def with_noise(experiment: Experiment, policy: Policy, engine: Any, *_: Any) -> tuple[float, float]:
+        samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
+        return 1.0, 0.0
+
+    def dose(design: Design, experiment: Experiment, policy: Policy, engine: Any) -> dict[str, Any]:
+        measured.append(experiment.aqn.name)
+        real_dose(design, experiment, policy, engine)
+        errors = [one.relative_error for one in policy.layers.values()]
+        return {"sigma": 0.1, "noisy": [*policy.noise.noisy], "trained": errors, "sampled": samplers[-1]}
+
+    real_dose = probe.dose
+    monkeypatch.setattr(probe, "with_noise", with_noise)
+    monkeypatch.setattr(probe, "answers", lambda *_: {})
+    monkeypatch.setattr(probe, "dose", dose)
+    design = read_design(tmp_path / "study.yaml")
+    probe.probe_base(design, 0, design.formats)
+    doses = json.loads(design.probe_file(0).read_text())["doses"]
+    assert measured == ["matched"] * 5 and doses["linear"] == doses["plain"]
+    assert sum(doses["mse"]["trained"]) < sum(doses["plain"]["trained"]) and sum(doses["mixed"]["trained"]) == 0
+    assert doses["mixed"]["sampled"] == doses["plain"]["sampled"] == doses["plain"]["trained"]
+    norms = doses["plain"]["noisy"]
+    assert doses["mse"]["noisy"] == norms and doses["final"]["noisy"] == [*norms, "model.norm"]
+    assert not {*doses["adapters"]["noisy"]} & {*norms}
+
+
 # --- the design ------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +35,11 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
-from qerl_bench.session import prepare_device
+from qerl_bench.session import on_base_in, prepare_device
 from qerl_bench.train.batch import make_batch
 
 KL_TOKENS = 32_768  # of a forward pass
+Measurement = Callable[[Design, Experiment, Policy, RolloutEngine], dict[str, Any]]
 Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
 
 
@@ -52,27 +53,37 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         if quant in record["formats"] and not dosed:
             continue
         started = time.monotonic()
-        experiment = build(compose(design.base_words(design.plain(quant), base)))
-        device = prepare_device(experiment.device, experiment.quant)
-        checkpoint = base_checkpoint(experiment.model, experiment.task, experiment.root)
-        policy = build_policy(experiment, checkpoint, device)
-        with closing(experiment.engine.build(policy)) as engine:
-            if quant not in record["formats"]:
-                record["formats"][quant] = answers(design, experiment, policy, engine)
-            found: dict[object, dict[str, Any]] = {}
-            for arm in dosed:
-                noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
-                alike = noisy.noise, noisy.rollout  # arms that differ in the schedule alone have one dose
-                if alike not in found:
-                    found[alike] = dose(design, noisy, policy, engine)
-                record["doses"][arm.name] = found[alike]
-        record |= {"digest": digest_of(experiment.model, checkpoint), "versions": versions(), "device": device}
+        plain = build(compose(design.base_words(design.plain(quant), base)))
+        device = prepare_device(plain.device, plain.quant)
+        checkpoint = base_checkpoint(plain.model, plain.task, plain.root)
+        if quant not in record["formats"]:
+            record["formats"][quant] = on_base(answers, design, plain, checkpoint, device)
+        found: dict[str, dict[str, Any]] = {}
+        for arm in dosed:
+            noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
+            alike = decides_dose(noisy)
+            if alike not in found:
+                found[alike] = on_base(dose, design, noisy, checkpoint, device)
+            record["doses"][arm.name] = found[alike]
+        record |= {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
         file.parent.mkdir(parents=True, exist_ok=True)
         writing = file.with_suffix(".writing")
         writing.write_text(json.dumps(record))
         writing.replace(file)
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
-        del policy, engine
+
+
+def decides_dose(experiment: Experiment) -> str:
+    """What decides the dose of an arm, in words: equal for arms that differ in the schedule alone."""
+    adapter = experiment.lora if experiment.noise.where == "adapters" else None
+    return repr((experiment.quant, experiment.quantizer, adapter, experiment.noise, experiment.rollout))
+
+
+def on_base(measure: Measurement, design: Design, experiment: Experiment, base: Path | None, device: str) -> Any:
+    """What is measured on the weights of `experiment` before training: in its own format, quantizer and adapter."""
+    policy = build_policy(experiment, base, device)
+    with closing(experiment.engine.build(policy)) as engine:
+        return measure(design, experiment, policy, engine)
 
 
 def answers(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
@@ -87,19 +98,20 @@ def answers(design: Design, experiment: Experiment, policy: Policy, engine: Roll
 
 def dose(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
     """The sigma that raises the entropy as wanted, and the rise and KL that it has on other prompts and draws."""
-    task, size = experiment.task, design.dose
+    task, size, sampled_in = experiment.task, design.dose, experiment.rollout.quant
     search, check = (task.train_prompts(step, size.prompts, derive("dose")) for step in (1, 2))
-    quiet, _ = with_noise(experiment, policy, engine, search, 0.0, range(size.draws))
+    with on_base_in("rollout.quant", sampled_in, experiment, policy, engine) as (_, sampler):
+        quiet, _ = with_noise(experiment, policy, sampler, search, 0.0, range(size.draws))
 
-    def rise(sigma: float) -> float:
-        return with_noise(experiment, policy, engine, search, sigma, range(size.draws))[0] / quiet - 1
+        def rise(sigma: float) -> float:
+            return with_noise(experiment, policy, sampler, search, sigma, range(size.draws))[0] / quiet - 1
 
-    sigma, tried = find_sigma(rise, size.rise, start=0.1)
-    if sigma is None:
-        return {"sigma": None, "tried": tried}
-    fresh = range(size.draws, 2 * size.draws)
-    before, _ = with_noise(experiment, policy, engine, check, 0.0, fresh)
-    entropy, kl = with_noise(experiment, policy, engine, check, sigma, fresh)
+        sigma, tried = find_sigma(rise, size.rise, start=0.1)
+        if sigma is None:
+            return {"sigma": None, "tried": tried}
+        fresh = range(size.draws, 2 * size.draws)
+        before, _ = with_noise(experiment, policy, sampler, check, 0.0, fresh)
+        entropy, kl = with_noise(experiment, policy, sampler, check, sigma, fresh)
     return {"sigma": sigma, "rise": entropy / before - 1, "kl": kl, "entropy": before, "tried": tried}
 
 
