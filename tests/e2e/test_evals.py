@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
 from qerl_bench.eval import reevaluate as again
@@ -96,6 +97,7 @@ def test_stdout_has_the_scores_and_stderr_how_they_came_to_be(finished: Path, tm
     done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SOURCES})
     assert done.returncode == 0 and done.stdout == f"{again.render(tmp_path / 'out')}\n", done.stderr
     assert "step 4, 2 questions" in done.stderr and "eval/accuracy" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) <= WIDTH
 
 
 def test_other_questions_into_another_folder_from_a_run_that_has_moved(finished: Path, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
 from qerl_bench.sweep_table import run_left, share_to_make, time_left
+from qerl_bench.terminal import log_to_stderr
 
 log = logging.getLogger(__name__)
 PACKING_S = 25.0  # kept for the gates and the packing at the end
@@ -305,9 +306,7 @@ def prepared(options: Any) -> tuple[Design, int, Deadline]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    for package in ("qerl_bench", "hydra_plugins"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    log_to_stderr("qerl_bench", "hydra_plugins")
     parser = parser_of(__doc__)
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
     options = parsed(parser, arguments)
