@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench import config as configs
+from qerl_bench import own_options
 from qerl_bench.config import Composer, Experiment, build
 
 if TYPE_CHECKING:
@@ -55,6 +57,20 @@ def words(overrides: tuple[str, ...]) -> list[str]:
     wanted = {"lora=none": "lora.rank", "eval=none": "eval."}
     absent = tuple(prefix for option, prefix in wanted.items() if option in overrides)
     return [word for word in SMALL if not word.startswith(absent)] + list(overrides)
+
+
+@pytest.fixture(autouse=True)
+def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""
+    monkeypatch.setattr(own_options, "_in_use", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    _, *folders = own_options.folders()
+    if not folders:
+        return
+    files = {name: Path(getattr(module, "__file__", None) or "") for name, module in sys.modules.items()}
+    for name in [name for name, file in files.items() if any(map(file.is_relative_to, folders))]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

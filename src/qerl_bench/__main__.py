@@ -15,7 +15,7 @@ from qerl_bench.arguments import wrapped
 from qerl_bench.children import end_with_parent
 from qerl_bench.exits import exit_in_words, one_line_warnings
 from qerl_bench.own_options import refuse_flag, with_search_path
-from qerl_bench.parallel import refuse_ranks
+from qerl_bench.parallel import refuse_ranks, tells
 from qerl_bench.terminal import lasting_output
 
 
@@ -87,12 +87,14 @@ def main(words: list[str] | None = None) -> int:
     if words is None:
         sys.argv[0] = f"qerl-bench {name}"  # in env.json, and in argparse's usage
     if name in ("-h", "--help", "--version"):
-        print(__version__ if name == "--version" else USAGE)
+        if tells():
+            print(__version__ if name == "--version" else USAGE)
         return 0
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
-        print(f"{hint}{USAGE}", file=sys.stderr)
+        if tells():
+            print(f"{hint}{USAGE}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
     with lasting_output(), exit_in_words(command.stopped):
@@ -104,7 +106,8 @@ def main(words: list[str] | None = None) -> int:
         rest = with_search_path(rest)
         module = import_module(command.module)
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
-            print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")
+            if tells():
+                print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")
         elif name == "run":
             module.main(rest)
         else:

@@ -61,6 +61,24 @@ def wrapped(text: str) -> str:
     return "\n\n".join(filled)
 
 
+def fitted(line: str) -> str:
+    """`line` in lines of WIDTH columns, broken at spaces, those behind punctuation first; a longer word stays whole."""
+    if len(line) <= WIDTH:
+        return line
+    indent = " " * 4
+    first, *parts = re.split(r"(?<=[,;:.]) ", line)
+    rows = [first]
+    for part in parts:
+        if len(rows[-1]) + 1 + len(part) <= WIDTH:
+            rows[-1] += f" {part}"
+        else:
+            rows.append(indent + part)
+    return "\n".join(
+        textwrap.fill(row, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for row in rows
+    )
+
+
 def _parts(value: str) -> list[str]:
     """What the commas outside of brackets separate."""
     parts, depth = [""], 0

@@ -17,7 +17,7 @@ from qerl_bench.locks import RunLocked
 from qerl_bench.memory import shortage
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import REFUSALS
-from qerl_bench.storage import failure
+from qerl_bench.storage import deleted_folder, failure
 from qerl_bench.terminal import lasting_output
 from qerl_bench.termination import Terminated, terminations_raise
 from qerl_bench.unknown_words import unread
@@ -49,10 +49,12 @@ def exit_in_words(stopped: str) -> Iterator[None]:
     except Terminated as error:
         message, code = f"{error}: {stopped}", 128 + error.signum
     except Exception as error:
-        reason = failure(error) or shortage(error)
-        if reason is None:
+        if reason := failure(error) or shortage(error):
+            message, code = f"error: {reason}. When that is solved, repeat the command: it continues", 1
+        elif reason := deleted_folder(error):
+            message, code = f"error: {reason}", 1
+        else:
             raise
-        message, code = f"error: {reason}. When that is solved, repeat the command: it continues", 1
     else:
         return
     print(message, file=sys.stderr)

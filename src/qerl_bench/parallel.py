@@ -222,6 +222,11 @@ class Ranks(World):
         self._distributed.destroy_process_group()
 
 
+def tells() -> bool:
+    """Whether this process says what needs no run: of those that torchrun has started, rank 0 alone."""
+    return STARTED not in os.environ or os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def joined() -> Iterator[World]:
     """The world that this process belongs to. It ends with this block, and so does what torchrun has set for it.

@@ -20,6 +20,8 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from qerl_bench.arguments import WIDTH, fitted
+
 Item = TypeVar("Item")
 tqdm.monitor_interval = 0  # no thread to refresh bars: Python waits for ever for one that gets no memory to start
 log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this logger to run.log only
@@ -31,11 +33,11 @@ COLUMNS = (  # metric, label, format
     ("reward/mean", "reward", "{:.3f}"),
     ("accuracy", "accuracy", "{:.3f}"),
     ("entropy", "entropy", "{:.3f}"),
-    ("grad_norm", "grad norm", "{:.2g}"),
-    ("aqn/sigma", "sigma", "{:.1e}"),
+    ("grad_norm", "grad", "{:.2g}"),
+    ("aqn/sigma", "sigma", "{:.2g}"),
     ("speed/rollout_tok_s", "tok/s", "{:.0f}"),
 )
-SUPERVISED_COLUMNS = (("loss", "loss", "{:.4f}"), ("grad_norm", "grad norm", "{:.2g}"))  # of steps without a reward
+SUPERVISED_COLUMNS = (("loss", "loss", "{:.4f}"), ("grad_norm", "grad", "{:.2g}"))  # of steps without a reward
 
 
 def duration(seconds: float) -> str:
@@ -167,7 +169,7 @@ class Watch:
     def say(self, line: str) -> None:
         self.said = time.monotonic()
         if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
+            print(fitted(line), file=sys.stderr, flush=True)
 
 
 watch = Watch()
@@ -204,6 +206,7 @@ class StepProgress:
     def __init__(self, first: int, last: int) -> None:
         self.steps = Phase("step", last, first=first)
         self.every = math.ceil(last / STEP_LINES)
+        self.gap = "  "  # of lines on a pipe, until one would be too wide
 
     def __enter__(self) -> StepProgress:
         self.steps.started = time.monotonic()
@@ -216,10 +219,11 @@ class StepProgress:
     def report(self, step: int, metrics: dict[str, float]) -> None:
         first, last = self.steps.first, self.steps.total or 0
         columns = COLUMNS if "reward/mean" in metrics else SUPERVISED_COLUMNS
-        shown = "  ".join(f"{label} {text.format(metrics[name])}" for name, label, text in columns if name in metrics)
-        self.steps.note = shown
+        shown = [f"{label} {text.format(metrics[name])}" for name, label, text in columns if name in metrics]
+        self.steps.note = "  ".join(shown)
         self.steps.advance()
-        line = f"step {step:>{len(str(last))}}/{last}  {shown}  left {duration(self.steps.left_s or 0.0)}"
-        log.info(line)
+        parts = [f"step {step:>{len(str(last))}}/{last}", *shown, f"left {duration(self.steps.left_s or 0.0)}"]
+        log.info("  ".join(parts))
         if step in (first + 1, last) or step % self.every == 0 or watch.is_silent(0.5):
-            watch.say(line)
+            self.gap = self.gap if len(self.gap.join(parts)) <= WIDTH else " "
+            watch.say(self.gap.join(parts))

@@ -25,7 +25,7 @@ from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import check_option_names, search_folders
-from qerl_bench.parallel import World, joined
+from qerl_bench.parallel import World, joined, tells
 from qerl_bench.progress import phase
 from qerl_bench.refusals import nothing_left_if_refused
 
@@ -69,15 +69,17 @@ def run(world: World) -> None:
     raise error
 
 
-def main(words: list[str]) -> None:
+def described(words: list[str]) -> str:
+    """What is asked for in place of a run."""
     if {"-h", "--help"} & {*words}:
-        print(usage(words))
-        return
-    if "--version" in words:
-        print(__version__)
-        return
-    if "--explain" in words:
-        print(explain([word for word in words if word != "--explain"]))
+        return usage(words)
+    return __version__ if "--version" in words else explain([word for word in words if word != "--explain"])
+
+
+def main(words: list[str]) -> None:
+    if {"-h", "--help", "--version", "--explain"} & {*words}:
+        if tells():
+            print(described(words))
         return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds

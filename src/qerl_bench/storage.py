@@ -1,4 +1,5 @@
-"""Failures of a disk in words: full, over quota, read-only, broken, or not permitted, whichever library met them.
+"""Failures of a disk in words: full, over quota, read-only, broken, not permitted, or a folder that somebody has
+deleted, whichever library met them.
 
 Left out: which of several files was being written, where the library does not say.
 """
@@ -27,21 +28,46 @@ REASONS = {
 }
 # safetensors: "I/O error: No space left on device (os error 28)"; pyarrow: "[errno 28] No space left on device".
 CODE = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+PARENT = re.compile("Parent directory .* does not exist|non-existent directory")  # torch, pandas
 TORCH = re.compile("PytorchStreamWriter|unexpected pos|iostream error")  # torch.save drops the code of the error
 
 
 def failure(error: BaseException) -> str | None:
     """Why reading or writing failed, and where if known, if a failure of the disk is behind `error`; else None."""
     for cause in chain(error):
-        code = cause.errno if isinstance(cause, OSError) else None
-        if code is None and (found := CODE.search(str(cause))):
-            code = int(found[1] or found[2])
+        code = code_of(cause)
         if code in REASONS:
             place = getattr(cause, "filename", None)
             return REASONS[code] + (f": {place}" if isinstance(place, str) else "")
         if isinstance(cause, RuntimeError) and TORCH.search(str(cause)):
             return "a file of the checkpoint could not be written"
     return None
+
+
+def code_of(error: BaseException) -> int | None:
+    """The errno of an error, whichever library raised it; None if it has none."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = CODE.search(str(error))
+    return int(found[1] or found[2]) if found else None
+
+
+def deleted_folder(error: BaseException) -> str | None:
+    """Which folder is gone, with the remedy, if `error` is that a file in it was not found; else None."""
+    missing = [cause for cause in chain(error) if code_of(cause) == errno.ENOENT or PARENT.search(str(cause))]
+    if missing and not _has_working_folder():
+        return "the working folder has been deleted. Change to a folder that exists, and repeat the command there"
+    names = [str(cause.filename) for cause in missing if isinstance(cause, OSError) and cause.filename is not None]
+    gone = [folder for folder in (os.path.dirname(name) for name in names) if folder and not os.path.exists(folder)]
+    return f"the folder {gone[0]} is gone. If it was deleted meanwhile, repeat the command" if gone else None
+
+
+def _has_working_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -5,13 +5,34 @@ Results go to stdout, all else to stderr. Where both are one file, their lines k
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO, cast
 
+from qerl_bench.arguments import fitted
 from qerl_bench.progress import watch
+
+
+class Fitting(logging.Formatter):
+    """Log lines for a terminal. run.log keeps each whole, as one line."""
+
+    def __init__(self, fmt: str | None = None, datefmt: str | None = None, *more: Any, **named: Any) -> None:
+        super().__init__(fmt or "%(asctime)s %(message)s", datefmt or "%H:%M:%S", *more, **named)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(fitted, super().format(record).split("\n")))
+
+
+def log_to_stderr(*packages: str) -> None:
+    """Show what `packages` log, and problems of others, as a run does (conf/run.yaml)."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Fitting())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    for package in packages:
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 class Lasting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
-from qerl_bench import own_options
 from qerl_bench.__main__ import main
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose
 from qerl_bench.explain import usage
 from qerl_bench.gates.runner import parsed, parser_of, prepared
-from qerl_bench.own_options import own_modules, with_search_path, words_in_use
+from qerl_bench.own_options import folders, own_modules, with_search_path, words_in_use
 
 OPTION = "_target_: {module}.Own\nname: {name}\n"
 MODULE = """
@@ -31,12 +29,6 @@ from qerl_bench.quant.bf16 import BF16
 class Own(BF16):
     pass
 """
-
-
-@pytest.fixture(autouse=True)
-def forget_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_options, "_in_use", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def test_each_form_of_the_flag_becomes_one_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +83,17 @@ def test_sweeps_studies_and_help_know_the_folder(tmp_path: Path) -> None:
     assert options.words == ["task.numbers=[3,4]", "steps=5", *words]
     design, _, _ = prepared(parsed(parser_of(""), [str(study), *words]))
     assert design.formats == ["own"] and words[0] in design.words(design.arms[0], 0, 0, None)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_a_test_knows_no_folder_or_module_of_another(name: str, tmp_path: Path) -> None:
+    assert folders() == [CONF_DIR]
+    (tmp_path / "quant").mkdir()
+    (tmp_path / "quant" / f"{name}.yaml").write_text(OPTION.format(module="same_module_of_two_tests", name=name))
+    (tmp_path / "same_module_of_two_tests.py").write_text(MODULE + f"\n    of_test = {name!r}\n")
+    words = with_search_path(["--config-dir", str(tmp_path)])
+    assert build(compose([*words, f"quant={name}"])).quant.of_test == name
+    assert folders() == [CONF_DIR, tmp_path]
 
 
 def test_its_modules_are_imported_recorded_and_handed_on(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
 from qerl_bench.eval import reevaluate as again
@@ -96,6 +97,7 @@ def test_stdout_has_the_scores_and_stderr_how_they_came_to_be(finished: Path, tm
     done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SOURCES})
     assert done.returncode == 0 and done.stdout == f"{again.render(tmp_path / 'out')}\n", done.stderr
     assert "step 4, 2 questions" in done.stderr and "eval/accuracy" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) <= WIDTH
 
 
 def test_other_questions_into_another_folder_from_a_run_that_has_moved(finished: Path, tmp_path: Path) -> None:
@@ -117,6 +119,21 @@ def test_a_seed_changes_the_samples_and_not_the_policy(finished: Path, tmp_path:
     for mode, equal in (("greedy", True), ("sampled", False)):
         texts = [list(rows.loc[rows["mode"] == mode, "completion"]) for rows in (first, second)]
         assert (texts[0] == texts[1]) is equal
+
+
+def test_answers_may_be_longer_than_the_micro_batches_of_training(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = ["steps=1", f"root={tmp_path}", "name=short", "eval.questions=2", "task.max_completion_tokens=8"]
+    cfg = make_config("quant=bf16", "train.micro_batch_tokens=64", *words)
+    run_experiment(build(cfg), cfg)
+    longer = "task.max_completion_tokens=80"
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_tokens=64 cannot hold"):
+        build(make_config("train.micro_batch_tokens=64", longer))
+    main([str(tmp_path / "runs" / "short"), longer, f"out={tmp_path / 'out'}"])
+    rows = pd.read_parquet(tmp_path / "out" / "samples.parquet")
+    assert rows["tokens"].max() > 64
+    assert "micro_batch_tokens: 64" in (tmp_path / "out" / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(

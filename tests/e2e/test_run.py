@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 
 from qerl_bench.__main__ import main
+from qerl_bench.arguments import WIDTH
 from qerl_bench.config import build, compose
 from qerl_bench.eval.command import main as evaluate_again
 from qerl_bench.experiment import run_experiment
@@ -134,6 +135,7 @@ def test_commands_of_the_readme_run_as_written(tmp_path):
         assert done.stdout == f"{table}\n"
         assert "step 6/6" in done.stderr or f"finished before: {folders[0]}" in done.stderr
         assert "accuracy:" not in done.stderr
+        assert [line for line in done.stderr.splitlines() if len(line) > WIDTH and str(tmp_path) not in line] == []
         expected |= {folder.name for folder in folders}
         assert {run_dir.name for run_dir in run_dirs(tmp_path)} == expected
     for run_dir in run_dirs(tmp_path):

@@ -59,6 +59,23 @@ def test_every_command_and_script_has_help(
     assert max(map(len, said.out.splitlines())) <= WIDTH
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["nonsense"], ["eval", "-h"], ["run", "-h"], ["run", "--explain", "lora.rank"]],
+)
+def test_of_several_processes_the_first_tells_what_needs_no_run(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said, codes = [], []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        codes.append(main(words))
+        said.append("".join(capsys.readouterr()))
+    assert len(said[0]) > 3 and said[1] == "" and codes == [2 if words == ["nonsense"] else 0] * 2
+
+
 def test_bad_input_of_any_command_ends_with_a_message_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["eval"], ["score"], ["status", "nowhere"], ["claims", "nowhere"], ["export", "quant=nvfp4"]):
         with pytest.raises(SystemExit) as end:

@@ -21,10 +21,13 @@ from qerl_bench.claims.measure import Measure, area, final_accuracy, median_afte
 from qerl_bench.figures import against, arms, effects, paired
 from qerl_bench.figures.aggregate import overview, scores
 from qerl_bench.figures.curves import REWARD, Curve, format_curves, noise_curves
-from qerl_bench.figures.labels import label_settings
+from qerl_bench.figures.labels import label_settings, noise_text
+from qerl_bench.figures.noise import sigma_doses, sigma_figure
+from qerl_bench.figures.run import comparison
 from qerl_bench.statistics import probability_of_improvement
 from qerl_bench.study.load import Run, load_run, load_runs
 from qerl_bench.study.study import Study, describe_repeats, group_by_setting
+from qerl_bench.study.table import summary
 
 REPOSITORY = Path(__file__).parents[2]
 T = 12.706205  # Student's t, 97.5 %, one degree of freedom: two seeds a, b have half = T |a - b| / 2
@@ -60,7 +63,7 @@ def make(
         "model": {"name": "tiny", "lr": 3e-4, "seed": base},
         "task": {"name": "arithmetic"},
         "rollout": {"temperature": changes.get("temperature", 1.0), "prompts_per_step": 2, "group_size": 4},
-        "noise": {"cadence": changes.get("cadence", "step")},
+        "noise": {"cadence": changes.get("cadence", "step"), "where": changes.get("where", "norms")},
         "optim": {"lr": lr},
         "train": {"entropy_coef": changes.get("entropy_coef", 0.0)},
     }
@@ -315,6 +318,33 @@ def test_rows_that_format_and_noise_do_not_tell_apart_name_what_does(tmp_path: P
     ]  # fmt: skip
     labels = [one.label for one in label_settings(table[:2], axis="optim.lr")]
     assert labels == ["BF16", "NVFP4"]
+
+
+def test_noise_on_adapters_is_called_that_wherever_noise_has_a_name(tmp_path: Path) -> None:
+    runs = [make(tmp_path, 0)]
+    runs += [make(tmp_path, 0, aqn=aqn, where=where) for aqn in ("exp", "linear") for where in ("norms", "adapters")]
+    idle = make(tmp_path, 0, where="adapters", entropy_coef=0.01)
+    settings = Study(runs[:3]).settings
+    assert [run.noise for run in (*runs, idle)] == [
+        "none", "exp", "exp on adapters", "linear", "linear on adapters", "none",
+    ]  # fmt: skip
+    assert [arm.label for arm in arms.format_arms(settings)] == [
+        "noise minus none", "BF16, AQN exp", "BF16, AQN exp on adapters",
+    ]  # fmt: skip
+    assert [arm.label for arm in arms.all_arms(settings)] == ["BF16", "BF16, AQN exp", "BF16, AQN exp on adapters"]
+    controls = [arm.label for arm in arms.control_arms(settings)]
+    assert controls == ["BF16", "nothing added (control)", "AQN from 0.01", "AQN on adapters from 0.01"]
+    assert noise_text(settings[2]).startswith("AQN exp on adapters ($")
+    assert {run.noise for run in Study(runs).with_one_schedule().runs} == {"none", "exp"}
+    labels = [text.get_text() for text in comparison(Study(runs[1:3]), ["accuracy"]).legends[0].get_texts()]
+    assert labels == ["BF16, AQN exp", "BF16, AQN exp on adapters"]
+    assert "noise of each schedule on adapters" in words(against.plot_schedules(Study(runs[2::2]).settings, [ACCURACY]))
+    assert summary([run.path for run in runs[1:3]])["noise"].tolist() == ["exp", "exp on adapters"]
+
+
+def test_a_sweep_over_sigma_on_adapters_says_so(tmp_path: Path) -> None:
+    runs = [make(tmp_path, 0), make(tmp_path, 0, aqn="constant", level=0.01, where="adapters")]
+    assert "Constant noise on adapters minus none" in words(sigma_figure(sigma_doses(Study(runs))))
 
 
 def against_of(study: Path, key: str, *factors: str) -> Figure:

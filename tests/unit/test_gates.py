@@ -170,6 +170,54 @@ def test_noise_is_measured_and_taken_back(
     assert all(torch.equal(norm.weight, scales[name]) for name, norm in policy.norms.items())  # type: ignore[arg-type]
 
 
+def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
+    from qerl_bench.gates import probe
+
+    arms = {
+        "bf16": "",
+        "plain": "quant=nvfp4 aqn=matched",
+        "linear": "quant=nvfp4 aqn=matched_linear",
+        "mse": "quant=nvfp4 aqn=matched quantizer=mse",
+        "final": "quant=nvfp4 aqn=matched noise.norms=blocks_final",
+        "adapters": "quant=nvfp4 aqn=matched noise.where=adapters",
+        "mixed": "quant=bf16 aqn=matched rollout.quant=nvfp4",
+    }
+    study = {"bases": 1, "seeds": 1, "probe": {"questions": 2, "samples": 2}, "common": ["experiment=smoke"]}
+    study |= {"arms": {name: {"tier": 1, "words": words.split()} for name, words in arms.items()}}
+    study |= {"dose": {"rise": 0.1, "prompts": 2, "draws": 1}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    measured: list[str] = []
+    samplers: list[tuple[float, ...]] = []
+
+    def with_noise(experiment: Experiment, policy: Policy, engine: Any, *_: Any) -> tuple[float, float]:
+        samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
+        return 1.0, 0.0
+
+    def dose(design: Design, experiment: Experiment, policy: Policy, engine: Any) -> dict[str, Any]:
+        measured.append(experiment.aqn.name)
+        real_dose(design, experiment, policy, engine)
+        errors = [one.relative_error for one in policy.layers.values()]
+        return {"sigma": 0.1, "noisy": [*policy.noise.noisy], "trained": errors, "sampled": samplers[-1]}
+
+    real_dose = probe.dose
+    monkeypatch.setattr(probe, "with_noise", with_noise)
+    monkeypatch.setattr(probe, "answers", lambda *_: {})
+    monkeypatch.setattr(probe, "dose", dose)
+    design = read_design(tmp_path / "study.yaml")
+    probe.probe_base(design, 0, design.formats)
+    doses = json.loads(design.probe_file(0).read_text())["doses"]
+    assert measured == ["matched"] * 5 and doses["linear"] == doses["plain"]
+    assert sum(doses["mse"]["trained"]) < sum(doses["plain"]["trained"]) and sum(doses["mixed"]["trained"]) == 0
+    assert doses["mixed"]["sampled"] == doses["plain"]["sampled"] == doses["plain"]["trained"]
+    norms = doses["plain"]["noisy"]
+    assert doses["mse"]["noisy"] == norms and doses["final"]["noisy"] == [*norms, "model.norm"]
+    assert not {*doses["adapters"]["noisy"]} & {*norms}
+
+
 # --- the design ------------------------------------------------------------------------------------------------------
 
 
@@ -314,20 +362,55 @@ def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr(runner, "start_probe", lambda *words: pytest.fail("a probe was started"))
     with pytest.raises(ConfigError, match=r"arm nf4 .*bitsandbytes"):
-        runner.probe(design, [], 2, Deadline(10))
+        runner.probe(design, [], 2, Deadline(10), design.arms)
+
+
+def test_a_format_that_only_another_tier_needs_may_be_lacking(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the root of the study
+    monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
+    started: list[Point] = []
+    monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
+
+    def start_probe(design: Design, _words: object, base: int, formats: Sequence[str], environment: Any) -> Child:
+        assert formats == ["bf16", "nvfp4", "mxfp4"]
+        (record,) = (one for one in probes(design) if one["base"] == base)
+        record["formats"] = {quant: record["formats"][quant] for quant in formats}
+        file = design.probe_file(base)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(record))
+        return Child([sys.executable, "-c", ""], environment)
+
+    monkeypatch.setattr(runner, "start_probe", start_probe)
+    runner.main([str(STUDY), "bases=0,1", "tiers=1", "out=out"])
+    assert len(started) == 2 * 2 * sum(arm.tier == 1 for arm in design.arms)
+    results = {one["gate"]: one for one in json.loads(Path("out", "gates.json").read_text())["gates"]}
+    assert (results["damage by nf4"]["passed"], results["damage by nf4"]["bases"]) == (None, 0)
+    assert results["damage by mxfp4"]["bases"] == 2
+    with pytest.raises(ConfigError, match=r"arm nf4 .*bitsandbytes"):
+        runner.main([str(STUDY), "bases=0,1", "tiers=2"])
+
+
+def test_an_arm_without_a_dose_on_record_has_no_run(design: Design) -> None:
+    records = probes(design)
+    del records[0]["doses"]["bf16-noise"]
+    made = {(arm, base) for arm, base, _ in runner.words_of_runs(design, records) if "noise" in arm}
+    assert {base for arm, base in made if arm == "bf16-noise"} == {1, 2, 3}
+    assert gates(design, records, {})[0].bases == 4 and results(design, records)["KL, nats, bf16-noise"].bases == 3
 
 
 def test_a_failed_probe_is_told_and_one_without_time_is_none(design: Design, monkeypatch: pytest.MonkeyPatch) -> None:
     deadline = Deadline(100)
 
-    def start_probe(_design: Design, _words: Sequence[str], base: int, environment: dict[str, str]) -> Child:
+    def start_probe(_design: Design, _words: object, base: int, _formats: object, environment: Any) -> Child:
         if base == 0:
             deadline.end = 0.0
         return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
 
     monkeypatch.setattr(runner, "start_probe", start_probe)
-    monkeypatch.setattr(runner, "probed", lambda _design, _base: False)
-    records, failed = runner.probe(replace(design, bases=(1, 0, 2)), [], 1, deadline)
+    monkeypatch.setattr(runner, "probed", lambda *_: False)
+    records, failed = runner.probe(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
 
 

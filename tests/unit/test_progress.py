@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pty
 import re
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from qerl_bench import progress
+from qerl_bench.arguments import WIDTH, fitted
 from qerl_bench.progress import StepProgress, duration, phase, silence_s
 from qerl_bench.sweep_table import sweep_table
+from qerl_bench.terminal import Fitting
 
 SOURCES = Path(__file__).parents[2] / "src"
 FINISHED = Path(__file__).parents[1] / "assets" / "runs"
@@ -55,7 +58,7 @@ def test_a_pipe_is_neither_flooded_nor_silent(
     lines = capsys.readouterr().err.splitlines()
     of_steps = [line for line in lines if line.startswith("step ") and "/" in line]
     assert of_steps[0].split()[1].startswith("1/") and f"{steps}/{steps}" in of_steps[-1]
-    assert "reward 0.500  grad norm 0.25" in of_steps[0] and "loss" not in of_steps[0]
+    assert "reward 0.500  grad 0.25" in of_steps[0] and "loss" not in of_steps[0]
     elapsed = steps * seconds
     assert all(silence <= silence_s(elapsed) + 1 for silence in silences)
     assert len(lines) <= progress.STEP_LINES + 2 + 2 * min(elapsed / 10, 150 + elapsed / 60)
@@ -68,6 +71,29 @@ def test_the_time_left_counts_from_where_a_run_continues(clock: Clock, capsys: p
         told.report(91, {"loss": 0.125})
     assert "step  91/100  loss 0.1250  left 9:00" in capsys.readouterr().err
     assert [duration(seconds) for seconds in (7.9, 245, 7390)] == ["0:07", "4:05", "2:03:10"]
+
+
+def test_lines_fit_a_terminal_and_lose_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("reward/mean", "accuracy", "entropy", "grad_norm", "aqn/sigma", "speed/rollout_tok_s")
+    metrics = dict(zip(names, (1.048, 0.852, 5.071, 0.28, 0.0, 945.6), strict=True))
+    with StepProgress(0, 999) as told:
+        for step, sigma in ((1, 0.0), (50, 0.00073), (100, 0.0)):
+            clock.now += 3
+            told.report(step, metrics | {"aqn/sigma": sigma})
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "step   1/999  reward 1.048  accuracy 0.852  entropy 5.071  grad 0.28  sigma 0  tok/s 946" in first
+    assert "step  50/999 reward 1.048 accuracy 0.852 entropy 5.071 grad 0.28 sigma 0.00073 tok/s 946 left" in second
+    assert "  reward" not in third  # as the line before
+    with phase(" and ".join(["a long name"] * 8)), phase("another", 100, "completions"):
+        progress.watch.tell()
+    said = capsys.readouterr().err
+    scores = [f"accuracy_{name} 0.125 +- 0.082" for name in ("greedy", "sampled", "of_majority", "at_k")]
+    record = logging.LogRecord("x", logging.INFO, "x", 1, "step 6: %s", (", ".join(scores),), None)
+    logged = Fitting().format(record)
+    assert all(len(line) <= WIDTH for line in (first, second, third, *said.splitlines(), *logged.splitlines()))
+    assert " ".join(logged.split()).endswith(f" step 6: {', '.join(scores)}") and logged.count("\n") == 1
+    assert all(score in logged for score in scores) and said.endswith("0:00 so far\n")
+    assert fitted("x" * 300) == "x" * 300
 
 
 def test_what_took_long_is_announced_with_an_estimate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.gates.sessions import read_study
 from qerl_bench.report import command, compare, study_page
 from qerl_bench.report.page import embedded
 from qerl_bench.report.run_page import evenly, run_page
@@ -19,6 +20,7 @@ from qerl_bench.status import Status
 from qerl_bench.study.load import load_runs
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
+WORLDS = Path(__file__).parents[2] / "docs" / "studies" / "worlds-2026"
 RUN = "nvfp4-exp-grpo-r32-s0-a101d16e"
 
 
@@ -62,6 +64,37 @@ def test_doses_are_means_of_the_runs_they_name(root: Path, tmp_path: Path) -> No
         entropy = dose["measures"][0]
         assert entropy["mean"][0] == pytest.approx(sum(entropy["values"]) / 2, rel=1e-5) and entropy["n"] == 2
         assert entropy["mean"][1] < entropy["mean"][0] < entropy["mean"][2]
+
+
+def test_noise_on_adapters_is_a_noise_of_its_own_with_doses_of_its_own(root: Path, tmp_path: Path) -> None:
+    for config in root.glob("bf16-exp-*/config.yaml"):  # one of two formats
+        config.write_text(re.sub(r"(?m)^noise:\n", "noise:\n  where: adapters\n", config.read_text()))
+    command.main([str(root), f"out={tmp_path}/report"])
+    data = data_of(tmp_path / "report" / "index.html")
+    assert data["axes"]["noise"] == ["exp", "exp on adapters", "none"]
+    assert {(dose["axes"]["format"], dose["axes"]["noise"]) for dose in data["doses"]} == {
+        ("bf16", "none"), ("bf16", "exp on adapters"), ("nvfp4", "none"), ("nvfp4", "exp"),
+    }  # fmt: skip
+    assert any(dose["label"] == "BF16, noise exp on adapters" for dose in data["doses"])
+
+
+def test_a_study_in_sessions_has_one_page(tmp_path: Path) -> None:
+    command.main([str(WORLDS), f"out={tmp_path}/report"])
+    page, study = tmp_path / "report" / "index.html", read_study(WORLDS)
+    data = data_of(page)
+    assert [*(tmp_path / "report").rglob("*")] == [page] and data["title"] == "worlds-2026"
+    assert sorted(run["name"] for run in data["runs"]) == sorted(run.name for run in study.runs.values())
+    (primary,) = (effect for effect in data["effects"] if effect["role"] == "primary" and "pairs" in effect)
+    assert {pair["base"] for pair in primary["pairs"]} == {run.base for run in study.of_arm("nvfp4")}
+    noisy = study.of_arm("nvfp4-noise")
+    doses = {dose["axes"]["noise"]: dose for dose in data["doses"]}
+    asked = [float(run.series("train", "aqn/sigma_realised").mean()) for run in noisy]
+    assert doses["matched"]["sigma"] == pytest.approx(sum(asked) / len(asked), rel=1e-3)
+    command.main([str(WORLDS), str(ASSETS), f"out={tmp_path}/both", "except=*-s1-*"])
+    pages = re.findall(r'<a href="([^"]+)">', (tmp_path / "both" / "index.html").read_text())
+    assert sorted(Path(page).parent.name for page in pages) == ["runs", "worlds-2026"]
+    (page,) = (one for one in pages if "worlds" in one)
+    assert all("-s0-" in run["name"] for run in data_of(tmp_path / "both" / page)["runs"])
 
 
 def test_five_hundred_runs_stay_below_a_megabyte(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

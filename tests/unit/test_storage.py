@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import resource
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from conftest import Runs
 
 LARGE = "ulimit -f"
+TENSOR, TABLE = torch.zeros(10_000), pd.DataFrame({"a": range(10_000)})
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "torch": lambda file: torch.save({"a": TENSOR}, file),
+    "safetensors": lambda file: save_file({"a": TENSOR}, file),
+    "pyarrow": TABLE.to_parquet,
+    "python": lambda file: file.write_text("1" * 10_000),
+}
 
 
 @contextmanager
@@ -41,17 +49,10 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 def test_every_library_that_writes_is_understood(tmp_path: Path) -> None:
-    tensor, table = torch.zeros(10_000), pd.DataFrame({"a": range(10_000)})
-    writers = {
-        "torch": lambda: torch.save({"a": tensor}, tmp_path / "a.pt"),
-        "safetensors": lambda: save_file({"a": tensor}, tmp_path / "a.safetensors"),
-        "pyarrow": lambda: table.to_parquet(tmp_path / "a.parquet"),
-        "python": lambda: (tmp_path / "a.json").write_text("1" * 10_000),
-    }
     reasons = {}
-    for name, write in writers.items():
+    for name, write in WRITERS.items():
         with files_of_at_most(1_000), pytest.raises(Exception) as caught:
-            write()
+            write(tmp_path / name)
         reasons[name] = failure(caught.value)
     assert reasons.pop("torch") == "a file of the checkpoint could not be written"
     assert all(LARGE in str(reason) for reason in reasons.values()), reasons
@@ -98,6 +99,29 @@ def test_outside_of_a_run_the_command_line_says_it(tmp_path: Path, capsys: pytes
     assert error.startswith("error: the name is too long") and "xxx" in error and "Traceback" not in error
     with pytest.raises(ZeroDivisionError), exit_in_words("stopped"):
         print(1 / 0)
+
+
+@pytest.mark.parametrize("library", ["python", "torch", "safetensors", "pyarrow"])
+def test_a_working_folder_that_is_deleted_ends_in_one_line(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    shutil.rmtree(tmp_path / "here")
+    with pytest.raises(SystemExit) as caught, exit_in_words("stopped"):
+        WRITERS[library](Path("runs", "file"))
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the working folder has been deleted") and "repeat the command" in line
+
+
+def test_the_deleted_folder_of_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, exit_in_words("stopped"):
+        (tmp_path / "runs" / "metrics.jsonl").write_text("")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 1 and str(tmp_path / "runs") in line and "repeat the command" in line
+    with pytest.raises(FileNotFoundError), exit_in_words("stopped"):
+        (tmp_path / "a file that a bug looks for").read_text()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -22,3 +22,4 @@ def test_keys_that_differ_are_named_and_what_another_option_or_rank_brings_is_no
     assert differences([config(), none]) == ["", ""]
     assert differences([config(), config(aqn__stages=5), none]) == ["aqn.stages=10", "aqn.stages=5", ""]
     assert differences([config(), config(model__name="small-2m", optim__lr=3e-4)]) == ["", ""]
+    assert differences([config(noise__where="adapters"), config(noise__where="norms")]) == ["", ""]

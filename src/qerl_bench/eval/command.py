@@ -25,6 +25,7 @@ from qerl_bench.eval.reevaluate import (
 )
 from qerl_bench.parallel import World, joined
 from qerl_bench.rundir import step_of
+from qerl_bench.terminal import log_to_stderr
 
 OURS = ("out", "checkpoint")
 OTHERS = " ".join(f"{key}=..." for key in CHANGEABLE[1:])
@@ -37,8 +38,7 @@ def main(argv: list[str]) -> None:
 
 
 def again(argv: list[str], world: World) -> None:
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("qerl_bench").setLevel(logging.INFO)
+    log_to_stderr("qerl_bench")
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
         logging.getLogger(package).setLevel(logging.ERROR)
     register_resolvers()

@@ -156,7 +156,7 @@ def reevaluate(
     The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
     All ranks of `world` call this; rank 0 writes the record.
     """
-    trained, protocol = (build(_in_one_format(one)) for one in (stored, cfg))
+    trained, protocol = (build(_without_training(one)) for one in (stored, cfg))
     if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
         trained, protocol = (one.in_format("eval.quant", served_in) for one in (trained, protocol))
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
@@ -184,9 +184,10 @@ def reevaluate(
         record.mark_finished({"run": str(run_dir.resolve())} | earlier)
 
 
-def _in_one_format(cfg: DictConfig) -> DictConfig:
-    """`cfg` without a weight format of its evaluations."""
+def _without_training(cfg: DictConfig) -> DictConfig:
+    """`cfg` without a weight format of its evaluations, and without micro-batches, which no answer has to fit."""
     cfg = cfg.copy()
+    cfg.train.micro_batch_tokens = None
     if "quant" in cfg.eval:
         cfg.eval.quant = None
     return cfg

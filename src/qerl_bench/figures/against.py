@@ -54,7 +54,8 @@ def plot_schedules(settings: Sequence[Setting], measures: Sequence[Measure]) -> 
             ax.set_yticklabels([])
         kept = ", as it was put in with seed 0" if exp.runs[0].series("train", "aqn/sigma").empty else ""
         caption(
-            figure, f"Left: noise of each schedule{kept}. Right: each minus exp, on {exp['quant.name'].upper()}.",
+            figure, f"Left: noise of each schedule{exp.noise.removeprefix('exp')}{kept}. Right: each minus exp, on "
+            f"{exp['quant.name'].upper()}.",
             *mark_notes(arms, measures),
         )  # fmt: skip
     return figure

@@ -92,17 +92,17 @@ def _distance(group: dict[str, Setting]) -> float:
 
 def _describe(common: Sequence[dict[str, Setting]], cells: Sequence[Cell]) -> str:
     controls = [group[CONTROL] for group in common]
-    keys = [key for key in DESCRIBED if len({setting[key] for setting in controls}) > 1]
-    values = "; ".join(", ".join(_value_text(key, setting[key]) for key in keys) for setting in controls)
+    keys = [key for key in DESCRIBED if len({_value_text(key, setting) for setting in controls}) > 1]
+    values = "; ".join(", ".join(_value_text(key, setting) for key in keys) for setting in controls)
     several = f"{len(common)} settings ({values})" if keys else "one setting"
     repeats = describe_repeats([controls[0].by_cell[cell] for cell in cells])
     return f"{several} at learning rate {controls[0]['optim.lr']:g}, each of {repeats}"
 
 
-def _value_text(key: str, value: object) -> str:
+def _value_text(key: str, setting: Setting) -> str:
     if key == "aqn.name":
-        return "no noise" if value == "none" else f"AQN {value}"
-    return str(value) if key.endswith(".name") else f"{key.split('.')[-1]} {value}"
+        return "no noise" if setting.noise == "none" else f"AQN {setting.noise}"
+    return str(setting[key]) if key.endswith(".name") else f"{key.split('.')[-1]} {setting[key]}"
 
 
 def overview(tables: dict[str, np.ndarray], settings: str, label: str, generator: np.random.Generator) -> Figure:

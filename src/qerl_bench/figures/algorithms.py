@@ -95,7 +95,7 @@ def _finish(ax: Axes, metric: str, completions: bool) -> None:
 
 def _notes(groups: dict[str, Sequence[Run]], smooth: int, unknown: Sequence[str]) -> list[str]:
     first = next(iter(groups.values()))
-    noise = "without noise" if first[0].option("aqn.name") == "none" else f"with AQN {first[0].option('aqn.name')}"
+    noise = "without noise" if first[0].noise == "none" else f"with AQN {first[0].noise}"
     counts = {name: describe_repeats(group) for name, group in groups.items()}
     several = len(set(counts.values())) > 1
     repeats = "; ".join(f"{name}: {text}" for name, text in counts.items()) if several else next(iter(counts.values()))

@@ -18,7 +18,7 @@ NOTHING = "nothing added"
 def format_arms(settings: Sequence[Setting]) -> list[PlottedArm]:
     """Each format minus BF16, without noise if any is, then noise minus none within each format."""
     ordered = label_settings(settings)
-    one_noise = len({setting["aqn.name"] for setting in ordered}) == 1
+    one_noise = len({setting.noise for setting in ordered}) == 1
     plain = [setting for setting in ordered if one_noise or setting["aqn.name"] == "none"]
     arms = []
     if len(plain) > 1:
@@ -27,16 +27,20 @@ def format_arms(settings: Sequence[Setting]) -> list[PlottedArm]:
         arms += [plotted_arm(setting, setting.label, control) for setting in plain[1:]]
     noisy = [setting for setting in ordered if setting not in plain]
     arms += [PlottedArm("noise minus none")] if noisy else []
-    return arms + [plotted_arm(setting, setting.label, _without_noise(setting, plain)) for setting in noisy]
+    several = len({setting.noise for setting in noisy}) > 1
+    return arms + [
+        plotted_arm(one, one.label + (f", AQN {one.noise}" if several else ""), _without_noise(one, plain))
+        for one in noisy
+    ]
 
 
 def all_arms(settings: Sequence[Setting]) -> list[PlottedArm]:
     """Every setting minus the first, which is BF16 without noise if that was run."""
     first, *others = label_settings(settings)
-    mixed = len({setting["aqn.name"] for setting in settings}) > 1
+    mixed = len({setting.noise for setting in settings}) > 1
     arms = [plotted_arm(first, first.label, None)]
     for setting in others:
-        noise = f", AQN {setting['aqn.name']}" if mixed and setting["aqn.name"] != "none" else ""
+        noise = f", AQN {setting.noise}" if mixed and setting["aqn.name"] != "none" else ""
         arms.append(plotted_arm(setting, setting.label + noise, first))
     return arms
 
@@ -75,7 +79,7 @@ def _added(setting: Setting) -> str:
     """What an arm has besides its weight format."""
     parts = []
     if setting["aqn.name"] == "exp":
-        parts.append(f"AQN from {setting['aqn.sigma_start']:g}")
+        parts.append(f"AQN{setting.noise.removeprefix('exp')} from {setting['aqn.sigma_start']:g}")
     if setting["aqn.name"] == "format_error":
         how = "drawn once" if setting["noise.cadence"] == "run" else "redrawn each step"
         parts.append(f"noise of NVFP4's size, {how}")

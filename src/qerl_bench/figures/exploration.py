@@ -31,7 +31,7 @@ def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
     Above: 4 bits before any training, at one sample and at as many as the probe drew. Below: `arms` minus their
     controls after training, at one sample and at as many as the evaluation drew.
     """
-    reference, *formats = study.design.formats
+    reference, *formats = study.formats
     most = study.design.probe.samples
     with paper_style():
         figure, axes = panels(2, 2, 4.6, FULL_WIDTH, sharex="row")

@@ -54,4 +54,4 @@ def noise_text(setting: Setting) -> str:
     sigma = [value for value in sigma_by_step(setting.runs[0]).tolist() if value > 0]
     matched = len({run.option("aqn").get("sigma_of_base") for run in setting.runs}) > 1
     size = f" ($\\sigma$ {sigma[0]:.1g} to {sigma[-1]:.1g})" if sigma and not matched else ""
-    return f"AQN {setting['aqn.name']}{size}"
+    return f"AQN {setting.noise}{size}"

@@ -137,8 +137,8 @@ def sigma_figure(doses: Sequence[Dose]) -> Figure:
             axes[-1, 0].set_yscale("log")
             axes[-1, 0].yaxis.set_minor_locator(NullLocator())
         caption(
-            figure, "Constant noise minus none in the same format, in pairs. Entropy: mean of the first fifth of the "
-            "steps; late reward: of the last fifth.",
+            figure, f"Constant noise{doses[0].arm.runs[0].noise.removeprefix('constant')} minus none in the same "
+            "format, in pairs. Entropy: mean of the first fifth of the steps; late reward: of the last fifth.",
             "KL(sampler || trainer): its level over the first fifth." if with_kl else "",
             *mark_notes([dose.arm for dose in doses], measures, levels=False),
         )  # fmt: skip

@@ -73,7 +73,7 @@ def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: b
 def _labelled(study: Study) -> list[Setting]:
     """The settings in order; the label has the fingerprint if no other option of a label tells two settings apart."""
     settings = [
-        replace(one, label=one.label + ("" if one["aqn.name"] == "none" else f", AQN {one['aqn.name']}"))
+        replace(one, label=one.label + ("" if one["aqn.name"] == "none" else f", AQN {one.noise}"))
         for one in label_settings(study.settings)
     ]
     counts = Counter(setting.label for setting in settings)

@@ -66,11 +66,11 @@ def gates(design: Design, probes: Sequence[Probe], runs: Runs) -> list[Result]:
         ),
     ]
     for quant in design.formats[1:]:
-        lost = [pass_at(one, reference, 1) - pass_at(one, quant, 1) for one in probes]
+        lost = [pass_at(one, reference, 1) - pass_at(one, quant, 1) for one in probes if quant in one["formats"]]
         arms = tuple(arm.name for arm in design.arms if design.format_of(arm) == quant)
         results.append(between(f"damage by {quant}", *DAMAGE, lost, arms))
     for arm in (arm for arm in design.arms if arm.dosed):
-        found = [one["doses"][arm.name] for one in probes]
+        found = [one["doses"][arm.name] for one in probes if arm.name in one["doses"]]
         for name, limits in (("rise", RISE), ("kl", KL)):
             what = {"rise": "rise of entropy", "kl": "KL, nats"}[name]
             values = [one[name] if one["sigma"] is not None else math.nan for one in found]

@@ -11,7 +11,6 @@ and gates.md to `out`; the exit code is 1 if a gate fails, or a probe.
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
@@ -19,11 +18,11 @@ from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.gates.assay import gates, render, stopped, to_json
 from qerl_bench.gates.runner import finished_runs, parsed, parser_of, prepared, probe
 from qerl_bench.gates.sessions import read_sessions
+from qerl_bench.terminal import log_to_stderr
 
 
 def main(arguments: list[str] | None = None) -> None:
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("qerl_bench").setLevel(logging.INFO)
+    log_to_stderr("qerl_bench")
     parser = parser_of(__doc__)
     told = "packed sessions of the study to read (default: the runs below root)"
     parser.add_argument("--runs", type=Path, nargs="+", action="extend", default=[], help=told)
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         study = read_sessions(design, options.runs)
         probes, runs = [*study.probes.values()], study.runs
     else:
-        probes, failed = probe(design, options.words, slots, deadline)
+        probes, failed = probe(design, options.words, slots, deadline, design.arms)
         runs = finished_runs(design, probes)
     results = gates(design, probes, runs)
     arms_stopped = stopped(results, options.despite)

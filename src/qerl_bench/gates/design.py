@@ -120,6 +120,12 @@ class Design:
         """The config of an arm, for the first base."""
         return _tree(*self.base_words(arm, self.bases[0]))
 
+    def plain(self, quant: str) -> Arm:
+        """The format alone, as a base is asked in it: options of an arm, such as its temperature, would change what is
+        compared.
+        """
+        return Arm(name=quant, tier=1, words=[f"quant={quant}"])
+
     def format_of(self, arm: Arm) -> str:
         return self.option(arm, "quant")["name"]
 

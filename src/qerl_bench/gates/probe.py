@@ -1,6 +1,6 @@
 """Measures one base before any arm is trained: its answers in every weight format, and the noise of each arm's dose.
 
-    python -m qerl_bench.gates.probe STUDY.yaml BASE [word ...]
+    python -m qerl_bench.gates.probe STUDY.yaml BASE FORMAT[,FORMAT] [word ...]
 
 A process of its own for each base, which pretrains the base first if nobody has. The results, which later calls only
 complete, are in probes/ below root.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from qerl_bench.children import end_with_parent
 from qerl_bench.config import Experiment, build, compose
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.environment import versions
-from qerl_bench.gates.design import Arm, Design, read_design
+from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.metrics import mismatch_metrics
 from qerl_bench.model.digest import digest_of
@@ -35,46 +35,55 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
-from qerl_bench.session import prepare_device
+from qerl_bench.session import on_base_in, prepare_device
 from qerl_bench.train.batch import make_batch
 
 KL_TOKENS = 32_768  # of a forward pass
+Measurement = Callable[[Design, Experiment, Policy, RolloutEngine], dict[str, Any]]
 Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
 
 
-def probe_base(design: Design, base: int) -> None:
-    """Complete the record of a base: formats and doses that it lacks."""
+def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
+    """Complete the record of a base: those of `formats` that it lacks, and the doses of arms in them."""
     file = design.probe_file(base)
     record = json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
-    for quant in design.formats:
+    for quant in formats:
         arms = [arm for arm in design.arms if design.format_of(arm) == quant]
         dosed = [arm for arm in arms if arm.dosed and arm.name not in record["doses"]]
         if quant in record["formats"] and not dosed:
             continue
         started = time.monotonic()
-        # the format alone: options of an arm such as its temperature would change what is compared
-        plain = Arm(name=quant, tier=1, words=[f"quant={quant}"])
-        experiment = build(compose(design.base_words(plain, base)))
-        device = prepare_device(experiment.device, experiment.quant)
-        checkpoint = base_checkpoint(experiment.model, experiment.task, experiment.root)
-        policy = build_policy(experiment, checkpoint, device)
-        with closing(experiment.engine.build(policy)) as engine:
-            if quant not in record["formats"]:
-                record["formats"][quant] = answers(design, experiment, policy, engine)
-            found: dict[object, dict[str, Any]] = {}
-            for arm in dosed:
-                noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
-                alike = noisy.noise, noisy.rollout  # arms that differ in the schedule alone have one dose
-                if alike not in found:
-                    found[alike] = dose(design, noisy, policy, engine)
-                record["doses"][arm.name] = found[alike]
-        record |= {"digest": digest_of(experiment.model, checkpoint), "versions": versions(), "device": device}
+        plain = build(compose(design.base_words(design.plain(quant), base)))
+        device = prepare_device(plain.device, plain.quant)
+        checkpoint = base_checkpoint(plain.model, plain.task, plain.root)
+        if quant not in record["formats"]:
+            record["formats"][quant] = on_base(answers, design, plain, checkpoint, device)
+        found: dict[str, dict[str, Any]] = {}
+        for arm in dosed:
+            noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
+            alike = decides_dose(noisy)
+            if alike not in found:
+                found[alike] = on_base(dose, design, noisy, checkpoint, device)
+            record["doses"][arm.name] = found[alike]
+        record |= {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
         file.parent.mkdir(parents=True, exist_ok=True)
         writing = file.with_suffix(".writing")
         writing.write_text(json.dumps(record))
         writing.replace(file)
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
-        del policy, engine
+
+
+def decides_dose(experiment: Experiment) -> str:
+    """What decides the dose of an arm, in words: equal for arms that differ in the schedule alone."""
+    adapter = experiment.lora if experiment.noise.where == "adapters" else None
+    return repr((experiment.quant, experiment.quantizer, adapter, experiment.noise, experiment.rollout))
+
+
+def on_base(measure: Measurement, design: Design, experiment: Experiment, base: Path | None, device: str) -> Any:
+    """What is measured on the weights of `experiment` before training: in its own format, quantizer and adapter."""
+    policy = build_policy(experiment, base, device)
+    with closing(experiment.engine.build(policy)) as engine:
+        return measure(design, experiment, policy, engine)
 
 
 def answers(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
@@ -89,19 +98,20 @@ def answers(design: Design, experiment: Experiment, policy: Policy, engine: Roll
 
 def dose(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
     """The sigma that raises the entropy as wanted, and the rise and KL that it has on other prompts and draws."""
-    task, size = experiment.task, design.dose
+    task, size, sampled_in = experiment.task, design.dose, experiment.rollout.quant
     search, check = (task.train_prompts(step, size.prompts, derive("dose")) for step in (1, 2))
-    quiet, _ = with_noise(experiment, policy, engine, search, 0.0, range(size.draws))
+    with on_base_in("rollout.quant", sampled_in, experiment, policy, engine) as (_, sampler):
+        quiet, _ = with_noise(experiment, policy, sampler, search, 0.0, range(size.draws))
 
-    def rise(sigma: float) -> float:
-        return with_noise(experiment, policy, engine, search, sigma, range(size.draws))[0] / quiet - 1
+        def rise(sigma: float) -> float:
+            return with_noise(experiment, policy, sampler, search, sigma, range(size.draws))[0] / quiet - 1
 
-    sigma, tried = find_sigma(rise, size.rise, start=0.1)
-    if sigma is None:
-        return {"sigma": None, "tried": tried}
-    fresh = range(size.draws, 2 * size.draws)
-    before, _ = with_noise(experiment, policy, engine, check, 0.0, fresh)
-    entropy, kl = with_noise(experiment, policy, engine, check, sigma, fresh)
+        sigma, tried = find_sigma(rise, size.rise, start=0.1)
+        if sigma is None:
+            return {"sigma": None, "tried": tried}
+        fresh = range(size.draws, 2 * size.draws)
+        before, _ = with_noise(experiment, policy, sampler, check, 0.0, fresh)
+        entropy, kl = with_noise(experiment, policy, sampler, check, sigma, fresh)
     return {"sigma": sigma, "rise": entropy / before - 1, "kl": kl, "entropy": before, "tried": tried}
 
 
@@ -160,8 +170,8 @@ def _kl(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> 
 
 
 def main(words: list[str]) -> None:
-    path, base, *common = words
-    probe_base(read_design(Path(path), common), int(base))
+    path, base, formats, *common = words
+    probe_base(read_design(Path(path), common), int(base), formats.split(","))
 
 
 if __name__ == "__main__":

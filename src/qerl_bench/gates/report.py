@@ -101,7 +101,7 @@ def control_of(study: Sessions, arm: Arm) -> Arm | None:
 
 def bases(study: Sessions) -> str:
     """A table in Markdown: what each base could do, and the effect of each arm on its accuracy after training."""
-    reference, *formats = study.design.formats
+    reference, *formats = study.formats
     dosed = [arm for arm in study.arms if arm.dosed]
     treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
     ends = {arm.name: by_base(study.runs, arm, final) for arm in study.arms}

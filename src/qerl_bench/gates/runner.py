@@ -5,8 +5,9 @@
 Every base is pretrained and probed first (gates/probe.py), `slots` processes at a time, each on a GPU if there are
 any. The gates then stop the arms that could decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms
 of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study;
-tiers=1 leaves other tiers out. What runs at the end of the time saves a checkpoint. The same command continues.
-Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads.
+tiers=1 leaves other tiers out, and does without formats that only they need. What runs at the end of the time saves a
+checkpoint. The same command continues. Finished runs of the whole study and the gates are packed into `out`, which
+`qerl-bench claims` reads.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.config import build, compose
 from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
-from qerl_bench.gates.design import Design, read_design
+from qerl_bench.gates.design import Arm, Design, read_design
 from qerl_bench.own_options import split_search_path
 from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
 from qerl_bench.sweep_table import run_left, share_to_make, time_left
+from qerl_bench.terminal import log_to_stderr
 
 log = logging.getLogger(__name__)
 PACKING_S = 25.0  # kept for the gates and the packing at the end
@@ -118,17 +120,18 @@ def seconds_of(point: Point) -> float:
 
 
 def probe(
-    design: Design, words: Sequence[str], slots: int, deadline: Deadline
+    design: Design, words: Sequence[str], slots: int, deadline: Deadline, arms: Collection[Arm]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The probes of all bases of the design, and what became of those that failed, in a line each.
 
-    Those that are missing or incomplete are made, `slots` at a time. Bases that could not be probed in time are left
-    out with a warning. Raises ConfigError if an arm cannot run here.
+    Those that are missing or incomplete are made, `slots` at a time; formats that cannot run here are left to another
+    machine. Bases that could not be probed in time are left out with a warning. Raises ConfigError if one of `arms`,
+    which are to run, cannot run here.
     """
-    check_arms(design)
+    formats = formats_here(design, arms)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
-    todo = deque(base for base in design.bases if not probed(design, base))
+    todo = deque(base for base in design.bases if not probed(design, base, formats))
     running: dict[int, tuple[int, Child]] = {}
     try:
         while (todo and deadline.left > 0) or running:
@@ -141,7 +144,8 @@ def probe(
                         failed[base] = f"probe of base {base}: exit code {code}; {probe_log(design, base)} says why"
                 if slot not in running and todo and deadline.left > 0:
                     base = todo.popleft()
-                    running[slot] = base, start_probe(design, words, base, environment_of(slot, slots, gpus))
+                    child = start_probe(design, words, base, formats, environment_of(slot, slots, gpus))
+                    running[slot] = base, child
             if deadline.left <= 0:
                 stop([child for _, child in running.values()], signal.SIGTERM, STOP_S)
                 running.clear()
@@ -149,40 +153,54 @@ def probe(
     except BaseException as error:
         stop([child for _, child in running.values()], signal_of(error))
         raise
-    missing = [base for base in design.bases if not probed(design, base)]
+    missing = [base for base in design.bases if not probed(design, base, formats)]
     if late := [base for base in missing if base not in failed]:
         log.warning("no time for the probes of the bases %s", late)
     probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
     return probes, [failed[base] for base in sorted(failed)]
 
 
-def check_arms(design: Design) -> None:
-    """Raise ConfigError if an arm could not run on this machine, before any base is pretrained for it."""
+def formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
+    """The formats of the design that can run on this machine, found before any base is pretrained.
+
+    Raises ConfigError if one of `arms` could not run.
+    """
     device = "cuda" if visible_gpus() else "cpu"
-    for arm in design.arms:
+
+    def lacking(arm: Arm) -> str | None:
         words = design.words(arm, design.bases[0], design.seeds[0], sigma=1.0 if arm.dosed else None)
-        reason = build(compose(words)).quant.unsupported_reason(device)
+        return build(compose(words)).quant.unsupported_reason(device)
+
+    for arm in arms:
+        reason = lacking(arm) or lacking(design.plain(design.format_of(arm)))
         require(reason is None, f"arm {arm.name} of {design.path} cannot run here: {reason}")
+    reasons = {quant: lacking(design.plain(quant)) for quant in design.formats}
+    for quant, reason in reasons.items():
+        if reason is not None:
+            log.info("bases are not measured in %s, which arms of other tiers need: %s", quant, reason)
+    return [quant for quant, reason in reasons.items() if reason is None]
 
 
-def probed(design: Design, base: int) -> bool:
-    """Whether a base has been measured in every format, and has a dose, or none, for each arm."""
+def probed(design: Design, base: int, formats: Collection[str]) -> bool:
+    """Whether a base has been measured in these formats, and has a dose, or none, for each arm in them."""
     file = design.probe_file(base)
     if not file.is_file():
         return False
     record = json.loads(file.read_text())
-    arms = {arm.name for arm in design.arms if arm.dosed}
-    return set(design.formats) <= record["formats"].keys() and arms <= record["doses"].keys()
+    arms = {arm.name for arm in design.arms if arm.dosed and design.format_of(arm) in formats}
+    return {*formats} <= record["formats"].keys() and arms <= record["doses"].keys()
 
 
 def probe_log(design: Design, base: int) -> Path:
     return design.probe_file(base).parent / f"probe-{base}.log"
 
 
-def start_probe(design: Design, words: Sequence[str], base: int, environment: dict[str, str]) -> Child:
+def start_probe(
+    design: Design, words: Sequence[str], base: int, formats: Sequence[str], environment: dict[str, str]
+) -> Child:
     file = probe_log(design, base)
     file.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "qerl_bench.gates.probe", str(design.path), str(base), *words]
+    command = [sys.executable, "-m", "qerl_bench.gates.probe", str(design.path), str(base), ",".join(formats), *words]
     with open(file, "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -192,7 +210,7 @@ def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[t
     found: dict[tuple[str, int, int], list[str]] = {}
     for arm in design.arms:
         for record in probes:
-            sigma = record["doses"][arm.name]["sigma"] if arm.dosed else None
+            sigma = record["doses"].get(arm.name, {}).get("sigma")
             if not arm.dosed or sigma is not None:
                 for seed in design.seeds:
                     found[arm.name, record["base"], seed] = design.words(arm, record["base"], seed, sigma)
@@ -288,9 +306,7 @@ def prepared(options: Any) -> tuple[Design, int, Deadline]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    for package in ("qerl_bench", "hydra_plugins"):
-        logging.getLogger(package).setLevel(logging.INFO)
+    log_to_stderr("qerl_bench", "hydra_plugins")
     parser = parser_of(__doc__)
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
     options = parsed(parser, arguments)
@@ -299,7 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = tiers if options.tiers is None else options.tiers
     require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
     out = options.out or design.root / "study"
-    probes, failed = probe(design, options.words, slots, deadline)
+    arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
+    probes, failed = probe(design, options.words, slots, deadline, arms)
     results = gates(design, probes, finished_runs(design, probes))
     arms_stopped = stopped(results, options.despite)
     log.info("before the runs\n%s", render(results))

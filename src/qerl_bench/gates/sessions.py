@@ -35,6 +35,11 @@ class Sessions:
             base: run.path.parent.name for (_, base, _), run in sorted(self.runs.items(), key=lambda one: one[0][1])
         }
 
+    @property
+    def formats(self) -> list[str]:
+        """The weight formats in which all bases were measured, that of the reference first."""
+        return [quant for quant in self.design.formats if all(quant in one["formats"] for one in self.probes.values())]
+
     def of_arm(self, name: str) -> list[Run]:
         """The runs of an arm, by base and seed."""
         return [run for (arm, _, _), run in sorted(self.runs.items()) if arm == name]
@@ -61,6 +66,13 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         probes |= {one["base"]: one for one in here if one["base"] not in trained}
         runs |= found
     return Sessions(design, dict(sorted(probes.items())), runs)
+
+
+def study_of(session: Path) -> Path | None:
+    """The folder of the study in sessions that `session` is one of; None if it is no session of such a study."""
+    study = session.parent.parent
+    packed = session.parent.name == "data" and (session / "probes.json").is_file()
+    return study if packed and (study / "study.yaml").is_file() else None
 
 
 def read_study(folder: Path) -> Sessions:

@@ -6,7 +6,7 @@
 
 A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with
 filters; each run that kept completions (train.kept_groups) has a page of them, token by token. A study is a folder that
-holds runs, or a committed one. Unfinished runs are listed.
+holds runs, or a committed one, in one session or several. Unfinished runs are listed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.durable import replace
+from qerl_bench.gates.sessions import read_study, study_of
 from qerl_bench.report.page import page
 from qerl_bench.report.run_page import has_samples, run_page
 from qerl_bench.report.study_page import evaluated, study_page, verdict_counts
@@ -55,8 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
 def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -> str:
     """Write the pages of all studies that `options` names; returns what was written, in words.
 
-    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `chosen_runs`, `load_run`
-    and `check_comparable` do, before a file is written, and for damaged completions.
+    `loaded` keeps finished runs from one call to the next. Raises ConfigError as `chosen_runs`, `load_run`,
+    `read_study` and `check_comparable` do, before a file is written, and for damaged completions.
     """
     studies = by_study(chosen_runs(options.runs, options.without))
     out: Path = options.out
@@ -65,10 +66,9 @@ def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -
     samples: dict[Path, Path] = {}  # the page of a run
     for name, members in studies.items():
         folder = out if len(studies) == 1 else out / name
-        runs = [_load(path, loaded) for path in members]
-        check_comparable(runs, options.mixed_code)
+        runs = comparable(members, loaded, options.mixed_code)
         viewers = {run.name: f"samples/{run.path.name}.html" for run in runs if has_samples(run.path)}
-        title = name if len(studies) > 1 else _title(options.runs)
+        title = name if len(studies) > 1 else _title(options.runs, members)
         results = evaluated(title, runs)
         texts[folder / INDEX] = study_page(title, runs, results, viewers, refresh_s)
         pages.append((name, verdict_counts(results), len(runs)))
@@ -85,14 +85,34 @@ def report(options: Namespace, refresh_s: int | None, loaded: dict[Path, Run]) -
 
 
 def by_study(paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Runs by the folder that holds them, named by its path below what all folders share: a/b is not a-b."""
-    folders = by_folder(paths)
+    """Runs by the folder of their study, named by its path below what all folders share: a/b is not a-b."""
+    folders: dict[Path, list[Path]] = {}
+    for folder, members in by_folder(paths).items():
+        folders.setdefault(study_of(folder) or folder, []).extend(members)
     shared = Path(commonpath(folders))
     above = shared.parent if shared in folders else shared
     return {folder.relative_to(above).as_posix(): members for folder, members in folders.items()}
 
 
-def _title(folders: Sequence[Path]) -> str:
+def comparable(members: Sequence[Path], loaded: dict[Path, Run], mixed_code: bool) -> list[Run]:
+    """The runs of a study. Sessions may be of several versions of the code: no pair of runs is from two of them."""
+    in_sessions = _in_sessions(members)
+    if in_sessions is None:
+        runs = [_load(path, loaded) for path in members]
+    else:
+        chosen = {path.absolute() for path in members}
+        runs = [run for run in read_study(in_sessions).runs.values() if run.path in chosen]
+    check_comparable(runs, mixed_code or in_sessions is not None)
+    return runs
+
+
+def _in_sessions(members: Sequence[Path]) -> Path | None:
+    return study_of(members[0].absolute().parent)
+
+
+def _title(folders: Sequence[Path], members: Sequence[Path]) -> str:
+    if study := _in_sessions(members):
+        return study.name
     first = folders[0].absolute()
     return f"{first.parent.name}/{first.name}" if first.name == "runs" else first.name
 

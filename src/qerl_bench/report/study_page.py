@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
@@ -26,7 +27,7 @@ from qerl_bench.figures.style import format_order
 from qerl_bench.report.page import colors, page
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study import table
-from qerl_bench.study.load import Run
+from qerl_bench.study.load import Run, noise_of
 from qerl_bench.study.study import Setting, group_by_setting
 
 MOST_RUNS = 3_000  # of one page: about 3 MB
@@ -132,6 +133,8 @@ def _run(run: Run, viewer: str) -> dict[str, Any]:
 
 
 def _axis(items: Mapping[str, Any], key: str) -> Any:
+    if key == "aqn.name":
+        return noise_of(items)
     return 0 if key == "lora.rank" and items.get("lora.name") == "none" else items.get(key)
 
 
@@ -251,17 +254,22 @@ def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Col
 
 
 def _doses(runs: Sequence[Run], place: Mapping[Path, int]) -> list[dict[str, Any]]:
-    """Settings that differ in their noise alone, in series of two levels or more: the dose, and what it did.
+    """Settings that differ in their noise alone, in one place, in series of two levels or more: dose and what it did.
 
     The dose is the mean of sigma over the steps. A setting whose runs lack a number leaves that number out.
     """
-    series: dict[frozenset[tuple[str, str]], list[Setting]] = {}
+    by_rest: dict[frozenset[tuple[str, str]], list[Setting]] = {}
     settings = group_by_setting(runs)
     for setting in label_settings(settings) if settings else ():
         rest = frozenset(item for item in setting.runs[0].setting_items if not item[0].startswith(("aqn.", "noise.")))
-        series.setdefault(rest, []).append(setting)
+        by_rest.setdefault(rest, []).append(setting)
+    series = [
+        [one for one in group if one["aqn.name"] == "none" or one["noise.where"] == where]
+        for group in by_rest.values()
+        for where in (None, "adapters")  # None: in norms
+    ]
     doses = []
-    for number, group in enumerate(series.values()):
+    for number, group in enumerate(series):
         levels = {id(one): _mean_sigma(one) for one in group}
         known = [one for one in group if levels[id(one)] is not None]
         if len({levels[id(one)] for one in known}) < 2:
@@ -271,7 +279,7 @@ def _doses(runs: Sequence[Run], place: Mapping[Path, int]) -> list[dict[str, Any
             doses.append(
                 {
                     "series": number,
-                    "label": f"{setting.label}, noise {setting['aqn.name']}",
+                    "label": f"{setting.label}, noise {setting.noise}",
                     "axes": {axis: str(_axis(first.config_items, key)) for axis, key in AXES.items()},
                     "sigma": levels[id(setting)],
                     "runs": [place[run.path] for run in setting.runs],
@@ -282,11 +290,13 @@ def _doses(runs: Sequence[Run], place: Mapping[Path, int]) -> list[dict[str, Any
 
 
 def _mean_sigma(setting: Setting) -> float | None:
-    """The mean noise of a setting's first run; 0 without noise, None if it was not recorded."""
+    """The mean noise of a setting's runs, of which matched noise has one by base; 0 without noise, None if a run has no
+    record of it.
+    """
     if setting["aqn.name"] == "none":
         return 0.0
-    sigma = sigma_by_step(setting.runs[0]).dropna()
-    return None if sigma.empty else float(f"{sigma.mean():.4g}")
+    sigmas = [sigma_by_step(run).mean() for run in setting.runs]
+    return None if any(map(math.isnan, sigmas)) else float(f"{fmean(sigmas):.4g}")
 
 
 def _response(setting: Setting, measure: Measure) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,10 @@ class Run:
     @property
     def name(self) -> str:
         return self.option("name")
+
+    @property
+    def noise(self) -> str:
+        return noise_of(self.config_items)
 
     @property
     def code(self) -> str:
@@ -196,6 +200,12 @@ class Run:
             return self.kept_answers
         rows = read_table(path, ["mode", "question", "step", "correct"]).astype({"correct": "int64"})
         return rows.groupby(["mode", "question", "step"])["correct"].agg(correct="sum", samples="count").reset_index()
+
+
+def noise_of(items: Mapping[str, Any]) -> str:
+    """The schedule in the config with these dotted keys, and where its noise is if not in norms: exp on adapters."""
+    adapted = items["aqn.name"] != "none" and items.get("noise.where") == "adapters"
+    return f"{items['aqn.name']}{' on adapters' if adapted else ''}"
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Path]:

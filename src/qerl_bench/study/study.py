@@ -34,6 +34,10 @@ class Setting:
         """The name of its runs, with * for the seed."""
         return self.runs[0].name.replace(f"-s{self.runs[0].option('seed')}-", "-s*-")
 
+    @property
+    def noise(self) -> str:
+        return self.runs[0].noise
+
     @cached_property
     def by_cell(self) -> dict[Cell, Run]:
         """Its runs by base model and seed. Raises ConfigError if two runs have the same."""
@@ -97,9 +101,9 @@ class Study:
         """The runs without noise, and those of the noise schedule that most formats were run with; ties by name."""
         formats: dict[str, set[str]] = {}
         for run in self.runs:
-            formats.setdefault(run.option("aqn.name"), set()).add(run.option("quant.name"))
+            formats.setdefault(run.noise, set()).add(run.option("quant.name"))
         noisy = sorted(formats.keys() - {"none"}, key=lambda name: (-len(formats[name]), name))
-        return Study([run for run in self.runs if run.option("aqn.name") in ("none", *noisy[:1])])
+        return Study([run for run in self.runs if run.noise in ("none", *noisy[:1])])
 
     def complete_settings(self, *crossed: str) -> list[Setting]:
         """The settings, each with the same seeds and, within a kind of model, the same bases.

@@ -112,8 +112,8 @@ def _fits(lines: Sequence[str]) -> bool:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """`text` in pieces of at most `width` letters, cut behind a - or _ where there is one."""
-    return re.findall(rf".{{1,{width}}}$|.{{0,{width - 1}}}[-_]|.{{{width}}}", text) or [text]
+    """`text` in pieces of at most `width` letters, cut behind a space, - or _ where there is one."""
+    return re.findall(rf".{{1,{width}}}$|.{{0,{width - 1}}}[-_ ]|.{{{width}}}", text) or [text]
 
 
 def _filled(line: str) -> str:
@@ -126,7 +126,8 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
     Left out is what the table says of options, and what comes with another option or rank.
     """
-    shown = {"seed", "lora.rank", "optim.lr" if len({str(config.get("model.name")) for config in configs}) > 1 else ""}
+    several = len({str(config.get("model.name")) for config in configs}) > 1
+    shown = {"seed", "lora.rank", "noise.where", "optim.lr" if several else ""}
 
     def option(config: Mapping[str, Any], key: str) -> tuple[str, str]:
         axis = key.partition(".")[0]
@@ -175,7 +176,7 @@ def row_of(run: Run) -> dict[str, Any]:
         "finished": identity["finished"],
         "model": identity["model"],
         "format": identity["quant"],
-        "noise": identity["aqn"],
+        "noise": run.noise,
         "rank": identity["lora_rank"],
         "seed": identity["seed"],
         **_evaluated(run, "accuracy_greedy", "greedy", "start"),
