@@ -67,6 +67,7 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "eval.quant": None,
     "rollout.quant": None,
     "noise.where": "norms",
+    "task.pretrain_procedures": {"guess": 0.25, "hasty": 0.35, "careful": 0.4},
 }
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
 MADE_AGAIN = (

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.config import Experiment, build, compose, fingerprint
 from qerl_bench.records import Prompt
 from qerl_bench.task.arithmetic import Arithmetic
+from qerl_bench.task.generated import GeneratedTask
 from qerl_bench.task.grader.extract import answer_block, well_formed
 
 SHARES = {"guess": 0.25, "hasty": 0.35, "careful": 0.4}
@@ -31,6 +33,7 @@ def _task(**changed: Any) -> Arithmetic:
         "correct_weight": 1.0,
         "format_weight": 0.2,
         "procedures": SHARES,
+        "pretrain_procedures": SHARES,
     }
     return Arithmetic(**{**options, **changed})
 
@@ -272,6 +275,7 @@ def test_more_problems_than_there_are_is_an_error_and_not_an_endless_search(chan
         {"correct_weight": float("nan")},
         {"format_weight": -0.1},
         {"procedures": {"guess": 1.0}},
+        {"pretrain_procedures": {**SHARES, "lazy": 1.0}},
         {"procedures": {**SHARES, "lazy": 1.0}},
         {"procedures": {**SHARES, "guess": -0.1}},
         {"procedures": dict.fromkeys(SHARES, 0.0)},
@@ -281,3 +285,25 @@ def test_more_problems_than_there_are_is_an_error_and_not_an_endless_search(chan
 def test_values_that_make_no_sense_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changed))):
         _task(**changed)
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "word_problems"])
+def test_a_base_is_named_by_what_it_learned_from(task: str) -> None:
+    """Other shares are another warm start; those of the run's own demonstrations are not, and it teaches the shares."""
+
+    def warm_start(*words: str) -> Experiment:
+        experiment = build(compose(["model=tiny", f"task={task}", *words]))
+        overrides = experiment.model.warm_start_overrides()
+        assert overrides is not None
+        return build(compose([*overrides, *experiment.task.warm_start_overrides()]))
+
+    rare = warm_start("task.pretrain_procedures.careful=0.05")
+    assert rare.name != warm_start().name == warm_start("task.procedures.careful=0.05").name
+    assert isinstance(rare.task, GeneratedTask) and rare.task.procedures == {**SHARES, "careful": 0.05}
+
+
+def test_runs_made_before_bases_had_shares_keep_their_name() -> None:
+    cfg = compose(["model=tiny", "task=arithmetic"])
+    earlier = cfg.copy()
+    del earlier.task.pretrain_procedures
+    assert fingerprint(cfg) == fingerprint(earlier)

@@ -71,6 +71,7 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
     grown = ["rollout", "noise", *(["algo"] if config.get("algo", {}).get("name") == "sft" else [])]
+    grown += ["task"] if "procedures" in config.get("task", {}) else []
     later_keys = {group: unsaid(group) | config.get(group, {}) for group in grown}
     return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | later_keys
 

@@ -44,17 +44,27 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask(PromptTask):
-    """Problems drawn by `random_problem`. `procedures` gives each procedure's share of the demonstrations."""
+    """Problems drawn by `random_problem`.
+
+    `procedures` gives each procedure's share of the demonstrations, `pretrain_procedures` of those that a base of
+    model=tiny learned from before the run.
+    """
 
     procedures: dict[str, float]
+    pretrain_procedures: dict[str, float]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shares = self.procedures
-        require(
-            set(shares) == set(PROCEDURES) and min(shares.values()) >= 0 and sum(shares.values()) > 0,
-            f"task.procedures needs a share >= 0 for each of {', '.join(PROCEDURES)}, got {shares}",
-        )
+        for key in ("procedures", "pretrain_procedures"):
+            shares = getattr(self, key)
+            require(
+                set(shares) == set(PROCEDURES) and min(shares.values()) >= 0 and sum(shares.values()) > 0,
+                f"task.{key} needs a share >= 0 for each of {', '.join(PROCEDURES)}, got {shares}",
+            )
+
+    def warm_start_overrides(self) -> list[str]:
+        shares = [f"task.procedures.{name}={share}" for name, share in self.pretrain_procedures.items()]
+        return [f"task={self.name}", *shares]
 
     def random_problem(self, draw: random.Random) -> Problem | None:
         """A random problem of either split, or None if the draw broke the options."""

@@ -53,9 +53,6 @@ class WordProblems(GeneratedTask):
         self.eval_prompts(1)
         self.train_prompts(1, 1, 0)
 
-    def warm_start_overrides(self) -> list[str]:
-        return [f"task={self.name}"]
-
     def options(self) -> str:
         return f"steps={self.steps}, max_number={self.max_number}"
 
