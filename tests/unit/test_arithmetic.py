@@ -11,7 +11,9 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import Experiment, build, compose, fingerprint
+from qerl_bench.eval.reevaluate import with_later_keys
 from qerl_bench.records import Prompt
+from qerl_bench.rundir import as_dict
 from qerl_bench.task.arithmetic import Arithmetic
 from qerl_bench.task.generated import GeneratedTask
 from qerl_bench.task.grader.extract import answer_block, well_formed
@@ -302,8 +304,10 @@ def test_a_base_is_named_by_what_it_learned_from(task: str) -> None:
     assert isinstance(rare.task, GeneratedTask) and rare.task.procedures == {**SHARES, "careful": 0.05}
 
 
-def test_runs_made_before_bases_had_shares_keep_their_name() -> None:
+def test_runs_made_before_bases_had_shares_keep_their_name_and_can_be_evaluated() -> None:
     cfg = compose(["model=tiny", "task=arithmetic"])
     earlier = cfg.copy()
     del earlier.task.pretrain_procedures
     assert fingerprint(cfg) == fingerprint(earlier)
+    assert with_later_keys(as_dict(earlier))["task"] == as_dict(cfg)["task"]
+    assert "pretrain_procedures" not in with_later_keys(as_dict(compose(["task=gsm8k"])))["task"]

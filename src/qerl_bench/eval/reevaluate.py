@@ -70,8 +70,8 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(evaluation, dict) and evaluation.get("_target_") in later:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    grown = ["rollout", "noise", *(["algo"] if config.get("algo", {}).get("name") == "sft" else [])]
-    grown += ["task"] if "procedures" in config.get("task", {}) else []
+    supervised, generated = config.get("algo", {}).get("name") == "sft", "procedures" in config.get("task", {})
+    grown = ["rollout", "noise", *["algo"] * supervised, *["task"] * generated]
     later_keys = {group: unsaid(group) | config.get(group, {}) for group in grown}
     return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | later_keys
 
