@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from qerl_bench.claims.measure import TRAINED_SHARE
-from qerl_bench.gates.report import texts
+from qerl_bench.gates.report import by_figure, plotted, texts
 from qerl_bench.gates.sessions import read_study
 from qerl_bench.study.load import load_runs
 
@@ -29,6 +29,22 @@ def test_reports_of_studies_are_recomputed(study: Path) -> None:
     made = texts(read_study(study))
     for name in ("gates.md", "claims.md", "literature.md", "bases.md"):
         assert made[name] == (study / "results" / name).read_text(), name
+
+
+def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compared_with() -> None:
+    study = read_study(ROOT / "docs" / "studies" / "worlds-2026-settings")
+    found = {ending: [arm.name for arm in arms] for ending, arms in by_figure(study).items()}
+    assert found == {
+        "_bf16": ["bf16", "nvfp4", "bf16-rate3", "bf16-sft"],
+        "_nvfp4": [
+            "nvfp4", "nvfp4-rate3", "nvfp4-rank16", "nvfp4-rank64",
+            "nvfp4-exp", "nvfp4-linear", "nvfp4-cosine", "nvfp4-log",
+        ],
+        "_bf16-sft": ["bf16-sft", "nvfp4-sft", "nf4-sft"],
+    }  # fmt: skip
+    for arms in by_figure(study).values():
+        shades = [arm.shade for arm in plotted(study, arms).values()]
+        assert len({*shades}) == len(shades)
 
 
 def test_published_speeds_are_of_steps_that_trained() -> None:

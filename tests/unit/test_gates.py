@@ -253,6 +253,10 @@ def test_words_of_the_command_line_replace_common_ones(design: Design) -> None:
         ({"arms": {"a": {"tier": 1, "words": ["quant=bf16"], "dose": 1}}}, r"arms.a must .*dose"),
         ({"arms": {"a": {"tier": 0, "words": ["quant=bf16"]}}}, "arms.a.tier"),
         ({"arms": {"a": {"tier": 1, "words": []}, "b": {"tier": 1, "words": ["task=dag"]}}}, "model or task"),
+        (
+            {"arms": {"a": {"tier": 1, "words": []}, "b": {"tier": 1, "words": [], "compared_with": "c"}}},
+            "arms.b.compared_with must be one of a, got c",
+        ),
     ],
 )
 def test_a_wrong_design_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:

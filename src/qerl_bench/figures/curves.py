@@ -68,7 +68,7 @@ def paired_curves(
             low, high = _limits(pairs, curve)
             for ax, one in zip(others, pairs, strict=True):
                 cut |= _difference(ax, one, curve, low, high)
-                name = [one.label] if row == 0 else []
+                name = [one.label.replace(" − ", "\n− ") if len(pairs) > 4 else one.label] if row == 0 else []
                 whole = [line.replace(", ", ",\n ") if narrow else line for line in _whole(one, curve)]
                 ax.set_title("\n".join([*name, *whole]), fontsize=small())
                 if ax is not others[0]:

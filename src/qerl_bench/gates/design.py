@@ -11,6 +11,7 @@
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
 
 Tier 1 is run on all bases before tier 2 begins. A control is an arm whose effect on the reference is known to be large.
+Reports compare an arm with itself without noise, otherwise with the reference, unless it says `compared_with: ARM`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from qerl_bench.checks import check_fields, count, flag, number, require, text
+from qerl_bench.checks import check_fields, count, flag, number, optional, require, text
 from qerl_bench.cli import Point
 from qerl_bench.config import Composer, fingerprint
 from qerl_bench.rundir import is_finished
@@ -37,9 +38,10 @@ class Arm:
     tier: int
     words: list[str]
     control: bool = False
+    compared_with: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, f"arms.{self.name}", tier=count(), control=flag)
+        check_fields(self, f"arms.{self.name}", tier=count(), control=flag, compared_with=optional(text))
         check_words(f"arms.{self.name}.words", self.words)
 
     @property
@@ -86,6 +88,12 @@ class Design:
     def __post_init__(self) -> None:
         check_words("common", self.common)
         require(len(self.arms) > 0 and len(self.bases) > 0 and len(self.seeds) > 0, f"{self.path} has no runs")
+        for arm in self.arms:
+            others = [one.name for one in self.arms if one is not arm]
+            require(
+                arm.compared_with in (None, *others),
+                f"arms.{arm.name}.compared_with must be one of {', '.join(others)}, got {arm.compared_with}",
+            )
         kinds = {arm.name: (self.option(arm, "model"), self.option(arm, "task")) for arm in self.arms}
         (first, *others) = kinds.values()
         require(all(other == first for other in others), f"the arms of {self.path} differ in model or task: {kinds}")
@@ -216,7 +224,8 @@ def _arm(name: object, entry: object) -> Arm:
     text("arms", name)
     require(isinstance(entry, dict), f"arms.{name} must have the keys tier and words")
     assert isinstance(entry, dict)
-    return Arm(name=str(name), **_object(f"arms.{name}", {"control": False, **entry}, {"tier", "words", "control"}))
+    filled = {"control": False, "compared_with": None, **entry}
+    return Arm(name=str(name), **_object(f"arms.{name}", filled, {"tier", "words", "control", "compared_with"}))
 
 
 def _object(where: str, content: object, keys: set[str]) -> Mapping[str, Any]:

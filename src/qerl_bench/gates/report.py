@@ -4,14 +4,17 @@
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md
 those on later papers, bases.md a table by base; curves.svg, arms.svg, exploration.svg and
-pass_at_k.svg are the figures. Runs of several versions of the code are taken together, since no
-pair of runs is from two sessions.
+pass_at_k.svg are the figures. Of many arms three of these are drawn once for each arm that others
+are compared with. Runs of several versions of the code are taken together, since no pair of runs
+is from two sessions.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 
@@ -35,6 +38,7 @@ from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import check_comparable
 
+MOST_LINES = 8  # arms in one figure of lines
 MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
 
 
@@ -67,36 +71,58 @@ def texts(study: Sessions) -> dict[str, str]:
 
 
 def figures(study: Sessions) -> dict[str, Figure]:
-    """The figures of the report, by name."""
-    arms, pairs = plotted(study), plotted(study, pairs=True)
-    treated = [i for i, arm in enumerate(study.arms) if i > 0 and not arm.control]
-    return {
-        "curves": paired_curves([arms[i] for i in (0, *treated)], [pairs[i] for i in treated], [REWARD, ENTROPY]),
-        "arms": dot_plot(pairs, MEASURES),
-        "exploration": entropy_and_accuracy(study, pairs[1:]),
-        "pass_at_k": pass_at_k_curves(arms),
-    }
+    """The figures of the report, by name. Arms too many for one figure of lines have one for each of their controls.
+
+    Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them.
+    """
+    sampling = [arm for arm in study.arms if study.design.option(arm, "algo")["name"] != "sft"]
+    drawn = {"arms": dot_plot([*plotted(study, sampling, pairs=True).values()], MEASURES)}
+    for ending, (control, *arms) in by_figure(study).items():
+        levels, pairs = (plotted(study, [control, *arms], pairs=labels) for labels in (False, True))
+        levels[control.name] = level = replace(levels[control.name], control=())
+        drawn[f"pass_at_k{ending}"] = pass_at_k_curves([*levels.values()])
+        rewarded = [arm.name for arm in arms if arm in sampling]
+        treated = [arm.name for arm in arms if arm in sampling and not arm.control]
+        if rewarded:
+            drawn[f"exploration{ending}"] = entropy_and_accuracy(study, [pairs[name] for name in rewarded])
+            drawn[f"curves{ending}"] = paired_curves(
+                [level, *(levels[name] for name in treated)], [pairs[name] for name in treated], [REWARD, ENTROPY]
+            )
+    return drawn
 
 
-def plotted(study: Sessions, pairs: bool = False) -> list[PlottedArm]:
-    """The arms as figures show them, the reference first; with `pairs` the labels name their controls too."""
-    others = iter(OTHER_COLORS)
-    arms = []
+def by_figure(study: Sessions) -> dict[str, list[Arm]]:
+    """The arms of each figure of lines, what they are compared with first, by the ending of the figure's name."""
+    if len(study.arms) <= MOST_LINES:
+        return {"": study.arms}
+    found: dict[str, list[Arm]] = {}
     for arm in study.arms:
+        if control := control_of(study, arm):
+            found.setdefault(f"_{control.name}", [control]).append(arm)
+    return found
+
+
+def plotted(study: Sessions, arms: Sequence[Arm], pairs: bool = False) -> dict[str, PlottedArm]:
+    """The arms as figures show them, by name; with `pairs` the labels name their controls too."""
+    others = cycle(OTHER_COLORS)
+    shown = {}
+    for arm in arms:
         control = control_of(study, arm)
         plain = len(arm.words) == 1 and study.design.format_of(arm) == arm.name
         shade = color(arm.name) if plain else next(others)
         label = f"{arm.name} − {control.name}" if pairs and control else arm.name
-        arms.append(PlottedArm(label, study.of_arm(arm.name), study.of_arm(control.name) if control else (), shade))
-    return arms
+        runs, controls = (study.of_arm(one.name) if one else () for one in (arm, control))
+        shown[arm.name] = PlottedArm(label, runs, controls, shade)
+    return shown
 
 
 def control_of(study: Sessions, arm: Arm) -> Arm | None:
-    """The arm that `arm` is compared with: the same without its noise, otherwise the reference."""
+    """The arm that `arm` is compared with, as its design says; None for the reference."""
     if arm is study.design.reference:
         return None
     quiet = [word for word in arm.words if not word.startswith("aqn=")]
-    return next((one for one in study.arms if one is not arm and one.words == quiet), study.design.reference)
+    itself = next((one for one in study.arms if one is not arm and one.words == quiet), study.design.reference)
+    return next((one for one in study.arms if one.name == arm.compared_with), itself)
 
 
 def bases(study: Sessions) -> str:
