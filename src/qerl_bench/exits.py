@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from hydra.errors import OverrideParseException
 
+from qerl_bench.arguments import fitted
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.locks import RunLocked
 from qerl_bench.memory import shortage
@@ -57,7 +58,7 @@ def exit_in_words(stopped: str) -> Iterator[None]:
             raise
     else:
         return
-    print(message, file=sys.stderr)
+    print(fitted(message), file=sys.stderr)
     sys.exit(code)
 
 
