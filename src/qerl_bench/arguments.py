@@ -14,6 +14,7 @@ from typing import Any
 from qerl_bench.checks import require
 
 WIDTH = 100  # columns of what commands say about themselves
+INDENT = " " * 4  # of the lines in which a line that is too long goes on
 
 
 class KeyValueParser(argparse.ArgumentParser):
@@ -61,21 +62,29 @@ def wrapped(text: str) -> str:
     return "\n\n".join(filled)
 
 
-def fitted(line: str) -> str:
-    """`line` in lines of WIDTH columns, broken at spaces, those behind punctuation first; a longer word stays whole."""
+def fitted(text: str) -> str:
+    """`text` in lines of WIDTH columns, broken at spaces, those behind punctuation first; a longer word stays whole."""
+    return "\n".join(map(_broken, text.split("\n")))
+
+
+def whole(text: str) -> str:
+    """`text` as it was before `fitted`, on whose lines it is read."""
+    return text.replace(f"\n{INDENT}", " ")
+
+
+def _broken(line: str) -> str:
     if len(line) <= WIDTH:
         return line
-    indent = " " * 4
-    first, *parts = re.split(r"(?<=[,;:.]) ", line)
+    first, *parts = re.split(r"(?<=.{6}[,;:.]) ", line)  # not behind `error:`
     rows = [first]
     for part in parts:
         if len(rows[-1]) + 1 + len(part) <= WIDTH:
             rows[-1] += f" {part}"
         else:
-            rows.append(indent + part)
+            rows.append(INDENT + part)
+    keep = {"subsequent_indent": INDENT, "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(
-        textwrap.fill(row, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        for row in rows
+        textwrap.fill(row.lstrip(), WIDTH, initial_indent=" " * (len(row) - len(row.lstrip())), **keep) for row in rows
     )
 
 

@@ -9,12 +9,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hydra.errors import OverrideParseException
 
+from qerl_bench.arguments import fitted
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.locks import RunLocked
 from qerl_bench.memory import shortage
+from qerl_bench.parallel import ERROR_FILE, tell_torchrun
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import REFUSALS
 from qerl_bench.storage import deleted_folder, failure
@@ -35,6 +38,7 @@ def exit_in_words(stopped: str) -> Iterator[None]:
 
     Ctrl-C gives `stopped` and code 130, SIGTERM 143, SIGHUP 129; a run of another process 75.
     """
+    report = os.environ.get(ERROR_FILE)  # now, because a rank removes what torchrun has set
     try:
         with terminations_raise():
             yield
@@ -57,7 +61,9 @@ def exit_in_words(stopped: str) -> Iterator[None]:
             raise
     else:
         return
-    print(message, file=sys.stderr)
+    print(fitted(message), file=sys.stderr)
+    if report is not None and code == REFUSED:
+        tell_torchrun(Path(report), fitted(message))
     sys.exit(code)
 
 

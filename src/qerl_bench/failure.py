@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.termination import Terminated
 
@@ -35,7 +36,7 @@ def reason_of(run_dir: Path, code: int, offset: int = 0) -> str:
         return f"killed by {signal.Signals(-code).name}"
     logged = _text(run_dir / "run.log", offset).splitlines()
     reasons = [line.partition(MARK)[2].strip() for line in logged if MARK in line]
-    said = reasons or [line.strip() for line in _text(run_dir / "launch.log", 0).splitlines()]
+    said = reasons or [line.strip() for line in whole(_text(run_dir / "launch.log", 0)).splitlines()]
     return next(filter(None, reversed(said)), f"exit code {code}")
 
 

@@ -23,7 +23,7 @@ class Fitting(logging.Formatter):
         super().__init__(fmt or "%(asctime)s %(message)s", datefmt or "%H:%M:%S", *more, **named)
 
     def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(map(fitted, super().format(record).split("\n")))
+        return fitted(super().format(record))
 
 
 def log_to_stderr(*packages: str) -> None:

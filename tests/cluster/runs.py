@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra_plugins.slurm_launcher import queue
 from qerl_bench.aqn.base import Schedule
+from qerl_bench.arguments import whole
 from tests.faults.run import WORDS, numbers
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ class Started:
 
     def ended(self, seconds: float = 900) -> tuple[int, str]:
         """Exit code and output."""
-        return self.process.wait(seconds), self.output.read_text()
+        return self.process.wait(seconds), whole(self.output.read_text())
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,22 @@ def test_answers_may_be_longer_than_the_micro_batches_of_training(
     assert "micro_batch_tokens: 64" in (tmp_path / "out" / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("group_size", [1, 8])
+def test_a_supervised_run_can_be_asked_what_nobody_can_demonstrate(
+    make_config: Callable[..., Any], tmp_path: Path, group_size: int
+) -> None:
+    words = ["steps=1", "eval=none", f"rollout.group_size={group_size}", f"root={tmp_path}", "name=taught"]
+    cfg = make_config("quant=bf16", "algo=sft", *words)
+    run_experiment(build(cfg), cfg)
+    with pytest.raises(ConfigError, match="task=even_characters has no worked solutions"):
+        build(make_config("algo=sft", "task=even_characters"))
+    asked = ["task=even_characters", "eval=task", "eval.questions=2", "eval.samples=2"]
+    main([str(tmp_path / "runs" / "taught"), *asked, f"out={tmp_path / 'out'}"])
+    rows = pd.read_parquet(tmp_path / "out" / "samples.parquet")
+    assert set(rows["gold"]) == {"even"} and set(rows["step"]) == {0, 1}
+    assert "name: sft" in (tmp_path / "out" / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

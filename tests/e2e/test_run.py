@@ -19,7 +19,7 @@ import pandas as pd
 import pytest
 
 from qerl_bench.__main__ import main
-from qerl_bench.arguments import WIDTH
+from qerl_bench.arguments import WIDTH, whole
 from qerl_bench.config import build, compose
 from qerl_bench.eval.command import main as evaluate_again
 from qerl_bench.experiment import run_experiment
@@ -63,7 +63,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as end:
         main(["run", *words])
     assert end.value.code == 2
-    return capsys.readouterr().err
+    return whole(capsys.readouterr().err)
 
 
 def run_dirs(root: Path) -> list[Path]:
@@ -336,8 +336,8 @@ def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed" in done.stderr and "sweep of 2 runs: 0 finished before, 2 to do" in done.stderr
     good, bad = sorted(run_dirs(tmp_path), key=lambda run_dir: not (run_dir / "done.json").exists())
-    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in done.stderr.split("runs failed")[1]
-    assert "changed 0 of 8 norms" in (bad / "launch.log").read_text()
+    assert f"{bad}: noise of sigma 1e-12 changed 0 of 8 norms" in whole(done.stderr).split("runs failed")[1]
+    assert "changed 0 of 8 norms" in whole((bad / "launch.log").read_text())
     assert done.stdout == f"{sweep_table([good, bad])}\n"
     assert_complete(good)
     assert not (bad / "done.json").exists()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl_bench.arguments import whole
 from qerl_bench.parallel import World
 
 LIMIT_S = 60.0  # for one attempt: a run of the campaign takes one to two seconds of an idle core
@@ -35,7 +36,7 @@ class Ended:
     @property
     def words(self) -> str:
         """The last line that was printed, which is the message of a program that refuses."""
-        lines = [line for line in self.said.splitlines() if line.strip()]
+        lines = [line for line in whole(self.said).splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
 
 

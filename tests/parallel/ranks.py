@@ -13,6 +13,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from qerl_bench.arguments import whole
+
 LIMIT_S = 600.0  # for a rank that hangs
 Sabotage = Callable[[int], object]  # called in each process with its rank, before the command
 IMPORTED = (
@@ -38,7 +40,7 @@ def run(words: Sequence[str], size: int, output: Path, sabotage: Sabotage | None
         process.join(LIMIT_S)
         process.kill()  # nothing for one that has ended
         process.join()
-    return Ended([process.exitcode for process in ranks], output.read_text())
+    return Ended([process.exitcode for process in ranks], whole(output.read_text()))
 
 
 def start(

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError
 from qerl_bench.eval.command import main
 from qerl_bench.eval.reevaluate import render
@@ -125,7 +126,7 @@ def test_two_ranks_make_the_record_of_one_process(evaluate: Evaluate) -> None:
     alone, _ = evaluate("task-1", 1, *words)
     out, ended = evaluate("task-2", 2, *words)
     assert ended.codes == [0, 0], ended.said
-    assert ended.said.count(render(out)) == 1 and ended.said.count("step 4, 5 questions") == 1, ended.said
+    assert ended.said.count(whole(render(out))) == 1 and ended.said.count("step 4, 5 questions") == 1, ended.said
     assert_equal(alone, out)
     assert json.loads((out / "env.json").read_text())["ranks"] == 2
     texts = {step: [*rows["completion"]] for step, rows in pd.read_parquet(out / "samples.parquet").groupby("step")}

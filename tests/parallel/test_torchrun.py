@@ -46,6 +46,16 @@ def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_p
     assert json.loads((folder / "env.json").read_text())["ranks"] == 2
 
 
+def test_the_report_of_torchrun_ends_with_the_reason_of_a_refusal(tmp_path: Path) -> None:
+    words = torchrun(2, RUN, "optim.lr=2", f"root={tmp_path / 'root'}")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    said, _, cause = done.stderr.partition("Root Cause")
+    reason = "error: optim.lr must be at most 1"
+    assert done.returncode == 1 and said.partition("Traceback")[0].count(reason) == 1, done.stderr
+    assert reason in cause and "\n  exitcode  : 2 " in cause, done.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
 def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from qerl_bench import __version__
 from qerl_bench.__main__ import COMMANDS, main
-from qerl_bench.arguments import WIDTH, KeyValueParser
-from qerl_bench.checks import ConfigError
+from qerl_bench.arguments import WIDTH, KeyValueParser, fitted, whole
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.cli import check_point, check_points, with_swept_axes
 from qerl_bench.config import Composer, build, compose
 from qerl_bench.eval.reevaluate import stored_config
@@ -267,6 +267,22 @@ def test_status_lists_damaged_runs_with_the_others(tmp_path: Path, capsys: pytes
         ["done", "10", "of", "?"], ["done", "10", "of", "?"], ["done", "3", "of", "10"],
     ]  # fmt: skip
     assert all(str(tmp_path / name / "config.yaml") in line for name, line in zip("ab", printed, strict=False))
+
+
+def test_a_message_fits_a_terminal_and_words_and_commands_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    path, command = Path("/", *["folder"] * 20), "torchrun --standalone --nproc-per-node 4 -m qerl_bench eval runs/NAME"
+    reason = f"this cannot be as it was asked for, {path} is in the way. Leave it out, or share the work: {command}"
+    with pytest.raises(SystemExit), exit_in_words("stopped"):
+        raise TrainingStopped(f"2 runs failed:\n  {path}: {reason}\nrepeat it")
+    with pytest.raises(SystemExit), exit_in_words("stopped"):
+        raise ConfigError(reason)
+    said = capsys.readouterr().err
+    assert whole(said) == f"2 runs failed:\n  {path}: {reason}\nrepeat it\nerror: {reason}\n"
+    lines = said.splitlines()
+    assert {line.strip(" :") for line in lines if len(line) > WIDTH} == {str(path)}
+    assert lines.count(f"    {command}") == 2 and "error: this cannot be as it was asked for," in lines
+    told = f"{'a word ' * 12}in the way:"  # fits into a line of its own
+    assert fitted(f"error: {told} leave it out") == f"error: {told[:-5]}\n    way:\n    leave it out"
 
 
 def test_ctrl_c_is_code_130(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
+from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError
 from qerl_bench.figures import run as figures
 from qerl_bench.figures import style
@@ -467,7 +468,7 @@ def test_a_script_that_finds_no_run_says_so_once_and_exits_with_2(tmp_path: Path
     script = REPOSITORY / "analysis" / "fig_reward.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and f"no run in {tmp_path}" in done.stderr
+    assert whole(done.stderr).count("\n") == 1 and f"no run in {tmp_path}" in done.stderr
 
 
 def test_scripts_are_short() -> None:

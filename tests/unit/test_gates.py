@@ -170,6 +170,16 @@ def test_noise_is_measured_and_taken_back(
     assert all(torch.equal(norm.weight, scales[name]) for name, norm in policy.norms.items())  # type: ignore[arg-type]
 
 
+def small_study(folder: Path, arms: dict[str, str], rise: float) -> Design:
+    """One base of the smoke test, and what words each arm has."""
+    study = {"bases": 1, "seeds": 1, "probe": {"questions": 2, "samples": 2}}
+    study |= {"common": ["experiment=smoke", "task.max_completion_tokens=8"]}
+    study |= {"arms": {name: {"tier": 1, "words": words.split()} for name, words in arms.items()}}
+    study |= {"dose": {"rise": rise, "prompts": 2, "draws": 1}}
+    (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    return read_design(folder / "study.yaml")
+
+
 def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,10 +195,6 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
         "adapters": "quant=nvfp4 aqn=matched noise.where=adapters",
         "mixed": "quant=bf16 aqn=matched rollout.quant=nvfp4",
     }
-    study = {"bases": 1, "seeds": 1, "probe": {"questions": 2, "samples": 2}, "common": ["experiment=smoke"]}
-    study |= {"arms": {name: {"tier": 1, "words": words.split()} for name, words in arms.items()}}
-    study |= {"dose": {"rise": 0.1, "prompts": 2, "draws": 1}}
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     measured: list[str] = []
     samplers: list[tuple[float, ...]] = []
@@ -207,7 +213,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     monkeypatch.setattr(probe, "with_noise", with_noise)
     monkeypatch.setattr(probe, "answers", lambda *_: {})
     monkeypatch.setattr(probe, "dose", dose)
-    design = read_design(tmp_path / "study.yaml")
+    design = small_study(tmp_path, arms, rise=0.1)
     probe.probe_base(design, 0, design.formats)
     doses = json.loads(design.probe_file(0).read_text())["doses"]
     assert measured == ["matched"] * 5 and doses["linear"] == doses["plain"]
@@ -216,6 +222,43 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     norms = doses["plain"]["noisy"]
     assert doses["mse"]["noisy"] == norms and doses["final"]["noisy"] == [*norms, "model.norm"]
     assert not {*doses["adapters"]["noisy"]} & {*norms}
+
+
+@pytest.mark.slow
+def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qerl_bench.gates import probe
+
+    arms = {
+        "bf16": "",
+        "mixed": "quant=bf16 aqn=matched rollout.quant=nvfp4",
+        "plain": "quant=nvfp4 aqn=matched",
+        "adapters": "quant=nvfp4 aqn=matched noise.where=adapters",
+        "mse": "quant=nvfp4 aqn=matched quantizer=mse",
+    }
+    monkeypatch.chdir(tmp_path)
+    design = small_study(tmp_path, arms, rise=2e-4)
+    built: list[str] = []
+    build_policy = probe.build_policy
+
+    def noted(experiment: Experiment, *more: Any) -> Policy:
+        built.append(f"{experiment.quant.name} {experiment.quantizer.name}")
+        return build_policy(experiment, *more)
+
+    def found() -> dict[str, Any]:
+        built.clear()
+        probe.probe_base(design, 0, design.formats)
+        record = json.loads(design.probe_file(0).read_text())
+        design.probe_file(0).unlink()
+        return record
+
+    monkeypatch.setattr(probe, "build_policy", noted)
+    shared = found()
+    assert built == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
+    monkeypatch.setattr(probe, "decides_weights", lambda experiment: str(id(experiment)))
+    assert found() == shared and len(built) == 6
+    assert min(shared["doses"][arm]["sigma"] for arm in ("mixed", "plain", "adapters")) > 0
 
 
 # --- the design ------------------------------------------------------------------------------------------------------

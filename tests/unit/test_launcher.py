@@ -64,14 +64,17 @@ def test_the_reason_of_a_failure_is_told_in_a_line(tmp_path: Path) -> None:
     points = [
         point(tmp_path / "good", DONE),
         point(tmp_path / "logged", logged),
-        point(tmp_path / "early", "sys.exit('error: no such option')"),
+        point(tmp_path / "early", "sys.exit('error: no such option:\\n    take another')"),
         point(tmp_path / "silent", "sys.exit(7)"),
         point(tmp_path / "killed", "import os; os.kill(os.getpid(), 9)"),
     ]
     failed = sweep(*points)
     expected = {
-        "logged": "too hot", "early": "error: no such option", "silent": "exit code 7", "killed": "killed by SIGKILL"
-    }  # fmt: skip
+        "logged": "too hot",
+        "early": "error: no such option: take another",
+        "silent": "exit code 7",
+        "killed": "killed by SIGKILL",
+    }
     assert failed == expected
     told = str(SweepFailed(5, [(points[1], failed["logged"])]))
     assert told.startswith("1 of 5 runs failed") and f"{tmp_path / 'logged'}: too hot" in told

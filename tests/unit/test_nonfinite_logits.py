@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.arguments import whole
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import build
 from qerl_bench.engine.base import Sampling
@@ -81,7 +82,7 @@ def test_a_run_ends_with_one_message_that_says_when(
     with pytest.raises(SystemExit) as end, exit_in_words("stopped"):
         run_experiment(build(cfg), cfg)
     assert end.value.code == 1
-    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    printed = whole(capsys.readouterr().err.strip()).splitlines()[-1]
     assert printed.startswith(where) and "post_attention_layernorm.weight" in printed
     assert not (tmp_path / "runs" / "broken" / "done.json").exists()
 

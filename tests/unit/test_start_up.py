@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_bench import config
+from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import check_points
 from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, Composer, compose, register_resolvers, resolved
@@ -120,7 +121,7 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path) -> None:
     result, said, heavy = imported("run", "-m", *words, "seed=0")
     assert heavy == set()
     assert result == f"{sweep_table([folder])}\n"
-    lines = said.replace("\n    ", " ").splitlines()  # a long line is broken
+    lines = whole(said).splitlines()
     told = [line[9:] for line in lines if "before seals" not in line]
     assert told == ["sweep of 1 runs: 1 finished before, 0 to do", "1 at a time"]
     assert not (tmp_path / "runs" / "x" / ".hydra").exists()

@@ -17,6 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.config import build
 from qerl_bench.exits import exit_in_words
@@ -111,14 +112,14 @@ def test_a_working_folder_that_is_deleted_ends_in_one_line(
     with pytest.raises(SystemExit) as caught, exit_in_words("stopped"):
         WRITERS[library](Path("runs", "file"))
     assert caught.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = whole(capsys.readouterr().err).splitlines()
     assert line.startswith("error: the working folder has been deleted") and "repeat the command" in line
 
 
 def test_the_deleted_folder_of_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, exit_in_words("stopped"):
         (tmp_path / "runs" / "metrics.jsonl").write_text("")
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = whole(capsys.readouterr().err).splitlines()
     assert caught.value.code == 1 and str(tmp_path / "runs") in line and "repeat the command" in line
     with pytest.raises(FileNotFoundError), exit_in_words("stopped"):
         (tmp_path / "a file that a bug looks for").read_text()

@@ -12,9 +12,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from qerl_bench import own_options
 from qerl_bench.checks import require
 from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
-from qerl_bench.option_names import is_fixed, refuse_foreign_classes, search_folders
+from qerl_bench.option_names import is_fixed, load_option, refuse_foreign_classes, search_folders
 from qerl_bench.own_options import split_search_path
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.refusals import nothing_left_if_refused
@@ -186,9 +187,12 @@ def reevaluate(
 
 
 def _without_training(cfg: DictConfig) -> DictConfig:
-    """`cfg` without a weight format of its evaluations, and without micro-batches, which no answer has to fit."""
+    """`cfg` without a weight format of its evaluations, and without what training alone asks of a task: demonstrations,
+    and answers that fit a micro-batch.
+    """
     cfg = cfg.copy()
     cfg.train.micro_batch_tokens = None
+    cfg.algo, cfg.rollout.group_size = load_option(own_options.folders(), "algo", "grpo"), 2
     if "quant" in cfg.eval:
         cfg.eval.quant = None
     return cfg

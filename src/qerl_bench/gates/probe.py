@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +32,15 @@ from qerl_bench.gates.dose import find_sigma
 from qerl_bench.metrics import mismatch_metrics
 from qerl_bench.model.digest import digest_of
 from qerl_bench.model.policy import Policy
-from qerl_bench.model_setup import base_checkpoint, build_policy
+from qerl_bench.model_setup import base_checkpoint, build_noise, build_policy
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.session import on_base_in, prepare_device
 from qerl_bench.train.batch import make_batch
 
 KL_TOKENS = 32_768  # of a forward pass
-Measurement = Callable[[Design, Experiment, Policy, RolloutEngine], dict[str, Any]]
+ANSWERS = "answers"
+Asked = tuple[Callable[[Design, Experiment, Policy, RolloutEngine], dict[str, Any]], Experiment]
 Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
 
 
@@ -56,15 +57,14 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         plain = build(compose(design.base_words(design.plain(quant), base)))
         device = prepare_device(plain.device, plain.quant)
         checkpoint = base_checkpoint(plain.model, plain.task, plain.root)
-        if quant not in record["formats"]:
-            record["formats"][quant] = on_base(answers, design, plain, checkpoint, device)
-        found: dict[str, dict[str, Any]] = {}
-        for arm in dosed:
-            noisy = build(compose(design.words(arm, base, 0, sigma=1.0)))
-            alike = decides_dose(noisy)
-            if alike not in found:
-                found[alike] = on_base(dose, design, noisy, checkpoint, device)
-            record["doses"][arm.name] = found[alike]
+        asked: dict[str, Asked] = {} if quant in record["formats"] else {ANSWERS: (answers, plain)}
+        noisy = {arm.name: build(compose(design.words(arm, base, 0, sigma=1.0))) for arm in dosed}
+        for one in noisy.values():
+            asked.setdefault(decides_dose(one), (dose, one))
+        found = measured(design, asked, checkpoint, device)
+        if ANSWERS in found:
+            record["formats"][quant] = found[ANSWERS]
+        record["doses"] |= {name: found[decides_dose(one)] for name, one in noisy.items()}
         record |= {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
         file.parent.mkdir(parents=True, exist_ok=True)
         writing = file.with_suffix(".writing")
@@ -79,11 +79,31 @@ def decides_dose(experiment: Experiment) -> str:
     return repr((experiment.quant, experiment.quantizer, adapter, experiment.noise, experiment.rollout))
 
 
-def on_base(measure: Measurement, design: Design, experiment: Experiment, base: Path | None, device: str) -> Any:
-    """What is measured on the weights of `experiment` before training: in its own format, quantizer and adapter."""
-    policy = build_policy(experiment, base, device)
-    with closing(experiment.engine.build(policy)) as engine:
-        return measure(design, experiment, policy, engine)
+def decides_weights(experiment: Experiment) -> str:
+    """What decides the untrained policy of an arm, in words, but for its noise; base and task are those of all arms."""
+    one = experiment
+    return repr((one.quant, one.quantizer, one.lora, one.train, one.kernel, one.seed))
+
+
+def measured(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
+    """What is asked of a base before training, each on its own weights. One policy is in memory at a time."""
+    found: dict[str, Any] = {}
+    for weights in dict.fromkeys(decides_weights(one) for _, one in asked.values()):
+        alike = {name: (ask, one) for name, (ask, one) in asked.items() if decides_weights(one) == weights}
+        found |= on_one_policy(design, alike, base, device)
+    return found
+
+
+def on_one_policy(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
+    """What is asked of experiments that have the same weights: each with its own noise, and a fresh engine."""
+    _, first = next(iter(asked.values()))
+    policy = build_policy(first, base, device)
+    found = {}
+    for name, (ask, one) in asked.items():
+        policy.noise = build_noise(one, policy.model, policy.structure, policy.layers)
+        with closing(one.engine.build(policy)) as engine:
+            found[name] = ask(design, one, policy, engine)
+    return found
 
 
 def answers(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
