@@ -1,7 +1,7 @@
 """Linear layers over 4-bit weights for few tokens, as in sampling: one token of each sequence.
 
-`decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8, 10 and 12 mma.sync. That
-kernel has been compiled for them and not run. If `supported` says no, use `dequantize` and a library GEMM.
+`decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8, 10 and 12 mma.sync;
+that kernel has been compiled for them, but not run. If `supported` says no, use `dequantize` and a library GEMM.
 The weight is decoded in registers and never stored in 16 bits. The operand is code x block scale, as in training, and
 exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied before the only rounding. Two runs
 give the same bits. The configuration, and with it the order of summation, depends on the number of tokens, so a row's
@@ -67,9 +67,9 @@ def decode_gemm(
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
     `scale` is the tensor scale: one number, or FP32 (N,) for concatenated matrices. `bias` is (N,), bfloat16 or FP32.
-    `config` overrides the measured table, its `kernel` that of the device: MMA_V2 runs on Hopper too. If W is that of up
-    to three layers, `parts` are their rows: B is block diagonal, with a block of equal width for each, and the zeros are
-    not read. Rows of x may be strided; the other tensors must be contiguous. Raises ValueError for an unsupported
+    `config` overrides the measured table, its `kernel` that of the device: MMA_V2 runs on Hopper too. If W is that of
+    up to three layers, `parts` are their rows: B is block diagonal, with a block of equal width for each, and the zeros
+    are not read. Rows of x may be strided; the other tensors must be contiguous. Raises ValueError for an unsupported
     device, kernel, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
 
     The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
