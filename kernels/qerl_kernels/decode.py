@@ -1,12 +1,12 @@
 """Linear layers over 4-bit weights for few tokens, as in sampling: one token of each sequence.
 
 `decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8, 10 and 12 mma.sync;
-that kernel has been compiled for them, but not run. If `supported` says no, use `dequantize` and a library GEMM.
-The weight is decoded in registers and never stored in 16 bits. The operand is code x block scale, as in training, and
-exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied before the only rounding. Two runs
-give the same bits. The configuration, and with it the order of summation, depends on the number of tokens, so a row's
-last bits may differ between batch sizes, but not within a bucket (`decode_configs`). Left out: float16 activations,
-gradients.
+that kernel has been compiled for them, but has run on an H200 only. If `supported` says no, use `dequantize` and a
+library GEMM. The weight is decoded in registers and never stored in 16 bits. The operand is code x block scale, as in
+training, and exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied before the only
+rounding. Two runs give the same bits. The configuration, and with it the order of summation, depends on the number of
+tokens, so a row's last bits may differ between batch sizes, but not within a bucket (`decode_configs`). Left out:
+float16 activations, gradients.
 """
 
 from __future__ import annotations
