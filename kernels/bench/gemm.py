@@ -1,7 +1,7 @@
 """Microseconds of linear layers over 4-bit weights, compared with other libraries and with the limits of the GPU.
 
     python kernels/bench/gemm.py [--out FILE] [--formats nvfp4,mxfp4,nf4] [--tokens 1,16,..] [--layers 7B,32B]
-                                 [--search [--lora-rank 32]]
+                                 [--search [--lora-rank 32]] [--kernel mma_v2]
 
 All kernels are timed in the same process. Each cycles through so many copies of its weight that none is found in the
 L2 cache. Peers are torch in bfloat16 and, where they are installed, bitsandbytes, vLLM's Marlin, gemlite and humming.
@@ -9,6 +9,8 @@ The table of times is of layers without an adapter.
 
 `--search` first measures configurations for these layers, with an adapter as runs have it, and writes the fastest to
 the user's cache folder, where `decode_gemm` finds them, or to --table FILE.
+
+`--kernel mma_v2` times the kernel of other cards on a Hopper GPU, with the tiles of its rule.
 
 The floor is the larger of bytes (weight, scales, x, y) over COPY_RATE and floating-point operations over MATRIX_RATE,
 both measured on an H200.
@@ -32,7 +34,7 @@ import torch
 from timing import COPY_RATE, LAYERS, MATRIX_RATE, Call, copies, quantiles, random_weight, times
 
 from qerl_kernels import decode, decode_configs
-from qerl_kernels.decode_configs import Config
+from qerl_kernels.decode_configs import MMA_V2, WGMMA, Config
 
 CONCATENATED = {"qkv": 3, "gate_up": 2}  # layers in one matrix, whose adapters are concatenated too
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
@@ -170,10 +172,12 @@ def compile_all(jobs: list[Job]) -> list[str]:
         return list(itertools.chain(*pool.map(_compile_some, [unique[i::_PROCESSES] for i in range(_PROCESSES)])))
 
 
-def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, rank: int) -> None:
+def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, rank: int, kernel: str) -> None:
     """Write the fastest configuration of each layer and bucket, with an adapter of `rank`, to the table `path`."""
     ranks = {name: concatenated_rank(name, rank) for name in layers}
-    plan = {(name, m): list(decode_configs.candidates(shape, m)) for name, shape in layers.items() for m in buckets}
+    plan = {
+        (name, m): list(decode_configs.candidates(shape, m, kernel)) for name, shape in layers.items() for m in buckets
+    }
     jobs = [("nvfp4", layers[name], m, c, ranks[name]) for (name, m), configs in plan.items() for c in configs]
     failed = compile_all(jobs)
     print("\n".join(["configurations that do not run:", *failed]) if failed else "all configurations run", flush=True)
@@ -202,25 +206,30 @@ def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, r
     decode_configs.write_table(path, best, rank)
 
 
-def rows(layers: dict[str, tuple[int, int]], formats: list[str], tokens: list[int]) -> Iterator[dict[str, Any]]:
+def rows(
+    layers: dict[str, tuple[int, int]], formats: list[str], tokens: list[int], kernel: str
+) -> Iterator[dict[str, Any]]:
     """For each layer and number of tokens the times of the peers, then ours."""
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": _version("triton")}
+    gpu, own = torch.cuda.get_device_name(), decode.kernel_of(torch.device("cuda", 0))
+    ours_name = "ours" if kernel == own else f"ours {kernel}"
+    about = {"gpu": gpu, "torch": torch.__version__, "triton": _version("triton")}
     peers = {name: peer for name, peer in PEERS.items() if find_spec(peer[0]) is not None}
     for name, shape in layers.items():
         ours = {f: [random_weight(f, shape) for _ in range(copies(weight_bytes(f, shape)))] for f in formats}
         for m in tokens:
             x = torch.randn((m, shape[1]), dtype=torch.bfloat16, device="cuda")
-            for kernel, (package, format_name, make) in list(peers.items()):
+            for peer, (package, format_name, make) in list(peers.items()):
                 try:
                     calls = list(make(shape, x))
-                    yield _row(kernel, _version(package), format_name, name, shape, m, short_times(calls)) | about
+                    yield _row(peer, _version(package), format_name, name, shape, m, short_times(calls)) | about
                 except (ImportError, RuntimeError, AttributeError, TypeError, OSError) as error:
-                    print(f"{kernel} left out: {error!r}", flush=True)
-                    del peers[kernel]
+                    print(f"{peer} left out: {error!r}", flush=True)
+                    del peers[peer]
                 calls = []
+            config = decode_configs.choose(gpu, shape, m, kernel)
             for format_name, weights in ours.items():
-                calls = [lambda x=x, w=w: decode.decode_gemm(x, w) for w in weights]
-                yield _row("ours", "", format_name, name, shape, m, short_times(calls)) | about
+                calls = [lambda x=x, w=w, c=config: decode.decode_gemm(x, w, config=c) for w in weights]
+                yield _row(ours_name, "", format_name, name, shape, m, short_times(calls)) | about
 
 
 def _row(
@@ -259,18 +268,24 @@ def main() -> None:
     parser.add_argument("--search", action="store_true", help="measure configurations first")
     parser.add_argument("--lora-rank", type=int, default=32, help="rank of the adapter in --search; 0 for none")
     parser.add_argument("--table", type=Path, help="where --search writes; the user's cache by default")
+    parser.add_argument("--kernel", choices=(WGMMA, MMA_V2), help="by default that which the GPU runs")
     options = parser.parse_args()
     timing.require_gpu(parser)
-    gpu = torch.cuda.get_device_name()
+    gpu, own = torch.cuda.get_device_name(), decode.kernel_of(torch.device("cuda", 0))
+    kernel = options.kernel or own
+    if kernel is None or kernel == WGMMA != own:
+        parser.error(f"the decode GEMM has no kernel {kernel or ''} for {gpu}")
+    if options.search and kernel != own and options.table is None:
+        parser.error(f"--search --kernel {kernel} would replace the configurations of {own}; give a --table")
     tokens = [int(m) for m in options.tokens.split(",")]
     layers = {name: s for name, s in LAYERS.items() if any(part in name for part in options.layers.split(","))}
     if options.search:
         path = options.table or decode_configs.cache_file(gpu)
-        search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path, options.lora_rank)
+        search(layers, sorted({decode_configs.bucket(m) for m in tokens}), path, options.lora_rank, kernel)
     formats = options.formats.split(",")
     jobs = itertools.product(formats, layers.values(), tokens)
-    compile_all([(f, shape, m, decode_configs.choose(gpu, shape, m), 0) for f, shape, m in jobs])
-    print_table(timing.write_rows(rows(layers, formats, tokens), options.out))
+    compile_all([(f, shape, m, decode_configs.choose(gpu, shape, m, kernel), 0) for f, shape, m in jobs])
+    print_table(timing.write_rows(rows(layers, formats, tokens, kernel), options.out))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Linear layers over 4-bit weights for few tokens, as in sampling: one token of each sequence.
 
-`decode_gemm` runs on Hopper (wgmma) for up to 256 tokens. If `supported` says no, use `dequantize` and a library GEMM.
-The weight is decoded in registers and never stored in 16 bits. The operand is code x block scale, as in training, and
-exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied before the only rounding. Two runs
-give the same bits. The configuration, and with it the order of summation, depends on the number of tokens, so a row's
-last bits may differ between batch sizes, but not within a bucket (`decode_configs`). Left out: float16 activations,
-gradients.
+`decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8, 10 and 12 mma.sync;
+that kernel has been compiled for them, but has run on an H200 only, where it pays up to 64 tokens. If `pays` says no,
+use `dequantize` and a library GEMM. The weight is decoded in registers and never stored in 16 bits. The operand is code
+x block scale, as in training, and exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied
+before the only rounding. Two runs give the same bits. The configuration, and with it the order of summation, depends on
+the number of tokens, so a row's last bits may differ between batch sizes, but not within a bucket (`decode_configs`).
+Left out: float16 activations, gradients.
 """
 
 from __future__ import annotations
@@ -18,31 +19,41 @@ from typing import Any
 import torch
 
 from qerl_kernels import mxfp4, nf4, nvfp4
-from qerl_kernels.decode_configs import BUCKETS, Config, choose
+from qerl_kernels.decode_configs import BUCKETS, MMA_V2, WGMMA, Config, choose
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight, unpack
+from qerl_kernels.overlap import overlapping
 from qerl_kernels.scratch import COUNTERS, workspace
 
 LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in bfloat16, and the scaling
 
 MAX_TOKENS = BUCKETS[-1]
+MOST_TOKENS = {WGMMA: MAX_TOKENS, MMA_V2: 64}  # that the kernel is chosen for, as measured on an H200
 MAX_RANK = 128
 _MIN_RANK = 16  # K of a tensor-core instruction
 _MOST_ROWS = 256  # of W that one program multiplies, so that none has rows of two parts
 _SCALE_WORDS = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}  # of a row and a column of tiles
+_KERNELS = {8: MMA_V2, 9: WGMMA, 10: MMA_V2, 12: MMA_V2}  # by major compute capability
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
 
-def supported(weight: KernelWeight, tokens: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_gemm` takes this weight on its device with an x (tokens, K) in `dtype`."""
-    return 0 < tokens <= MAX_TOKENS and dtype == torch.bfloat16 and _unsupported(weight.words.device) is None
+def pays(weight: KernelWeight, tokens: int, dtype: torch.dtype) -> bool:
+    """Whether `decode_gemm` takes an x (tokens, K) in `dtype` and is faster than dequantizing this weight for it."""
+    kernel = kernel_of(weight.words.device)
+    return kernel is not None and 0 < tokens <= MOST_TOKENS[kernel] and dtype == torch.bfloat16
 
 
 @cache
+def kernel_of(device: torch.device) -> str | None:
+    """Which kernel runs on this device, WGMMA or MMA_V2; None: neither does."""
+    return _KERNELS.get(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else None
+
+
 def _unsupported(device: torch.device) -> str | None:
     if device.type != "cuda":
-        return f"the decode GEMM needs a GPU of compute capability 9, got {device}; use decode_reference"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return "the decode GEMM needs compute capability 9 (H100, H200); use dequantize and torch.addmm"
+        return f"the decode GEMM needs a GPU, got {device}; use decode_reference"
+    if kernel_of(device) is None:
+        needed = ", ".join(map(str, _KERNELS))
+        return f"the decode GEMM needs a compute capability of {needed}; use dequantize and torch.addmm"
     return None
 
 
@@ -58,18 +69,22 @@ def decode_gemm(
     """y (M, N) = x (M, K) operand^T * scale + (XA B^T) * factor + bias, bfloat16 like x, for M up to 256.
 
     `scale` is the tensor scale: one number, or FP32 (N,) for concatenated matrices. `bias` is (N,), bfloat16 or FP32.
-    `config` overrides the measured table. If W is that of up to three layers, `parts` are their rows: B is block
-    diagonal, with a block of equal width for each, and the zeros are not read. Rows of x may be strided; the other
-    tensors must be contiguous. Raises ValueError for an unsupported device, shape, dtype or stride. Before capturing it
-    in a CUDA graph, call it once.
+    `config` overrides the measured table, its `kernel` that of the device: MMA_V2 runs on Hopper too. If W is that of
+    up to three layers, `parts` are their rows: B is block diagonal, with a block of equal width for each, and the zeros
+    are not read. Rows of x may be strided; the other tensors must be contiguous. Raises ValueError for an unsupported
+    device, kernel, shape, dtype or stride. Before capturing it in a CUDA graph, call it once.
 
     The kernel may start before earlier ones have ended (`overlap`). It reads words and scales of `weight` at once, and
     waits before it reads or writes anything else. So no kernel of the same step may write the weight.
     """
     _check(x, weight, scale, bias, lora, parts)
     y = x.new_empty((len(x), weight.shape[0]))
+    kernel = kernel_of(x.device)
+    assert kernel is not None
     if config is None:
-        config = choose(_gpu(x.device), weight.shape, len(x))
+        config = choose(_gpu(x.device), weight.shape, len(x), kernel)
+    if config.kernel == WGMMA != kernel:
+        raise ValueError(f"kernel={WGMMA} needs compute capability 9 (H100, H200); use a configuration of {MMA_V2}")
     _launch(x, weight, scale, bias, lora, y, config, parts)
     return y
 
@@ -166,9 +181,9 @@ def _launch(
     config: Config,
     parts: Sequence[int] = (),
 ) -> None:
-    from qerl_kernels import jit_decode
+    from qerl_kernels import jit_decode, jit_decode_common, jit_decode_mma
 
-    m, n = y.shape
+    (m, n), k = y.shape, weight.shape[1]
     tiles, columns = weight.words.shape[:2]
     token_blocks = -(-m // config.tokens)
     blocks = -(-n // config.rows) * token_blocks
@@ -185,25 +200,36 @@ def _launch(
         "RANK": 0 if b is None else max(_MIN_RANK, 1 << (own - 1).bit_length()),
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
-        "PDL": True,
-        "launch_pdl": True,
+        **overlapping(x.device),
     }
     limit = {} if config.registers is None else {"maxnreg": config.registers}
-    multiply: Any = jit_decode.decode[(blocks, config.split)]
-    multiply(
-        _box(x, config), weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), row_scale,
-        bias, xa, b, y, partial, counters, None, factor, scaling, m, n, columns, tiles, rank, own, *ends,
-        y.stride(0), 0,
-        FORMAT=weight.format, BM=config.rows, BN=config.tokens, RING=config.ring, XBUF=config.buffers,
-        OVERLAP=config.overlap, SEPARATE=separate, EVEN=columns % config.ring == 0, GROUPED=False, W=config.warps,
-        num_warps=config.warps, **shared, **limit,
+    tensors = (
+        weight.words, weight.scales.view(_SCALE_WORDS[weight.format]), nf4_table(x.device), row_scale, bias, xa, b, y,
+        partial, counters,
     )  # fmt: skip
+    constants = {
+        "FORMAT": weight.format, "BM": config.rows, "BN": config.tokens, "RING": config.ring, "XBUF": config.buffers,
+        "SEPARATE": separate, "W": config.warps, "num_warps": config.warps, **shared, **limit,
+    }  # fmt: skip
+    multiply: Any
+    if config.kernel == WGMMA:
+        multiply = jit_decode.decode[(blocks, config.split)]
+        multiply(
+            _box(x, config), *tensors, None, factor, scaling, m, n, columns, tiles, rank, own, *ends, y.stride(0), 0,
+            OVERLAP=config.overlap, EVEN=columns % config.ring == 0, GROUPED=False, **constants,
+        )  # fmt: skip
+    else:
+        multiply = jit_decode_mma.decode[(blocks, config.split)]
+        multiply(
+            x, *tensors, factor, scaling, m, n, k, columns, tiles, rank, own, *ends, x.stride(0) // 8, y.stride(0),
+            **constants,
+        )  # fmt: skip
     if separate and config.split > 1:
         part = min(_PART, config.tokens)
-        add: Any = jit_decode.add_partials[(blocks, config.rows // 64, config.tokens // part)]
+        add: Any = jit_decode_common.add_partials[(blocks, config.rows // 64, config.tokens // part)]
         add(
             row_scale, bias, xa, b, y, partial, factor, scaling, m, n, rank, own, *ends, y.stride(0),
-            BM=config.rows, BN=config.tokens, PART=part, num_warps=4, **shared,
+            BM=config.rows, BN=config.tokens, PART=part, WGMMA=config.kernel == WGMMA, num_warps=4, **shared,
         )  # fmt: skip
 
 

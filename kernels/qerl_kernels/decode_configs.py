@@ -2,7 +2,8 @@
 
 Nothing is tuned while a model runs. `decode_h200.json` is shipped. `kernels/bench/gemm.py --search` measures shapes on
 the GPU at hand and writes a table of the same form to the user's cache folder, which takes precedence. The `lora_rank`
-of an entry is the rank of the adapter in its measurement. The shipped entries were measured without an adapter.
+of an entry is the rank of the adapter in its measurement. The shipped entries were measured without an adapter. For
+`mma_v2` there is no table: no card that needs it was at hand, so its rule is a guess, slow at 256 tokens on an H200.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 BUCKETS = (8, 16, 32, 64, 128, 256)  # tokens, rounded up
+WGMMA, MMA_V2 = "wgmma", "mma_v2"  # kernels: of Hopper, and of every card from sm_80 on
 SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 SHARED_LIMIT = 227 * 1024 - 256  # bytes of a program on Hopper, less the barriers
 RANK = "lora_rank"  # of one layer, before layers are concatenated; 0 or absent: no adapter
@@ -32,7 +34,8 @@ class Config:
     buffers: int  # of activations, `ring` columns each
     separate: bool = False  # a second kernel adds the partial sums, not the last program to finish
     registers: int | None = None  # limit, if the compiler's choice lets too few programs run concurrently
-    overlap: bool = False  # the tensor core may run into the next round: faster, but needs more registers
+    overlap: bool = False  # wgmma: the tensor core may run into the next round: faster, but needs more registers
+    kernel: str = WGMMA
 
     @property
     def shared(self) -> int:
@@ -44,25 +47,32 @@ def bucket(tokens: int) -> int:
     return next(b for b in BUCKETS if b >= tokens)
 
 
-def choose(gpu: str, shape: tuple[int, int], tokens: int) -> Config:
+def choose(gpu: str, shape: tuple[int, int], tokens: int, kernel: str = WGMMA) -> Config:
     """The measured configuration for W (N, K) and up to 256 tokens; without one, that of `by_rule`."""
     measured = table(gpu).get(f"{shape[0]}x{shape[1]}", {}).get(str(bucket(tokens)))
-    return by_rule(shape, tokens) if measured is None else measured
+    return by_rule(shape, tokens, kernel) if measured is None or measured.kernel != kernel else measured
 
 
-def by_rule(shape: tuple[int, int], tokens: int) -> Config:
-    """Near the best for most shapes on H200: small tiles, and K split until about 400 programs run."""
-    size = bucket(tokens)
-    ring, take = {8: 8, 16: 8, 32: 8, 64: 4, 128: 2, 256: 2}[size], min(size, 128)
+def by_rule(shape: tuple[int, int], tokens: int, kernel: str = WGMMA) -> Config:
+    """Small tiles, and K split until about 400 programs run. For wgmma near the best for most shapes on H200.
+
+    `mma_v2` has its activations in registers too, and 99 KiB of shared memory on some cards: fewer tokens and columns.
+    """
+    size, wgmma = bucket(tokens), kernel == WGMMA
+    rings = {8: 8, 16: 8, 32: 8, 64: 4, 128: 2, 256: 2} if wgmma else {8: 8, 16: 8, 32: 4, 64: 2, 128: 2, 256: 2}
+    ring, take = rings[size], min(size, 128 if wgmma else 64)
     blocks = -(-shape[0] // 64) * (size // take)
     split = _nearest(400 / blocks, -(-shape[1] // (64 * ring)))
-    return Config(64, take, 4, split, ring, 2, separate=size > 32 and split > 1)
+    return Config(64, take, 4, split, ring, 2, separate=size > 32 and split > 1, kernel=kernel)
 
 
-def candidates(shape: tuple[int, int], tokens: int) -> Iterator[Config]:
-    """What a search tries: the tiles that were best for some shape on H200, with 1 to 4 programs per processor."""
-    size = bucket(tokens)
-    take = min(size, 128)
+def candidates(shape: tuple[int, int], tokens: int, kernel: str = WGMMA) -> Iterator[Config]:
+    """What a search tries, with 1 to 4 programs per processor of an H200.
+
+    For wgmma the tiles that were best for some shape there, for mma_v2 variations of its rule.
+    """
+    size, rule = bucket(tokens), by_rule(shape, tokens, kernel)
+    take, wgmma = rule.tokens, kernel == WGMMA
     tiles: tuple[tuple[int, int, int, int, int | None], ...] = {  # rows, warps, ring, buffers, registers
         8: ((64, 4, 8, 2, None), (128, 8, 8, 2, None), (128, 8, 4, 2, None)),
         16: ((64, 4, 8, 2, None), (64, 4, 8, 3, None), (128, 8, 8, 2, None), (128, 8, 4, 2, None)),
@@ -77,12 +87,15 @@ def candidates(shape: tuple[int, int], tokens: int) -> Iterator[Config]:
             (256, 16, 2, 2, 128),
         ),
     }[size]
+    if not wgmma:
+        rings = ((rule.ring, 2), (rule.ring // 2, 2), (rule.ring // 2, 3))
+        tiles = tuple((16 * warps, warps, ring, buffers, None) for warps in (4, 8) for ring, buffers in rings)
     for rows, warps, ring, buffers, registers in tiles:
         blocks, rounds = -(-shape[0] // rows) * (size // take), -(-shape[1] // (64 * ring))
         for split in sorted({_nearest(target / blocks, rounds) for target in (132, 264, 396, 528)}):
             for separate in (False, True) if split > 1 and size > 8 else (False,):
-                for overlap in (False, True) if size > 16 else (False,):
-                    yield Config(rows, take, warps, split, ring, buffers, separate, registers, overlap)
+                for overlap in (False, True) if size > 16 and wgmma else (False,):
+                    yield Config(rows, take, warps, split, ring, buffers, separate, registers, overlap, kernel)
 
 
 def _nearest(split: float, rounds: int) -> int:

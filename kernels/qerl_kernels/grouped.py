@@ -18,7 +18,7 @@ import torch
 
 from qerl_kernels import decode
 from qerl_kernels.checks import require_device, require_shape
-from qerl_kernels.decode_configs import BUCKETS, Config, bucket, by_rule
+from qerl_kernels.decode_configs import BUCKETS, WGMMA, Config, bucket, by_rule
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
 
 Weight = KernelWeight | torch.Tensor  # (E * N, K) packed, experts one after the other, or bfloat16 (E, N, K)
@@ -119,7 +119,7 @@ def grouped_gemm(
         tensors["bias"] = bias
     require_device(**tensors)
     y = x.new_empty(count, n)
-    if isinstance(weight, KernelWeight) and x.dtype == torch.bfloat16 and decode.supported(weight, 1, x.dtype):
+    if isinstance(weight, KernelWeight) and x.dtype == torch.bfloat16 and decode.kernel_of(x.device) == WGMMA:
         decode.launch_grouped(x, weight, (n, k), rows.items, scale, bias, y, choose(n, k, rows))
     else:
         _launch(x, weight, (n, k), rows, scale, bias, y)

@@ -371,16 +371,73 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
 
 def test_add_partials() -> None:
     """With the adapter of joined layers; the operands of the tensor core come straight from memory."""
-    from qerl_kernels import jit_decode
+    from qerl_kernels import jit_decode_common
 
     signature = {"row_scale_ptr": "*fp32", "partial_ptr": "*fp32", "factor": "fp32", "scaling": "fp32"}
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("M", "N", "rank", "own", "end1", "end2", "stride_ym"), "i32")
     constants = {"BM": 64, "BN": 64, "PART": 16, "SPLIT": 2, "RANK": 32, "HAS_ROW_SCALE": True, "HAS_BIAS": True}
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
-    built = compiled(jit_decode.add_partials, signature, constants | {"PDL": True}, 90, 4, aligned=aligned)
-    _sound(built, overlapping=True)
-    assert built.count("HGMMA") == 2
+    for arch, wgmma in ((90, True), (90, False), (80, False)):
+        constants |= {"PDL": arch >= 90, "WGMMA": wgmma}
+        built = compiled(jit_decode_common.add_partials, signature, constants, arch, 4, aligned=aligned)
+        _sound(built, overlapping=arch >= 90)
+        assert built.count("HGMMA") == 2 * wgmma and built.count("HMMA") == 4 * (not wgmma)
+
+
+def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled:
+    """The kernel of all cards but Hopper with the tiles of its rule; the most registers where the last program adds."""
+    from qerl_kernels import jit_decode_mma
+    from qerl_kernels.decode_configs import MMA_V2, by_rule
+
+    config = by_rule((4608, 3584), tokens, MMA_V2)
+    signature = {"x_ptr": "*bf16", "scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
+    signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr"), "*i32")
+    signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
+    signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
+    signature |= dict.fromkeys(("factor", "scaling"), "fp32")
+    sizes = ("M", "N", "K", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_x", "stride_ym")
+    signature |= dict.fromkeys(sizes, "i32")
+    constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
+    constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": 2, "SEPARATE": False, "RANK": rank}
+    constants |= {"HAS_ROW_SCALE": rank > 0, "HAS_BIAS": rank > 0, "PDL": arch >= 90}
+    aligned = tuple(n for n in signature if n.endswith("_ptr") or n in ("N", "K", "rank", "own", "stride_ym"))
+    return compiled(jit_decode_mma.decode, signature, constants, arch, config.warps, aligned=aligned)
+
+
+@pytest.mark.parametrize(
+    ("arch", "format_name", "tokens", "rank", "bound"),
+    [  # a sample of 120: each card twice, each tile and format with and without an adapter
+        (80, "nvfp4", 8, 128, 3.6),
+        (80, "nf4", 64, 128, 7.4),
+        (89, "mxfp4", 16, 128, 3.6),
+        (89, "nvfp4", 64, 0, 6.5),
+        (90, "nvfp4", 16, 128, 4.0),
+        (90, "nf4", 32, 0, 5.7),
+        (100, "nf4", 16, 0, 5.0),
+        (100, "nvfp4", 64, 128, 6.5),
+        (120, "nvfp4", 32, 128, 4.8),
+        (120, "mxfp4", 8, 0, 3.2),
+    ],
+)
+def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: float) -> None:
+    """The loop over K: mma.sync, ldmatrix and asynchronous copies of 16 bytes; instructions a weight, as of wgmma.
+
+    A compiler may keep two numbers for the end in memory, to fit one more program on a processor.
+    """
+    from qerl_kernels.decode_configs import MMA_V2, by_rule
+
+    built, config = _decode_mma(arch, format_name, tokens, rank), by_rule((4608, 3584), tokens, MMA_V2)
+    assert built.stack <= 8 and built.shared <= 99 * 1024  # that of an RTX 4090
+    assert built.overlaps == (arch >= 90) and not built.waits_first
+    loop = built.loop("HMMA")
+    assert not any(text.startswith(("LDL", "STL")) for text in loop)
+    assert sum("HMMA.16816.F32.BF16" in text for text in loop) == config.ring * config.tokens // 2
+    assert sum("LDSM.16.M88.4" in text for text in loop) == config.ring * config.tokens // 4
+    assert sum(re.search(r"LDGSTS\S*\.128", text) is not None for text in loop) == config.ring * config.tokens // 16
+    assert sum(re.search(r"LDG\.\S*\.128", text) is not None for text in loop) == config.ring
+    assert sum("BAR.SYNC" in text for text in loop) == 2  # more, and each copy would wait for the one before
+    assert len(loop) * 32 * config.warps / (config.rows * 64 * config.ring) <= bound
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

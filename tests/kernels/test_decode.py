@@ -1,7 +1,7 @@
-"""The decode GEMM against float64, and what can be known of it without a GPU.
+"""Both kernels of the decode GEMM against float64, and what can be known of them without a GPU.
 
-Gluon has no interpreter. On a machine without a Hopper GPU the kernel's decoding is run instruction by instruction, and
-the rest of it is covered by the compile gate only.
+Gluon has no interpreter. On a machine without a GPU the decoding is run instruction by instruction, and the rest is
+covered by the compile gate only. On Hopper both kernels run.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ import pytest
 import torch
 
 from qerl_kernels import decode, decode_configs, layout, nf4
-from qerl_kernels.decode_configs import BUCKETS, SHARED_LIMIT, Config, bucket, by_rule, candidates, choose
+from qerl_kernels.decode_configs import (
+    BUCKETS,
+    MMA_V2,
+    SHARED_LIMIT,
+    WGMMA,
+    Config,
+    bucket,
+    by_rule,
+    candidates,
+    choose,
+)
 
 TOKENS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 129, 256)
 QWEN_SHAPES = ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (7168, 5120), (5120, 27648))
 
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a GPU of compute capability 9 (wgmma)",
+_RUNS = decode.kernel_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+hopper = pytest.mark.skipif(_RUNS != WGMMA, reason="needs a GPU of compute capability 9 (wgmma)")
+any_card = pytest.mark.skipif(_RUNS is None, reason="needs a GPU of compute capability 8, 9, 10 or 12 (mma.sync)")
+each_kernel = pytest.mark.parametrize(
+    "kernel", [pytest.param(WGMMA, marks=hopper), pytest.param(MMA_V2, marks=any_card)]
 )
 
 
@@ -69,11 +81,11 @@ def run(x: torch.Tensor, weight: layout.KernelWeight, config: Config, **more: An
     return y
 
 
-@hopper
+@each_kernel
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("format_name", layout.BLOCK)
-def test_gemm_is_that_of_float64(format_name: str, m: int) -> None:
+def test_gemm_is_that_of_float64(format_name: str, m: int, kernel: str) -> None:
     tail = {"nvfp4": 80, "mxfp4": 96, "nf4": 192}[format_name]  # not whole columns, nor whole rounds
     for n, k, split, separate in (
         (1, 64, 1, False),
@@ -82,31 +94,31 @@ def test_gemm_is_that_of_float64(format_name: str, m: int) -> None:
         (200, tail + 1024, 2, True),
     ):
         weight, x = random_weight(format_name, n, k, "cuda"), activations(m, k, "cuda")
-        config = replace(by_rule((n, k), m), split=split, separate=separate)
+        config = replace(by_rule((n, k), m, kernel), split=split, separate=separate)
         for more in ({}, extras(m, n, 8, "cuda") if n == 129 else {"scale": 0.25}):
             y = run(x, weight, config, **more)
             want, allowed = expected(x, weight, **more)
             assert bool(((y.double() - want).abs() <= allowed).all()), (n, k, config, more.keys())
 
 
-@hopper
+@each_kernel
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [3, 32, 64, 128])
+@pytest.mark.parametrize("rank", [3, 16, 32, 64, 128])
 @pytest.mark.parametrize("m", [5, 40, 150])
-def test_adapter_bias_and_row_scale(m: int, rank: int) -> None:
+def test_adapter_bias_and_row_scale(m: int, rank: int, kernel: str) -> None:
     n, k = 200, 1024
     weight, x, more = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda"), extras(m, n, rank, "cuda")
     for split, separate in ((1, False), (2, False), (2, True)):
-        y = run(x, weight, replace(by_rule((n, k), m), split=split, separate=separate), **more)
+        y = run(x, weight, replace(by_rule((n, k), m, kernel), split=split, separate=separate), **more)
         want, allowed = expected(x, weight, **more)
         assert bool(((y.double() - want).abs() <= allowed).all()), (split, separate)
 
 
-@hopper
+@each_kernel
 @pytest.mark.gpu
 @pytest.mark.parametrize(("parts", "rank"), [((512, 256, 256), 8), ((512, 256, 256), 96), ((256, 512), 32)])
 @pytest.mark.parametrize("m", [5, 40, 150])
-def test_joined_layers_read_their_own_adapter(m: int, parts: tuple[int, ...], rank: int) -> None:
+def test_joined_layers_read_their_own_adapter(m: int, parts: tuple[int, ...], rank: int, kernel: str) -> None:
     """What is zero in a block diagonal B is poison here."""
     n, k = sum(parts), 1024
     weight, x, more = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda"), extras(m, n, 1, "cuda")
@@ -115,20 +127,21 @@ def test_joined_layers_read_their_own_adapter(m: int, parts: tuple[int, ...], ra
     want, allowed = expected(x, weight, **more | {"lora": (xa, b.where(own, 0), 0.5)})
     more["lora"] = xa, b.where(own, torch.nan), 0.5
     for rows, split, separate in ((64, 1, False), (128, 2, False), (64, 2, True)):
-        config = replace(by_rule((n, k), m), rows=rows, warps=rows // 16, split=split, separate=separate)
+        config = replace(by_rule((n, k), m, kernel), rows=rows, warps=rows // 16, split=split, separate=separate)
         y = run(x, weight, config, parts=parts, **more)
         assert bool(((y.double() - want).abs() <= allowed).all()), (rows, split, separate)
 
 
-@hopper
+@each_kernel
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 16, 48, 200])
-def test_measured_configurations(m: int) -> None:
-    """Every entry of the table, on a shape with remainders: the same bits twice, powers of two pass through."""
-    entries = {
-        c for sizes in decode_configs.table("NVIDIA H200").values() for s, c in sizes.items() if int(s) == bucket(m)
-    }
-    for config in entries:
+def test_configurations(m: int, kernel: str) -> None:
+    """Every entry of the table, or what a search tries, on a shape with remainders: the same bits twice, powers of two
+    pass through."""
+    table = decode_configs.table("NVIDIA H200").values()
+    measured = {c for sizes in table for size, c in sizes.items() if int(size) == bucket(m)}
+    tried = {replace(c, split=2, separate=False) for c in candidates((4608, 3584), m, MMA_V2)}
+    for config in measured if kernel == WGMMA else tried:
         n, k = 300, 64 * config.ring * config.split + 16
         weight, x = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda")
         y = run(x, weight, config)
@@ -140,25 +153,38 @@ def test_measured_configurations(m: int) -> None:
         assert torch.equal(y[order], run(x[order].contiguous(), weight, config)), config
 
 
-@hopper
+@each_kernel
 @pytest.mark.gpu
-def test_subnormal_scales_and_zero_blocks() -> None:
+def test_subnormal_scales_and_zero_blocks(kernel: str) -> None:
     n, k, m = 64, 512, 4
+    config = by_rule((n, k), m, kernel)
     weight, x = random_weight("nvfp4", n, k, "cuda", largest_scale=8), activations(m, k, "cuda")
     want, allowed = expected(x, weight)
-    y = decode.decode_gemm(x, weight)
+    y = decode.decode_gemm(x, weight, config=config)
     assert bool(((y.double() - want).abs() <= allowed).all())
     apart = torch.stack((x, x.flip(0)), dim=1)[:, 0]  # as the last of several positions
-    assert not apart.is_contiguous() and torch.equal(decode.decode_gemm(apart, weight), y)
+    assert not apart.is_contiguous() and torch.equal(decode.decode_gemm(apart, weight, config=config), y)
+    odd = torch.randn((m, k + 8), device="cuda").bfloat16()[:, :k].copy_(x)  # rows at odd multiples of 16 bytes
+    assert torch.equal(decode.decode_gemm(odd, weight, config=config), y)
     weight.words.zero_()
-    assert torch.count_nonzero(decode.decode_gemm(x, weight)) == 0
+    assert torch.count_nonzero(decode.decode_gemm(x, weight, config=config)) == 0
 
 
-@hopper
+@any_card
 @pytest.mark.gpu
-def test_runs_in_a_graph() -> None:
+def test_the_device_chooses_the_kernel() -> None:
+    """Without a configuration: the same bits as with that of the kernel that the device should run."""
+    n, k, m = 192, 512, 12
+    weight, x = random_weight("mxfp4", n, k, "cuda"), activations(m, k, "cuda")
+    assert _RUNS is not None
+    assert torch.equal(decode.decode_gemm(x, weight), run(x, weight, by_rule((n, k), m, _RUNS)))
+
+
+@each_kernel
+@pytest.mark.gpu
+def test_runs_in_a_graph(kernel: str) -> None:
     weight, x = random_weight("nvfp4", 256, 1024, "cuda"), activations(16, 1024, "cuda")
-    config = replace(by_rule((256, 1024), 16), split=2)
+    config = replace(by_rule((256, 1024), 16, kernel), split=2)
     y = decode.decode_gemm(x, weight, config=config)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -175,6 +201,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     first, second = (half.view(torch.bfloat16) for half in halves)
     low, high = ((first * second).view(torch.int16).long() & 0xFFFF).unbind(-1)
     return low | (high << 16)
+
+
+def product_and_zero(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """The fused form with -0, the one number that changes no product."""
+    assert int(c) == 0x80008000
+    return product(a, b)
 
 
 def permuted(a: torch.Tensor, zero: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -197,6 +229,7 @@ OPERATIONS: dict[str, Any] = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "mul.rn.bf16x2": product,
+    "fma.rn.bf16x2": product_and_zero,
     "prmt.b32": permuted,
     "lop3.b32": logic,
 }
@@ -214,20 +247,25 @@ def assembled(code: str, inputs: dict[int, torch.Tensor]) -> dict[str, torch.Ten
     return values
 
 
-@pytest.mark.parametrize("format_name", ["nvfp4", "mxfp4"])
-def test_assembly_decodes_the_layout(format_name: str) -> None:
-    """The PTX that the kernel inlines, run by hand: operand x 2^-exponent where the tensor core expects it."""
-    jit_decode = pytest.importorskip("qerl_kernels.jit_decode", exc_type=ImportError)
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "NVFP4_FUSED", "MXFP4_FUSED"])
+def test_assembly_decodes_the_layout(name: str) -> None:
+    """The PTX that the kernels inline, run by hand: operand x 2^-exponent where the tensor core expects it.
+
+    That is the A fragment of m16n8k16: lane 4 g + t has rows g and g + 8, inputs 2t, 2t + 1, 2t + 8 and 2t + 9.
+    """
+    common = pytest.importorskip("qerl_kernels.jit_decode_common", exc_type=ImportError)
+    format_name = name.removesuffix("_FUSED").lower()
     weight = random_weight(format_name, 16, 64, "cpu")
     words, scale_type = weight.words.view(8, 4, 4), {"nvfp4": torch.int32, "mxfp4": torch.int16}[format_name]
     scales = weight.scales.view(scale_type).view(8, 2).repeat_interleave(4, dim=0)  # of each lane's rows g and g + 8
     inputs = {16 + j: words[:, :, j].flatten() for j in range(4)} | {20: scales[:, 0], 24: scales[:, 1]}
-    code = {"nvfp4": jit_decode.NVFP4, "mxfp4": jit_decode.MXFP4}[format_name].value
+    code = getattr(common, name).value
+    assert ("mul.rn.bf16x2" in code) != name.endswith("_FUSED") != ("fma.rn.bf16x2" not in code)
     values = assembled(code, inputs)
     found = torch.zeros(16, 64, dtype=torch.bfloat16)
     for j in range(4):
         for pair in range(4):
-            pairs = values[jit_decode._output(j, pair)].int().view(torch.bfloat16).view(8, 4, 2)
+            pairs = values[common._output(j, pair)].int().view(torch.bfloat16).view(8, 4, 2)
             first = 16 * j + 8 * (pair >> 1)
             found[8 * (pair & 1) :][:8, first : first + 8] = pairs.flatten(1)
     assert torch.equal(found.float() * 2.0**weight.exponent, decode.operand(weight))
@@ -253,12 +291,10 @@ def test_reference_is_that_of_the_dequantized_weight(format_name: str) -> None:
 
 def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = random_weight("nvfp4", 32, 64, "cpu"), activations(4, 64, "cpu")
-    assert not decode.supported(weight, 4, torch.bfloat16)
-    with pytest.raises(ValueError, match="needs a GPU of compute capability 9"):
+    assert not decode.pays(weight, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="needs a GPU, got cpu; use decode_reference"):
         decode.decode_gemm(x, weight)
     monkeypatch.setattr(decode, "_unsupported", lambda device: None)
-    assert decode.supported(weight, 256, torch.bfloat16)
-    assert not decode.supported(weight, 257, torch.bfloat16) and not decode.supported(weight, 4, torch.float16)
     long = torch.zeros(32, 129, dtype=torch.bfloat16)
     cases: list[tuple[str, tuple[Any, ...]]] = [
         (r"x must be bfloat16 \(1, 64\)", (x.float(), weight)),
@@ -281,18 +317,38 @@ def test_refuses_what_it_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
             decode.decode_gemm(x, joined, lora=(b[:4], b, 1.0), parts=parts)
 
 
+def test_kernels_by_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A100, RTX 4090, H200, B200, RTX 5090, and a card that is too old; a configuration for another card is refused."""
+    known = {(8, 0): MMA_V2, (8, 9): MMA_V2, (9, 0): WGMMA, (10, 0): MMA_V2, (12, 0): MMA_V2, (7, 5): None}
+    cards = list(known)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: cards[device.index])
+    monkeypatch.setattr(decode, "kernel_of", decode.kernel_of.__wrapped__)
+    assert [decode.kernel_of(torch.device("cuda", i)) for i in range(len(cards))] == list(known.values())
+    assert decode.kernel_of(torch.device("cpu")) is None
+    assert "capability of 8, 9, 10, 12; use dequantize" in str(decode._unsupported(torch.device("cuda", 5)))
+    weight, x = random_weight("nvfp4", 32, 64, "cpu"), activations(4, 64, "cpu")
+    for kernel, most in ((WGMMA, 256), (MMA_V2, 64)):
+        monkeypatch.setattr(decode, "kernel_of", lambda _, kernel=kernel: kernel)
+        assert decode.pays(weight, most, torch.bfloat16) and not decode.pays(weight, most + 1, torch.bfloat16)
+        assert not decode.pays(weight, 4, torch.float16)
+    monkeypatch.setattr(decode, "_unsupported", lambda _: None)
+    with pytest.raises(ValueError, match=r"kernel=wgmma needs compute capability 9.*mma_v2"):
+        decode.decode_gemm(x, weight, config=by_rule((32, 64), 4))
+
+
 def test_every_configuration_fits_the_processor() -> None:
     shipped = [c for sizes in decode_configs.table("NVIDIA H200").values() for c in sizes.values()]
     assert len(shipped) == 8 * len(BUCKETS)
     shapes = (*QWEN_SHAPES, (1, 16), (64, 64), (17, 4096))
-    ruled = [by_rule(shape, m) for shape in shapes for m in BUCKETS]
-    tried = [c for shape in QWEN_SHAPES for m in BUCKETS for c in candidates(shape, m)]
-    for config in (*shipped, *ruled, *tried):
-        assert config.rows in (16 * config.warps, 32 * config.warps) and config.warps % 4 == 0
-        assert config.tokens in BUCKETS and config.shared <= SHARED_LIMIT
-    assert all(
-        c.split <= -(-shape[1] // (64 * c.ring)) for shape in shapes for m in BUCKETS for c in [by_rule(shape, m)]
-    )
+    ruled = [(shape, by_rule(shape, m, kernel)) for shape in shapes for m in BUCKETS for kernel in (WGMMA, MMA_V2)]
+    tried = [
+        c for shape in QWEN_SHAPES for m in BUCKETS for kernel in (WGMMA, MMA_V2) for c in candidates(shape, m, kernel)
+    ]
+    for config in (*shipped, *(c for _, c in ruled), *tried):
+        assert config.rows in (16 * config.warps, 32 * config.warps) and config.warps % 4 == 0 and config.ring > 0
+        assert config.tokens in BUCKETS
+        assert config.shared <= (SHARED_LIMIT if config.kernel == WGMMA else 99 * 1024)  # that of an RTX 4090
+    assert all(c.split <= -(-shape[1] // (64 * c.ring)) for shape, c in ruled)
 
 
 def test_own_measurements_go_before_the_shipped_table(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,4 +363,6 @@ def test_own_measurements_go_before_the_shipped_table(tmp_path: Any, monkeypatch
     assert choose("NVIDIA H200", (3584, 3584), 9) == own != before
     assert decode_configs.tables("another GPU") == []
     assert choose("another GPU", (3584, 3584), 9) == by_rule((3584, 3584), 16)
+    forced = choose("NVIDIA H200", (3584, 3584), 9, MMA_V2)
+    assert forced == by_rule((3584, 3584), 16, MMA_V2) and forced.kernel == MMA_V2
     decode_configs.table.cache_clear()

@@ -19,6 +19,7 @@ from qerl_bench.model.kernels import LoRALinear, choose_kernels
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.records import Prompt
 from qerl_kernels import decode, projection
+from qerl_kernels.decode_configs import WGMMA
 
 MakePolicy = Callable[..., Any]
 
@@ -196,8 +197,8 @@ def test_sampling_takes_the_decode_gemm(
     with torch.no_grad():
         wanted = policy.model(ids).logits
     monkeypatch.setattr(decode, "MAX_RANK", 8)
-    monkeypatch.setattr(decode, "supported", lambda weight, tokens, dtype: tokens <= 14)
-    monkeypatch.setattr(kernel_choice, "supported", decode.supported)
+    monkeypatch.setattr(decode, "pays", lambda weight, tokens, dtype: tokens <= 14)
+    monkeypatch.setattr(kernel_choice, "kernel_of", lambda _: WGMMA)
     monkeypatch.setattr(projection, "MAX_ROWS", few)
     calls: list[int] = []
     projected: list[int] = []
@@ -213,7 +214,7 @@ def test_sampling_takes_the_decode_gemm(
 
     monkeypatch.setattr(decode, "decode_gemm", decode_gemm)
     monkeypatch.setattr(projection, "project", project)
-    assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.DECODE}
+    assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.DECODE[WGMMA]}
     with torch.inference_mode():
         found = policy.model(ids).logits
     assert calls == [14] * 14 and projected == ([14] * 14 if few == 14 else [])
@@ -227,8 +228,8 @@ def test_joined_layers_tell_the_decode_gemm_their_parts(
     """So that it reads only the adapter of each, unless a layer has no adapter or too odd a size."""
     policy = make_policy("model.dtype=bfloat16", "lora.rank=4", adapted=True)
     monkeypatch.setattr(decode, "_MOST_ROWS", multiple)
-    monkeypatch.setattr(decode, "supported", lambda *_: True)
-    monkeypatch.setattr(kernel_choice, "supported", decode.supported)
+    monkeypatch.setattr(decode, "pays", lambda *_: True)
+    monkeypatch.setattr(kernel_choice, "kernel_of", lambda _: WGMMA)
     monkeypatch.setattr(projection, "project", lambda x, a: x @ a.t())
     found: list[Any] = []
 

@@ -382,6 +382,7 @@ def test_the_spec(policy: Any) -> None:
     assert vars(built.limits) == {"rows": 3, **options}
     said = built.record()
     assert (said["max_num_seqs"], said["invariant"]) == (3, True)
+    assert said["kernels"] == policy.kernels and set(said["kernels"].values()) == {"torch"}
     wrong = {"max_num_seqs": (0, -1, 2.5, True, None), "cache_gib": (0, "4"), "kept_gib": (-1, None), "invariant": (1,)}
     for name, values in (wrong | {"prefill_tokens": (0, None)}).items():
         for value in values:

@@ -105,6 +105,7 @@ class HFEngine:
     def record(self) -> dict[str, Any]:
         said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
         said |= {"max_num_seqs": self.limits.rows, "invariant": self.limits.invariant, "order": "as given"}
+        said["kernels"] = self.policy.kernels  # of each layer
         if self.sampler is None:
             return said
         return said | self.sampler.record()

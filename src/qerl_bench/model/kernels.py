@@ -21,7 +21,7 @@ from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels.decode import MAX_TOKENS, separable, supported
+from qerl_kernels.decode import MOST_TOKENS, kernel_of, separable
 from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
 
@@ -31,7 +31,10 @@ REFERENCE = "torch"
 FUSED_BLOCKS = "block"
 GROUPED = f"grouped gemm up to {GROUPED_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 DEQUANTIZE = "dequantize + cublas"
-DECODE = f"decode gemm up to {MAX_TOKENS} tokens without gradient, dequantize + cublas otherwise"
+DECODE = {
+    kernel: f"decode gemm ({kernel}) up to {tokens} tokens without gradient, dequantize + cublas otherwise"
+    for kernel, tokens in MOST_TOKENS.items()
+}
 CUBLAS = "cublas"
 BITSANDBYTES = "bitsandbytes matmul_4bit"
 
@@ -230,4 +233,4 @@ def _kernel_of(base: torch.nn.Module | torch.Tensor, kernel: str, compute_dtype:
     assert weight is not None
     if isinstance(base, PackedMatrices):
         return GROUPED
-    return DECODE if supported(weight, 1, compute_dtype) else DEQUANTIZE
+    return DECODE.get(kernel_of(weight.words.device) or "", DEQUANTIZE)

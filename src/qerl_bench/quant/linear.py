@@ -178,7 +178,7 @@ class PackedLinear(torch.nn.Linear):
         kernel_weight = self.kernel_weight
         if kernel_weight is not None and not torch.is_grad_enabled():
             tokens = input.reshape(-1, self.in_features).contiguous()
-            few = decode.supported(kernel_weight, len(tokens), input.dtype)
+            few = decode.pays(kernel_weight, len(tokens), input.dtype)
             if few and (adapter is None or isinstance(adapter, Adapter)):
                 return self._decode_gemm(kernel_weight, tokens, adapter).view(*input.shape[:-1], self.out_features)
         return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter)

@@ -1,0 +1,443 @@
+"""What the two decode GEMMs share: from 4-bit words in memory to the operand of a tensor core, and from sums to y.
+
+`jit_decode` (wgmma) and `jit_decode_mma` (mma.sync) multiply in loops of their own. Words of W are in the order of both
+instructions' A operand (`layout`), so a lane loads what it multiplies and turns it into bfloat16 with masks and one
+product with the scale. The sums of both are in the same order too, row g or g + 8 of a warp's tile and two tokens of
+each eight, so partial sums, their addition and the end are the same code. Left out: an interpreter, which Gluon lacks.
+"""
+
+# Triton's compiler wants constexpr annotations, although calls pass plain numbers.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+# Names before and after Triton 3.7.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+def _output(j: int, pair: int) -> str:
+    """The assembly operand for a pair of word j = 2 jhi + jlo: register jhi of output tensor 4 jlo + pair."""
+    return f"${2 * (4 * (j & 1) + pair) + (j >> 1)}"
+
+
+def _product(target: str, a: str, b: str, fused: bool) -> str:
+    """PTX for two products of bfloat16. Targets before sm_90 only have product plus number, here z = -0."""
+    return f"fma.rn.bf16x2 {target}, {a}, {b}, z;" if fused else f"mul.rn.bf16x2 {target}, {a}, {b};"
+
+
+def _fp4_assembly(scale_lines: list[str], scales: list[list[str]], fused: bool) -> str:
+    """PTX from 4 words (operands 16 to 19) to 16 registers; `scales` are bf16x2, by row half and word."""
+    lines = ["{", ".reg .b32 x, y, m, c, q<8>;", "mov.b32 m, 0x81C081C0;"]
+    lines += [*([".reg .b32 z;", "mov.b32 z, 0x80008000;"] if fused else []), *scale_lines]
+    for j in range(4):
+        word, out = f"${16 + j}", [_output(j, pair) for pair in range(4)]
+        lines += [
+            f"and.b32 x, {word}, m;",
+            _product(out[0], "x", scales[0][j], fused),
+            f"shl.b32 x, {word}, 3;",
+            "and.b32 x, x, m;",
+            _product(out[1], "x", scales[1][j], fused),
+            f"shl.b32 x, {word}, 6;",
+            "and.b32 x, x, m;",
+            _product(out[2], "x", scales[0][j], fused),
+            f"shr.u32 x, {word}, 3;",
+            f"shr.u32 y, {word}, 7;",
+            "lop3.b32 x, x, y, 0x01C001C0, 0x28;",  # (x ^ y) & mask
+            f"shl.b32 y, {word}, 1;",
+            "lop3.b32 x, y, 0x80008000, x, 0xEA;",  # (y & mask) | x
+            _product(out[3], "x", scales[1][j], fused),
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def _nvfp4_assembly(fused: bool) -> str:
+    """A scale word (operands 20 and 24, rows g and g + 8) holds the E4M3 bytes of 4 blocks."""
+    lines = ["mov.b32 c, 0x7B007B00;"]  # 2^119 twice: s 2^-120 becomes s 2^118
+    for half, word in enumerate(("$20", "$24")):
+        lines += [
+            f"shl.b32 x, {word}, 4;",
+            "and.b32 x, x, 0x07F007F0;",  # bytes 0 and 2
+            f"shr.u32 y, {word}, 4;",
+            "and.b32 y, y, 0x07F007F0;",  # bytes 1 and 3
+            *(_product(r, r, "c", fused) for r in ("x", "y", "x", "y")),
+            *(f"prmt.b32 q{4 * half + j}, {'xy'[j & 1]}, 0, {'0x3232' if j & 2 else '0x1010'};" for j in range(4)),
+        ]
+    return _fp4_assembly(lines, [[f"q{4 * half + j}" for j in range(4)] for half in range(2)], fused)
+
+
+def _mxfp4_assembly(fused: bool) -> str:
+    """A scale word holds the E8M0 bytes of 2 blocks, each for two words."""
+    lines = []
+    for half, word in enumerate(("$20", "$24")):
+        for byte in range(2):
+            q = f"q{2 * half + byte}"
+            lines += [f"prmt.b32 {q}, {word}, 0, {'0x4141' if byte else '0x4040'};", f"shl.b32 {q}, {q}, 7;"]
+    return _fp4_assembly(lines, [[f"q{2 * half + (j >> 1)}" for j in range(4)] for half in range(2)], fused)
+
+
+def _nf4_assembly() -> str:
+    """Lane i of the half warp holds the value of code i (operand 28); the FP32 product with the scale is rounded."""
+    lines = ["{", ".reg .b32 x, y;", ".reg .f32 v, w, s0, s1;", "mov.b32 s0, $20;", "mov.b32 s1, $24;"]
+    for j in range(4):
+        for pair in range(4):
+            lines += [
+                f"shr.u32 x, ${16 + j}, {4 * pair};",
+                f"shr.u32 y, ${16 + j}, {4 * pair + 16};",
+                "shfl.sync.idx.b32 x, $28, x, 0x101F, 0xFFFFFFFF;",
+                "shfl.sync.idx.b32 y, $28, y, 0x101F, 0xFFFFFFFF;",
+                "mov.b32 v, x;",
+                "mov.b32 w, y;",
+                f"mul.rn.f32 v, v, s{pair & 1};",
+                f"mul.rn.f32 w, w, s{pair & 1};",
+                f"cvt.rn.bf16x2.f32 {_output(j, pair)}, w, v;",
+            ]
+    return "\n".join([*lines, "}"])
+
+
+def _constraints(inputs: int) -> str:
+    return ",".join(["=&r"] * 16 + ["r"] * (4 * inputs))
+
+
+NVFP4, NVFP4_FUSED = (gl.constexpr(_nvfp4_assembly(fused)) for fused in (False, True))
+MXFP4, MXFP4_FUSED = (gl.constexpr(_mxfp4_assembly(fused)) for fused in (False, True))
+NF4 = gl.constexpr(_nf4_assembly())
+THREE_INPUTS = gl.constexpr(_constraints(3))
+FOUR_INPUTS = gl.constexpr(_constraints(4))
+PAIRS = gl.constexpr((gl.bfloat16,) * 8)
+
+
+@gluon.constexpr_function
+def _powers(rank, axis, first, end):
+    """The bases first, 2 first, 4 first, .. below `end` along one axis."""
+    bases, step = [], first
+    while step < end:
+        bases.append([step if i == axis else 0 for i in range(rank)])
+        step *= 2
+    return bases
+
+
+@gluon.constexpr_function
+def words_layout(tiles, warps):
+    """(tiles, g, t, word): a warp's tile, a lane's 16 bytes."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *_powers(4, 0, warps, tiles)],
+        lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        warp_bases=_powers(4, 0, 1, warps),
+        block_bases=[],
+        shape=[tiles, 8, 4, 4],
+    )
+
+
+@gluon.constexpr_function
+def scales_layout(tiles, warps):
+    """(tiles, g, row half): the four lanes of each g read the same."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], *_powers(3, 0, warps, tiles)],
+        lane_bases=[[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=_powers(3, 0, 1, warps),
+        block_bases=[],
+        shape=[tiles, 8, 2],
+    )
+
+
+@gluon.constexpr_function
+def sums_layout(tokens, warps, wgmma):
+    """Sums (rows, tokens) of one instruction or the other; a warp has 16 rows at a time."""
+    if wgmma:
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, tokens, 16])
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
+
+
+@gluon.constexpr_function
+def private_layout(tiles, tokens, warps):
+    """Accumulators (tiles, lane, tokens / 8, 4): a thread holds 16 bytes for each 8 tokens."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *_powers(4, 2, 1, tokens // 8), *_powers(4, 0, warps, tiles)],
+        lane_bases=_powers(4, 1, 1, 32),
+        warp_bases=_powers(4, 0, 1, warps),
+        block_bases=[],
+        shape=[tiles, 32, tokens // 8, 4],
+    )
+
+
+@gluon.jit
+def _to_private(acc, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    x = gl.reshape(acc, [BM // 16, 2, 8, BN // 8, 4, 2])  # tile, row half, g, 8 tokens, t, parity
+    x = gl.reshape(gl.permute(x, (0, 2, 4, 3, 1, 5)), [BM // 16, 32, BN // 8, 4])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _from_private(x, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    x = gl.reshape(x, [BM // 16, 8, 4, BN // 8, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 4, 1, 3, 2, 5)), [BM, BN])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def private_offsets(BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OF: gl.constexpr):
+    """Offsets of the accumulators of the first BN tokens in partial sums (BM, OF): 512 contiguous bytes per warp."""
+    tile = gl.arange(0, BM // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    lane = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    eight = gl.arange(0, BN // 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    i = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    at = gl.expand_dims(tile * (16 * OF), 1) + gl.expand_dims(lane * 4, 0)
+    at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(eight * 128, 0), 1)
+    return gl.expand_dims(at, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(i, 0), 1), 2)
+
+
+@gluon.jit
+def fragment(words, z0, z1, table, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words (TILES, 8, 4, 4) and scale words (TILES, 8) of rows g and g + 8 to the A operand (16 TILES, 64)."""
+    s0 = gl.expand_dims(gl.expand_dims(z0, 2), 3).broadcast_to([TILES, 8, 4, 4])
+    s1 = gl.expand_dims(gl.expand_dims(z1, 2), 3).broadcast_to([TILES, 8, 4, 4])
+    FUSED: gl.constexpr = LAYOUT.parent.version[0] == 2
+    if FORMAT == "nf4":
+        o = gl.inline_asm_elementwise(NF4, FOUR_INPUTS, [words, s0, s1, table], dtype=PAIRS, is_pure=True, pack=4)
+    elif FORMAT == "mxfp4":
+        CODE: gl.constexpr = MXFP4_FUSED if FUSED else MXFP4
+        o = gl.inline_asm_elementwise(CODE, THREE_INPUTS, [words, s0, s1], dtype=PAIRS, is_pure=True, pack=4)
+    else:
+        CODE: gl.constexpr = NVFP4_FUSED if FUSED else NVFP4
+        o = gl.inline_asm_elementwise(CODE, THREE_INPUTS, [words, s0, s1], dtype=PAIRS, is_pure=True, pack=4)
+    # Element (tile, g, t, 2 jhi + parity) of tensor 4 jlo + 2 (input half) + (row half); the rest only reorders names.
+    x0 = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3]))
+    x1 = gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
+    x = gl.reshape(gl.join(x0, x1), [TILES, 8, 4, 2, 2, 2, 2, 2])  # tile g t jhi parity (row half) (input half) jlo
+    x = gl.reshape(gl.permute(x, (0, 5, 1, 3, 7, 6, 2, 4)), [16 * TILES, 64])
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def word_pointers(
+    ptr, first_tile, row_block, TILES, COLUMNS, first, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Of the words (T, 8, 4, 4) of T tiles in column RING * `first`. Tiles past the last are read as the last.
+
+    Addresses have 32 bits, enough for 2^34 weights.
+    """
+    tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    at = gl.expand_dims(tile * 128, 1) + gl.expand_dims(g * 16, 0)
+    at = gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(t * 4, 0), 1)
+    return ptr + gl.expand_dims(at, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(j, 0), 1), 2)
+
+
+@gluon.jit
+def scale_pointers(
+    ptr, first_tile, row_block, TILES, COLUMNS, first, RING: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Of the scale words (T, 8, 2) of the same tiles."""
+    tile = gl.arange(0, T, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    tile = (first_tile + gl.minimum(row_block * T + tile, TILES - 1)) * COLUMNS + first * RING
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    at = gl.expand_dims(tile * 16, 1) + gl.expand_dims(g * 2, 0)
+    return ptr + gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(half, 0), 1)
+
+
+@gluon.jit
+def values_of_codes(ptr, FORMAT: gl.constexpr, T: gl.constexpr, LAYOUT: gl.constexpr):
+    """For NF4 the value of code i in lane i of each half warp; 0 for others."""
+    if FORMAT == "nf4":
+        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+        t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+        lane = gl.expand_dims(gl.expand_dims(g * 4, 0), 2) + gl.expand_dims(gl.expand_dims(t, 0), 1)
+        return gl.expand_dims(gl.load(ptr + lane % 16), 3).broadcast_to([T, 8, 4, 4])
+    else:
+        return 0
+
+
+@gluon.jit
+def load_column(w_ptr, s_ptr, on, FORMAT: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words of one column of tiles and the scale words (TILES, 8) of rows g and g + 8; 0 unless `on`."""
+    keep = gl.full([TILES, 8, 4, 4], on, gl.int1, layout=LAYOUT)
+    w = gl.load(w_ptr, mask=keep, other=0, eviction_policy="evict_first")
+    z = gl.load(s_ptr, mask=gl.full([TILES, 8, 2], on, gl.int1, layout=s_ptr.type.layout), other=0)
+    z = z.to(gl.int32, bitcast=True) if FORMAT == "nf4" else z.to(gl.int32)
+    z0, z1 = gl.split(z)
+    ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))
+    return w, gl.convert_layout(z0, ROWS, assert_trivial=True), gl.convert_layout(z1, ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def grid_dependency(WHAT: gl.constexpr):
+    """Programmatic dependent launch: `wait` for earlier kernels, or let the next one start (`launch_dependents`)."""
+    gl.inline_asm_elementwise("griddepcontrol." + WHAT + "; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _low_rank(
+    xa_ptr, b_ptr, n0, m0, M, N, rank, first, own,
+    BM: gl.constexpr, BN: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """B XA^T (BM, BN) for rows n0.. of B and m0.. of XA, of `own` columns from `first` on."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    low = gl.zeros([BM, BN], gl.float32, layout=LAYOUT)
+    if LAYOUT.version[0] == 3:
+        b = _columns(b_ptr, n0, N, rank, first, own, BM, RANK, OPERAND)
+        XA: gl.constexpr = gl.BlockedLayout([1, 8], [32 // min(RANK // 8, 32), min(RANK // 8, 32)], [W, 1], [1, 0])
+        xa = _columns(xa_ptr, m0, M, rank, first, own, BN, RANK, XA)
+        SHARED: gl.constexpr = gl.NVMMASharedLayout(min(RANK * 2, 128), 16, 2)
+        shared = gl.allocate_shared_memory(gl.bfloat16, [BN, RANK], SHARED, xa)
+        fence_async_shared()
+        barrier()
+        return warpgroup_mma(b, shared.permute((1, 0)), low)
+    else:
+        TOKENS: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=LAYOUT, k_width=2)
+        m = m0 + gl.arange(0, BN, layout=gl.SliceLayout(0, TOKENS))
+        k = gl.arange(0, 16, layout=gl.SliceLayout(1, TOKENS))
+        for i in gl.static_range(0, RANK, 16):
+            b = _columns(b_ptr, n0, N, rank, first + i, own - i, BM, 16, OPERAND)
+            keep = gl.expand_dims(m < M, 0) & gl.expand_dims(k < own - i, 1)
+            at = xa_ptr + gl.expand_dims(m * rank + first + i, 0) + gl.expand_dims(k, 1)
+            low = mma_v2(b, gl.load(at, mask=keep, other=0.0), low)
+        return low
+
+
+@gluon.jit
+def _columns(
+    ptr, row, end, width, first, columns, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """ROWS rows of a matrix (end, width) from `row` on, `columns` of them from `first` on, with zeros around."""
+    n = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    k = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    keep = gl.expand_dims(n < end, 1) & gl.expand_dims(k < columns, 0)
+    return gl.load(ptr + gl.expand_dims(n * width + first, 1) + gl.expand_dims(k, 0), mask=keep, other=0.0)
+
+
+@gluon.jit
+def _write(
+    acc,
+    row_scale_ptr,
+    bias_ptr,
+    xa_ptr,
+    b_ptr,
+    y_ptr,
+    n0,
+    m0,
+    factor,
+    scaling,
+    M,
+    N,
+    rank,
+    own,
+    end1,
+    end2,
+    stride_ym,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    RANK: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    W: gl.constexpr,
+):
+    """y[m0:, n0:] = acc^T * factor * row scale + (XA B^T) * scaling + bias, rounded once.
+
+    Of XA and B it reads the columns of its part of the rows.
+    """
+    n = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+    acc = acc * factor
+    if HAS_ROW_SCALE:
+        acc = acc * gl.expand_dims(gl.load(row_scale_ptr + n, mask=n < N, other=0.0), 1)
+    if RANK > 0:
+        first = own * ((n0 >= end1).to(gl.int32) + (n0 >= end2).to(gl.int32))
+        low = _low_rank(xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, LAYOUT, W)
+        acc += low * scaling
+    if HAS_BIAS:
+        acc += gl.expand_dims(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32), 1)
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, W], [0, 1])
+    y = gl.convert_layout(acc.to(gl.bfloat16), OUT)
+    n = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, OUT))
+    m = m0 + gl.arange(0, BN, layout=gl.SliceLayout(0, OUT))
+    at = y_ptr + gl.expand_dims(n, 1) + gl.expand_dims(m * stride_ym, 0)
+    gl.store(at, y, mask=gl.expand_dims(n < N, 1) & gl.expand_dims(m < M, 0))
+
+
+@gluon.jit
+def finish(
+    acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, n0, m0, factor,
+    scaling, M, N, rank, own, end1, end2, stride_ym,
+    BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, SEPARATE: gl.constexpr, RANK: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, LAYOUT: gl.constexpr, PRIVATE: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Write y; if programs split K, partial sums, of which the last program to finish makes y unless SEPARATE."""
+    if SPLIT == 1:
+        _write(
+            acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
+            end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS, LAYOUT, W,
+        )  # fmt: skip
+    else:
+        part = partial_ptr + block * (SPLIT * BM * BN) + private_offsets(BM, BN, PRIVATE, BN)
+        gl.store(part + split * (BM * BN), _to_private(acc, BM, BN, PRIVATE), cache_modifier=".cg")
+        if not SEPARATE:
+            barrier()
+            arrived = gl.atomic_add(counter_ptr + block, 1, sem="acq_rel", scope="gpu")
+            if arrived == SPLIT - 1:
+                total = gl.load(part, cache_modifier=".cg")
+                for i in gl.static_range(1, SPLIT):
+                    total += gl.load(part + i * (BM * BN), cache_modifier=".cg")
+                gl.atomic_xchg(counter_ptr + block, 0, sem="relaxed", scope="gpu")
+                _write(
+                    _from_private(total, BM, BN, LAYOUT), row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0,
+                    factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS,
+                    LAYOUT, W,
+                )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "end1", "end2"])
+def add_partials(
+    row_scale_ptr,
+    bias_ptr,
+    xa_ptr,
+    b_ptr,
+    y_ptr,
+    partial_ptr,
+    factor,
+    scaling,
+    M,
+    N,
+    rank,
+    own,
+    end1,
+    end2,
+    stride_ym,
+    BM: gl.constexpr,  # of the partial sums
+    BN: gl.constexpr,
+    PART: gl.constexpr,  # tokens per program
+    SPLIT: gl.constexpr,
+    RANK: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+    WGMMA: gl.constexpr,  # which instruction adds the adapter: that of the kernel before
+):
+    """Add the partial sums of 64 rows and PART tokens in the order of K."""
+    ACC: gl.constexpr = sums_layout(PART, 4, WGMMA)
+    PRIVATE: gl.constexpr = private_layout(4, PART, 4)
+    block = gl.program_id(0)
+    token_blocks = (M + BN - 1) // BN
+    n0 = (block // token_blocks) * BM + gl.program_id(1) * 64
+    m0 = (block % token_blocks) * BN + gl.program_id(2) * PART
+    part = partial_ptr + block * (SPLIT * BM * BN) + gl.program_id(1) * (64 * BN) + gl.program_id(2) * (PART * 16)
+    part += private_offsets(64, PART, PRIVATE, BN)
+    if PDL:
+        grid_dependency("launch_dependents")
+        grid_dependency("wait")
+    total = gl.load(part, cache_modifier=".cg")
+    for i in gl.static_range(1, SPLIT):
+        total += gl.load(part + i * (BM * BN), cache_modifier=".cg")
+    acc = _from_private(total, 64, PART, ACC)
+    _write(
+        acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
+        end2, stride_ym, 64, PART, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, 4,
+    )  # fmt: skip
