@@ -131,6 +131,22 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     assert unlearned["gain on the longest questions"].passed is False
 
 
+def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
+    design: Design, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = probes(design)
+    runs = {(arm, base, seed): run(design, arm, base, 0.9) for arm, base, seed in runner.words_of_runs(design, records)}
+    monkeypatch.setattr(runner, "finished_runs", lambda *_: runs)
+
+    def judged() -> dict[str, bool | None]:
+        return {one.gate: one.passed for one in runner.gates_so_far(design, records)}
+
+    assert judged()["headroom"] is False and judged()["control bf16-hot"] is False
+    del runs["bf16", 3, 0]
+    assert judged()["headroom"] is None and judged()["control bf16-hot"] is None
+    assert judged()["pass@1 of the base"] is True
+
+
 def test_the_table_and_the_json_hold_every_gate(design: Design) -> None:
     found = gates(design, probes(design, sigma=None), {})
     written = json.loads(to_json(found, stopped(found)))

@@ -4,8 +4,8 @@
     qerl-bench gates docs/studies/worlds-2026/study.yaml runs=FOLDER[,FOLDER out=DIR]
 
 Bases that were not measured yet are pretrained and measured now, without training any arm: their answers in each weight
-format, and the noise that gives each its dose. Gates about training are read from the finished runs of the study, or
-from the sessions of it that were packed into `runs`, and are open without them. Prints the table and writes gates.json
+format, and the noise that gives each its dose. Gates about training are read from the runs of the study and open until
+an arm is finished on every base, or from the sessions of it that were packed into `runs`. Prints the table and writes gates.json
 and gates.md to `out`; the exit code is 1 if a gate fails, or a probe.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.gates.assay import gates, render, stopped, to_json
-from qerl_bench.gates.runner import finished_runs, parsed, parser_of, prepared, probe
+from qerl_bench.gates.runner import gates_so_far, parsed, parser_of, prepared, probe
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.terminal import log_to_stderr
 
@@ -32,11 +32,10 @@ def main(arguments: list[str] | None = None) -> None:
     require(options.out is not None or len(options.runs) < 2, "several runs= have no folder in common: give out=DIR")
     if options.runs:
         study = read_sessions(design, options.runs)
-        probes, runs = [*study.probes.values()], study.runs
+        results = gates(design, [*study.probes.values()], study.runs)
     else:
         probes, failed = probe(design, options.words, slots, deadline, design.arms)
-        runs = finished_runs(design, probes)
-    results = gates(design, probes, runs)
+        results = gates_so_far(design, probes)
     arms_stopped = stopped(results, options.despite)
     out = options.out or (options.runs[0] if options.runs else design.root / "study")
     out.mkdir(parents=True, exist_ok=True)

@@ -232,6 +232,16 @@ def finished_runs(
     return found
 
 
+def gates_so_far(design: Design, probes: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """The gates of the study below root; those about training are open until an arm is finished on every base.
+
+    A few bases, which is what a study has when it is continued, would pass or fail them by luck.
+    """
+    runs = finished_runs(design, probes)
+    unfinished = {key[0] for key in words_of_runs(design, probes) if key not in runs}
+    return gates(design, probes, {key: run for key, run in runs.items() if key[0] not in unfinished})
+
+
 def blocks_of(design: Design, probes: Sequence[Mapping[str, Any]], left_out: Collection[str]) -> list[list[Point]]:
     """The points of each block: tier by tier, within it base by base, all seeds and all arms but those `left_out`.
 
@@ -317,7 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = options.out or design.root / "study"
     arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
     probes, failed = probe(design, options.words, slots, deadline, arms)
-    results = gates(design, probes, finished_runs(design, probes))
+    results = gates_so_far(design, probes)
     arms_stopped = stopped(results, options.despite)
     log.info("before the runs\n%s", render(results))
     for name, by in arms_stopped.items():
@@ -325,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
     not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
     blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
     failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
-    results = gates(design, probes, finished_runs(design, probes))
+    results = gates_so_far(design, probes)
     pack(design, probes, results, stopped(results, options.despite), out)
     print(render(results), flush=True)
     left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
