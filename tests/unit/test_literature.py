@@ -176,22 +176,40 @@ def test_runs_from_before_the_parts_of_the_entropy_were_recorded_do_not_count(ar
     assert found.verdict == "not testable here" and "did not record entropy/rest" in found.reason
 
 
-PSN = "quant=bf16", "aqn=constant", "importance_sampling.mode=truncate", "eval.samples=16"
+PSN = "quant=bf16", "importance_sampling.mode=truncate", "eval.samples=16"
+NOISY = (*PSN, "aqn=constant", "aqn.level=0.2")
 
 
 def test_noise_on_adapters_is_compared_with_none(arm: Arm) -> None:
     title = "Noise in parameters raises pass@k"
-    noisy = (*PSN, "aqn.level=0.2", "noise.where=adapters")
-    arm(*PSN, "aqn.level=0", "noise.where=adapters")
-    arm(*PSN, "aqn.level=0.2", right=-0.9, parts={"entropy": 0.25})  # in norms: another treatment
-    unmoved = verdicts(arm(*noisy, right=0.5))[title]
+    arm(*PSN)
+    arm(*NOISY, right=-0.9, parts={"entropy": 0.25})  # in norms: another treatment
+    unmoved = verdicts(arm(*NOISY, "noise.where=adapters", right=0.5))[title]
     assert unmoved.verdict == "not testable here" and "act on its own target" in unmoved.reason
 
 
 def test_more_questions_answered_once_support_noise_on_adapters(arm: Arm) -> None:
     title = "Noise in parameters raises pass@k"
-    arm(*PSN, "aqn.level=0", "noise.where=adapters")
-    runs = arm(*PSN, "aqn.level=0.2", "noise.where=adapters", right=0.5, parts={"entropy": 0.25})
+    arm(*PSN)
+    arm(*PSN, "aqn=constant", "aqn.level=0", "noise.where=adapters", right=-0.9)  # none in all but its name
+    runs = arm(*NOISY, "noise.where=adapters", right=0.5, parts={"entropy": 0.25})
+    found = verdicts(runs)[title]
+    assert found.verdict == "supported"
+    (effect,) = [one.primary.effect for one in found.voting if one.primary]
+    assert effect is not None and effect.whole.value == pytest.approx(0.25, abs=0.02)
+
+
+def test_noise_that_helps_16_bit_weights_repeats_the_first_study(arm: Arm) -> None:
+    title = "Noise helps without quantization"
+    arm("quant=bf16")
+    arm("quant=nvfp4", "aqn=exp", right=-0.9, parts={"entropy": 0.25})  # of other weights
+    assert verdicts(arm("quant=bf16", "aqn=exp", right=0.5))[title].verdict == "not testable here"
+
+
+def test_noise_that_helps_16_bit_weights_must_act(arm: Arm) -> None:
+    title = "Noise helps without quantization"
+    arm("quant=bf16")
+    runs = arm("quant=bf16", "aqn=matched", "aqn.sigma_of_base=0.2", right=0.5, parts={"entropy": 0.25})
     found = verdicts(runs)[title]
     assert found.verdict == "supported"
     (effect,) = [one.primary.effect for one in found.voting if one.primary]
@@ -199,7 +217,7 @@ def test_more_questions_answered_once_support_noise_on_adapters(arm: Arm) -> Non
 
 
 def test_pass_at_k_counts_questions_with_any_right_answer(arm: Arm) -> None:
-    run = arm(*PSN, "aqn.level=0")[0]
+    run = arm(*PSN)[0]
     rows = [("a", 0), ("a", 1), ("b", 0), ("b", 0), ("c", 1), ("c", 1)]
     questions, correct = zip(*rows, strict=True)
     table = pd.DataFrame({"mode": "sampled", "question": questions, "step": STEPS, "correct": correct})
