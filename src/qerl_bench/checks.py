@@ -41,10 +41,12 @@ def require_package(name: str, option: str, extra: str) -> None:
     """Raise ConfigError if the optional package `name`, which the config choice `option` needs, is not installed."""
     from importlib.util import find_spec
 
-    if find_spec(name) is None:
-        raise ConfigError(
-            f"{option} needs the package {name}, which is not installed. In a checkout: pip install -e '.[{extra}]'"
-        )
+    require(find_spec(name) is not None, lacking(name, option, extra))
+
+
+def lacking(package: str, option: str, extra: str) -> str:
+    """What to do if the optional `package`, which the config choice `option` needs, is not installed."""
+    return f"{option} needs the package {package}, which is not installed. In a checkout: pip install -e '.[{extra}]'"
 
 
 class TrainingStopped(RuntimeError):

@@ -83,6 +83,15 @@ def test_bad_input_of_any_command_ends_with_a_message_and_code_2(capsys: pytest.
         assert end.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
+def test_a_task_without_demonstrations_is_refused_before_a_supervised_run(tmp_path: Path) -> None:
+    (train := tmp_path / "train.jsonl").write_text('{"prompt": "Half of 2?", "solution": "1"}\n')
+    (test := tmp_path / "test.jsonl").write_text('{"problem": "Half of 4?", "answer": "2"}\n')
+    files = f"task.train_file={train}", f"task.eval_file={test}"
+    with pytest.raises(ConfigError, match="task=dapo_math has no worked solutions to imitate"):
+        check_point(Composer(), [f"root={tmp_path}", "task=dapo_math", *files, "algo=sft"])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_damaged_run_is_left_out_of_a_sweep_and_refused_alone(tmp_path: Path) -> None:
     """Of two points one has a folder with a checkpoint whose manifest is gone."""
     words = [f"root={tmp_path}", "experiment=smoke"]

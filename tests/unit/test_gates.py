@@ -424,7 +424,7 @@ def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
 ) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr(runner, "start_probe", lambda *words: pytest.fail("a probe was started"))
-    with pytest.raises(ConfigError, match=r"arm nf4 .*bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
         runner.probe(design, [], 2, Deadline(10), design.arms)
 
 

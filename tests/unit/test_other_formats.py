@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from qerl_bench import experiment as loop
+from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
 from qerl_bench.device import PhaseTimer
 from qerl_bench.eval.command import main as evaluate_again
+from qerl_bench.eval.reevaluate import _without_training
 from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
 from qerl_bench.session import on_base_in
@@ -103,6 +105,14 @@ def test_it_is_what_a_later_evaluation_in_that_format_finds(
     )
     pd.testing.assert_frame_equal(served, again)
     assert not served["completion"].equals(as_trained["completion"])
+
+
+def test_an_engine_that_cannot_sample_in_another_format_can_evaluate_what_was_trained_so(make_config: Any) -> None:
+    trained = make_config("quant=bf16", "rollout.quant=nvfp4")
+    trained.engine = make_config("engine=vllm").engine
+    with pytest.raises(ConfigError, match=r"rollout\.quant"):
+        build(trained)
+    assert build(_without_training(trained)).rollout.quant is None
 
 
 def test_the_record_says_in_which_format(runs: dict[str, Path]) -> None:

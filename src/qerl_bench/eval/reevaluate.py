@@ -187,14 +187,16 @@ def reevaluate(
 
 
 def _without_training(cfg: DictConfig) -> DictConfig:
-    """`cfg` without a weight format of its evaluations, and without what training alone asks of a task: demonstrations,
-    and answers that fit a micro-batch.
+    """`cfg` without weight formats of evaluations and rollouts, which its engine may lack.
+
+    And without what training alone asks of a task: demonstrations, and answers that fit a micro-batch.
     """
     cfg = cfg.copy()
     cfg.train.micro_batch_tokens = None
     cfg.algo, cfg.rollout.group_size = load_option(own_options.folders(), "algo", "grpo"), 2
-    if "quant" in cfg.eval:
-        cfg.eval.quant = None
+    for part in (cfg.eval, cfg.rollout):
+        if "quant" in part:
+            part.quant = None
     return cfg
 
 

@@ -5,8 +5,8 @@
 
 Bases that were not measured yet are pretrained and measured now, without training any arm: their answers in each weight
 format, and the noise that gives each its dose. Gates about training are read from the runs of the study and open until
-an arm is finished on every base, or from the sessions of it that were packed into `runs`. Prints the table and writes gates.json
-and gates.md to `out`; the exit code is 1 if a gate fails, or a probe.
+an arm is finished on every base, or from the sessions of it that were packed into `runs`. Prints the table and writes
+gates.json and gates.md to `out`; the exit code is 1 if a gate fails, or a probe.
 """
 
 from __future__ import annotations

@@ -173,7 +173,10 @@ def formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
 
     for arm in arms:
         reason = lacking(arm) or lacking(design.plain(design.format_of(arm)))
-        require(reason is None, f"arm {arm.name} of {design.path} cannot run here: {reason}")
+        require(
+            reason is None,
+            f"arm {arm.name} of {design.path} cannot run here: {reason} (tiers= leaves it out, which is of {arm.tier})",
+        )
     reasons = {quant: lacking(design.plain(quant)) for quant in design.formats}
     for quant, reason in reasons.items():
         if reason is not None:

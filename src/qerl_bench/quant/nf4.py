@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, flag, one_of, require_package
+from qerl_bench.checks import check_fields, flag, lacking, one_of, require_package
 from qerl_bench.quant.base import BlockFormat
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class NF4(BlockFormat):
 
     def unsupported_reason(self, device: str) -> str | None:
         if find_spec("bitsandbytes") is None:
-            return "quant=nf4 needs the package bitsandbytes, which is not installed"
+            return lacking("bitsandbytes", "quant=nf4", "bitsandbytes")
         return None
 
     def scales(
