@@ -18,7 +18,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 from qerl_bench.checks import require
-from qerl_bench.config import HYDRA_DEFAULTS, register_resolvers
+from qerl_bench.composer import HYDRA_DEFAULTS, register_resolvers
 from qerl_bench.exits import exit_in_words
 from qerl_bench.installation import CONF_DIR
 

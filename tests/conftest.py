@@ -16,7 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench import config as configs
 from qerl_bench import own_options
-from qerl_bench.config import Composer, Experiment, build
+from qerl_bench.composer import Composer
+from qerl_bench.config import build
+from qerl_bench.experiment_spec import Experiment
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector

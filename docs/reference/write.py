@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench import metrics
-from qerl_bench.config import Experiment
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.explain import AXES, SEVERAL, root_groups
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_files import Field, option_fields

@@ -30,13 +30,15 @@ import torch
 import transformers
 from timing import argument_parser, print_rows, write_rows
 
-from qerl_bench.config import CONF_DIR, Experiment, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import probe

@@ -14,10 +14,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import ConfigError, TrainingStopped, require
-from qerl_bench.config import Composer, Experiment, build
+from qerl_bench.composer import Composer
+from qerl_bench.config import build
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.installation import CONF_DIR
-from qerl_bench.rundir import RunDamaged, check_run_dir, is_finished, refuse_locked
+from qerl_bench.run_checks import RunDamaged, check_run_dir, refuse_locked
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,16 @@ from omegaconf import DictConfig
 from qerl_bench import metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
+from qerl_bench.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.children import is_child
-from qerl_bench.config import Experiment
 from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_point, reduced, rows_of_point
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.fingerprint import as_dict
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
@@ -37,7 +39,7 @@ from qerl_bench.parallel import ALONE, World, largest
 from qerl_bench.progress import StepProgress, phase
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
-from qerl_bench.rundir import RunDir, as_dict, checkpoints, go_back, last_checkpoint, step_of
+from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.session import evaluate, on_base_in, prepare_device, require_places, session, validate
 from qerl_bench.termination import Terminated, terminations_noted

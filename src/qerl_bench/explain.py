@@ -16,12 +16,12 @@ import yaml
 
 from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.config import Composer
+from qerl_bench.composer import Composer
+from qerl_bench.fingerprint import flat
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_files import Field, find_option, option_fields, options_of, read_option, same_value
 from qerl_bench.option_names import search_folders
 from qerl_bench.own_options import split_search_path
-from qerl_bench.rundir import flat
 from qerl_bench.unknown_words import keys_of_axis, unknown_key
 
 SEVERAL = ("recipe", "experiment")  # their files set options of other axes

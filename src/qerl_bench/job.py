@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qerl_bench.checkpoints import is_finished, last_checkpoint, step_of
 from qerl_bench.children import Child, stop
 from qerl_bench.failure import MARK
 from qerl_bench.installation import run_command
 from qerl_bench.lease import BEAT_S, STALE_S
-from qerl_bench.rundir import is_finished, last_checkpoint, step_of
 
 POLL_S = 0.2
 TIME_IS_UP = signal.SIGUSR2  # what Slurm sends through submitit, to all processes of a job

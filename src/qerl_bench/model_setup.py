@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from qerl_bench.aqn.format_error import packing_errors
 from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.norm_errors import NormErrors
+from qerl_bench.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.children import Child, wait
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.installation import run_command
 from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.adapters import adapted_layers
@@ -30,7 +32,6 @@ from qerl_bench.own_options import words_in_use
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
 from qerl_bench.refusals import CODE as REFUSED
-from qerl_bench.rundir import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.seeding import derive
 from qerl_bench.task.base import Task
 

@@ -18,6 +18,7 @@ from typing import Any
 from hydra.conf import RuntimeConf
 from omegaconf import DictConfig, OmegaConf
 
+from qerl_bench import own_options
 from qerl_bench.checks import ConfigError, require
 
 OWN = "qerl_bench."  # how the names of the project's own classes begin
@@ -195,6 +196,11 @@ def make_option(place: str, node: Any) -> Any:
         f"{place}._target_ must name a dataclass, as every option is, got {target!r}",
     )
     return option(**values)
+
+
+def option(axis: str, name: str) -> Any:
+    """The spec of an option with its defaults."""
+    return make_option(axis, OmegaConf.to_container(load_option(own_options.folders(), axis, name), resolve=True))
 
 
 @lru_cache

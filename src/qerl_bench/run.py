@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 from qerl_bench import __version__, own_options
 from qerl_bench.checks import require
 from qerl_bench.cli import check_single, flags_first, tell_finished, warn_of_single_point, with_swept_axes
-from qerl_bench.config import HYDRA_DEFAULTS, build, register_resolvers, resolved
+from qerl_bench.composer import HYDRA_DEFAULTS, register_resolvers, resolved
+from qerl_bench.config import build
 from qerl_bench.explain import explain, usage
 from qerl_bench.failure import failure_in_log
 from qerl_bench.hidden_packages import hidden_packages

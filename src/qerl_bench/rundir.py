@@ -16,267 +16,22 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench import energy
-from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.durable import make_folder, replace, sync, sync_tree
 from qerl_bench.environment import environment
-from qerl_bench.locks import RunLocked, holder, lock
-from qerl_bench.seals import (
-    DONE,
-    GROWING,
-    SEALS,
-    Seal,
-    are_seals,
-    broken,
-    changed,
-    find_damage,
-    replacing,
-    seal,
-    seals_of_growing,
-    settle,
-)
+from qerl_bench.locks import lock
+from qerl_bench.run_checks import ELSEWHERE, check_run_dir, refuse_locked, vouched_seals
+from qerl_bench.seals import DONE, SEALS, changed, replacing, seal, seals_of_growing, settle
 from qerl_bench.storage import failure, room, size
-from qerl_bench.stored import read_config, read_object
 
 log = logging.getLogger(__name__)
-ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the config"
-NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is evaluated in the end
-    {
-        "root",
-        "name",
-        "logger",
-        "save_every",
-        "save_on_term",
-        "checkpoints",
-        "hydra",
-        "eval.every",
-        "eval.every_questions",
-        "train.kept_groups",
-        "parallel",  # affects rounding, like the number of GPUs
-    }
-)
-UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they have an effect at other values only
-    "reward._target_": "qerl_bench.reward.task.TaskReward",
-    "reward.name": "task",
-    "algo.right_only": False,
-    "eval.quant": None,
-    "rollout.quant": None,
-    "noise.where": "norms",
-    "task.pretrain_procedures": {"guess": 0.25, "hasty": 0.35, "careful": 0.4},
-}
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
-MADE_AGAIN = (
-    "env.json",
-    "preflight.json",
-    "engine.json",
-    "layers.parquet",
-)  # by each attempt; the old env.json becomes env_<n>.json
-
-
-class RunDamaged(ConfigError):
-    """A run can neither continue nor be taken as finished, because its files are not as it wrote them."""
-
-
-def is_finished(path: Path) -> bool:
-    """Whether the run in `path` is complete."""
-    return (path / DONE).exists()
-
-
-def check_run_dir(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str = ELSEWHERE) -> None:
-    """Raise ConfigError, with `elsewhere` as the remedy, if the run can neither start nor continue in `path`.
-
-    It is RunDamaged for an unfinished run that is damaged in anything that it continues from, and for a finished one
-    in what `quick` finds.
-    """
-    if not is_finished(path):
-        refuse_unwritable(path, elsewhere)
-    try:
-        refuse_damaged(path, elsewhere)
-    except ConfigError as error:
-        raise RunDamaged(str(error)) from error
-    if (path / "config.yaml").exists():
-        refuse_other_config(path, cfg, elsewhere)
-
-
-def refuse_damaged(path: Path, elsewhere: str = ELSEWHERE) -> None:
-    """Raise ConfigError for what is damaged of a finished run, or of what an unfinished one continues from."""
-    finished, checkpoint = is_finished(path), last_checkpoint(path)
-    if checkpoint is not None or finished:
-        check_records(path, f"Or choose another place: {elsewhere}", to_continue=True)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, quick=finished)
-
-
-def refuse_unwritable(path: Path, elsewhere: str = ELSEWHERE) -> None:
-    """Raise ConfigError if nothing can be written to the folder `path`, or where it would have to be made."""
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    try:
-        TemporaryFile(dir=place).close()  # for root, os.access allows places where nothing can be made
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the run to {path}: {place} is not a writable folder ({error.strerror}). Choose another "
-            f"place: {elsewhere}"
-        ) from error
-
-
-def refuse_other_config(path: Path, cfg: DictConfig | dict[str, Any], elsewhere: str) -> None:
-    """Raise ConfigError if `path` holds a run of a config that gives other numbers."""
-    stored, wanted = (flat(with_effect(container)) for container in (read_config(path / "config.yaml"), as_dict(cfg)))
-    different = sorted(key for key in stored.keys() | wanted.keys() if stored.get(key) != wanted.get(key))
-    shown = ", ".join(f"{key} is {stored.get(key)!r} there and {wanted.get(key)!r} here" for key in different[:4])
-    require(
-        not different,
-        f"{path} holds a run of another config ({len(different)} differences: {shown}). Nothing was changed there. "
-        f"Choose another place: {elsewhere}",
-    )
-
-
-def check_records(path: Path, otherwise: str, to_continue: bool = False) -> None:
-    """Raise ConfigError, with what can be saved, if a file of the run in `path` is not as the run wrote it.
-
-    Files above seals.QUICK_BYTES are compared by length only, unless an unfinished run is `to_continue`; then those
-    that are made again are left out. A run from before seals is taken as it is.
-    """
-    finished = is_finished(path)
-    skip = MADE_AGAIN if to_continue and not finished else ()
-    for _ in range(2):  # a running process may have replaced a file between its seal and its content
-        vouched = vouched_seals(path)
-        damage = find_damage(path, vouched, finished=finished, quick=finished or not to_continue, skip=skip)
-        if damage is None:
-            break
-    if damage is not None:
-        name, reason = damage
-        raise ConfigError(f"{path} is damaged: {reason}. {saved(path, name, finished)}. {otherwise}")
-    if not vouched and not (path / SEALS).exists() and (finished or last_checkpoint(path) is not None):
-        log.info("%s is a run from before seals, so damage to its files cannot be seen", path)
-
-
-def vouched_seals(path: Path) -> dict[str, Seal]:
-    """The seals of growing files that done.json or the last checkpoint keeps; empty without either."""
-    checkpoint = last_checkpoint(path)
-    if is_finished(path):
-        remedy = saved(path, DONE, True)
-        seals = read_object(path / DONE, remedy).get("seals", {})
-        require(are_seals(seals), f"{path / DONE} is damaged. {remedy}")
-        return seals
-    return {} if checkpoint is None else read_manifest(checkpoint)["run"]
-
-
-def saved(path: Path, name: str, finished: bool) -> str:
-    """What is left of a run in which the file `name` is damaged, and how to go on with it."""
-    if name == DONE:
-        return "Delete it, and the same command finishes the run again"
-    if name in GROWING:
-        later: list[str] = []
-        for checkpoint in sorted(checkpoints(path), key=step_of, reverse=True):
-            expected = read_manifest(checkpoint)["run"].get(name)
-            if expected and broken(path / name, expected, quick=False, grows=True) is None:
-                delete = [*([DONE] if finished else []), *(f"checkpoints/{folder}" for folder in later)]
-                return (
-                    f"It is whole up to step {step_of(checkpoint)}: delete {', '.join(delete)}, and the same command "
-                    "continues from there"
-                )
-            later.append(checkpoint.name)
-        return "No checkpoint vouches for what is left of it: delete the folder to run it again"
-    if name in MADE_AGAIN and finished:
-        return f"Delete {name} and {DONE}, and the same command writes both again"
-    return (
-        "The numbers in metrics.jsonl are whole. Put back a copy of the damaged file, or delete the folder to run it "
-        "again"
-    )
-
-
-def as_dict(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
-    """`cfg` as plain containers without references."""
-    return cfg if isinstance(cfg, dict) else OmegaConf.to_container(cfg, resolve=True)  # type: ignore[return-value]
-
-
-def unsaid(axis: str) -> dict[str, Any]:
-    """The keys of UNSAID of one group of a config, without its name."""
-    return {key.removeprefix(f"{axis}."): value for key, value in UNSAID.items() if key.startswith(f"{axis}.")}
-
-
-def with_effect(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config without the keys NO_EFFECT, and without those of UNSAID at the value there."""
-
-    def matters(key: str, value: Any) -> bool:
-        return key not in NO_EFFECT and not (key in UNSAID and UNSAID[key] == value)
-
-    def left(key: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: part for name, part in value.items() if matters(f"{key}.{name}", part)}
-
-    parts = {key: left(key, value) for key, value in tree.items() if key not in NO_EFFECT}
-    return {key: part for key, part in parts.items() if part or not tree[key]}
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one dict with dotted keys."""
-    items: dict[str, Any] = {}
-    for key, value in tree.items():
-        items |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return items
-
-
-def checkpoints(path: Path) -> list[Path]:
-    return [*(path / "checkpoints").glob("step_*")]
-
-
-def last_checkpoint(path: Path) -> Path | None:
-    """The newest checkpoint folder of a run, or None."""
-    return max(checkpoints(path), default=None, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint folder was written."""
-    digits = checkpoint.name.removeprefix("step_")
-    require(
-        digits.isdecimal() and digits.isascii(),
-        f"{checkpoint} is not named as a checkpoint is, step_000025: move it out of that folder",
-    )
-    return int(digits)
-
-
-def read_manifest(folder: Path) -> dict[str, dict[str, Seal]]:
-    """The manifest of a checkpoint: seals of its `files`, and of the growing files of the `run` as they were then.
-
-    Raises ConfigError without one. A manifest from before seals has digests of files, without lengths, and no `run`.
-    """
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-    except (OSError, ValueError, RecursionError):  # ValueError: neither text nor JSON
-        manifest = None
-    if isinstance(manifest, dict) and all(isinstance(digest, str) for digest in manifest.values()):
-        return {"files": {name: {"bytes": None, "sha256": digest} for name, digest in manifest.items()}, "run": {}}
-    if not (
-        isinstance(manifest, dict) and manifest.keys() == {"files", "run"} and all(map(are_seals, manifest.values()))
-    ):
-        raise ConfigError(
-            f"checkpoint {folder} is incomplete: its manifest.json is missing or broken. {go_back(folder)}"
-        )
-    return manifest
-
-
-def check_checkpoint(folder: Path, quick: bool = False) -> None:
-    """Raise ConfigError unless every file of the checkpoint is as its manifest says."""
-    for name, expected in read_manifest(folder)["files"].items():
-        reason = broken(folder / name, expected, quick)
-        require(
-            reason is None,
-            f"checkpoint {folder} is damaged: {name}: {reason}. {go_back(folder)}",
-        )
-
-
-def go_back(checkpoint: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    finished = f" and {DONE}" if is_finished(checkpoint.parents[1]) else ""
-    return f"Delete this folder{finished} to continue from the checkpoint before it (or from the start)"
 
 
 def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
@@ -298,14 +53,6 @@ def write_atomically(path: Path, text: str) -> None:
     writing.write_text(text)
     sync(writing)
     replace(writing, path)
-
-
-def refuse_locked(path: Path, elsewhere: str = ELSEWHERE) -> None:
-    """Raise RunLocked if another process is running in the folder of a run."""
-    if who := holder(path / ".lock"):
-        raise RunLocked(
-            f"another process is running in {path} ({who}); wait for it, or choose another place: {elsewhere}"
-        )
 
 
 class RunDir:

@@ -13,13 +13,13 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from qerl_bench.checks import require
-from qerl_bench.config import Experiment
 from qerl_bench.device import device_name, resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.validation import metrics_of_point, reduced
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.memory import memory_for
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy

@@ -33,12 +33,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from qerl_bench.arguments import KeyValueParser
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.failure import MARK
 from qerl_bench.locks import holder
 from qerl_bench.points import going_on
 from qerl_bench.progress import duration
-from qerl_bench.rundir import DONE, is_finished, refuse_damaged
+from qerl_bench.run_checks import refuse_damaged
+from qerl_bench.rundir import DONE
 from qerl_bench.stored import read_config, read_object
 from qerl_bench.study.cost import Cost, total_cost
 

@@ -10,9 +10,10 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import NamedTuple
 
+from qerl_bench.checkpoints import last_checkpoint, step_of
 from qerl_bench.checks import ConfigError
+from qerl_bench.fingerprint import flat, with_effect
 from qerl_bench.progress import duration
-from qerl_bench.rundir import flat, last_checkpoint, step_of, with_effect
 from qerl_bench.status import last_step, seconds_per_step, total_steps
 
 AROUND = 0.2  # of the time of a run: imports, loading and evaluations, which one that is continued takes again

@@ -12,11 +12,12 @@ import yaml
 
 from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.explain import AXES, SEVERAL, explain
+from qerl_bench.fingerprint import as_dict, flat
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.names_elsewhere import OURS
 from qerl_bench.option_files import option_fields, options_of, read_option
-from qerl_bench.rundir import as_dict, flat
 from qerl_bench.unknown_words import keys_of_axis
 
 

@@ -22,7 +22,10 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import warn_of_single_point
-from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, build, compose, fingerprint
+from qerl_bench.composer import HYDRA_DEFAULTS
+from qerl_bench.config import build, compose
+from qerl_bench.fingerprint import fingerprint
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.rundir import RunDir
 
 ROOT = CONF_DIR.parent
@@ -89,7 +92,8 @@ PROGRAM = """
 import itertools, json, sys, time
 import run  # the program itself: what it imports at its start counts too
 from hydra_plugins.process_launcher import launcher
-from qerl_bench.config import Experiment, build, compose, spec
+from qerl_bench.config import build, compose, spec
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.checks import ConfigError
 
 asked = json.load(sys.stdin)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench import config
+from qerl_bench import composer
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import check_points
-from qerl_bench.config import CONF_DIR, Composer, build, compose
+from qerl_bench.composer import Composer
+from qerl_bench.config import build, compose
 from qerl_bench.eval.reevaluate import apply_overrides
+from qerl_bench.installation import CONF_DIR
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"
@@ -59,13 +61,13 @@ def test_other_ways_to_set_a_name_or_class_are_refused(words: list[str], says: s
 def test_the_names_of_runs_are_no_names_of_options_and_checked_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check reads the files of all options, 30 ms for each point of a sweep."""
     checked: list[object] = []
-    monkeypatch.setattr(config, "check_option_names", lambda cfg, runtime: checked.append(cfg))
-    composer = Composer()
-    assert [composer.tree([f"name=run-{seed}", f"seed={seed}"])["name"] for seed in range(3)] == [
+    monkeypatch.setattr(composer, "check_option_names", lambda cfg, runtime: checked.append(cfg))
+    composes = Composer()
+    assert [composes.tree([f"name=run-{seed}", f"seed={seed}"])["name"] for seed in range(3)] == [
         *("run-0", "run-1", "run-2")
     ]
     assert len(checked) == 1  # of the options that all points share
-    composer.tree(["quant.name=nvfp4"])
+    composes.tree(["quant.name=nvfp4"])
     assert len(checked) == 2
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.config import build, compose
+from qerl_bench.installation import CONF_DIR
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

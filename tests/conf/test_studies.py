@@ -28,9 +28,10 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.claims.evaluate import NO_RUNS, ContrastResult, evaluate_claims
 from qerl_bench.claims.measure import WARM_UP
 from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.config import build, compose
+from qerl_bench.fingerprint import as_dict, flat
 from qerl_bench.gates.design import read_design
-from qerl_bench.rundir import as_dict, flat
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.study.load import load_runs
 
 ROOT = CONF_DIR.parent
@@ -50,7 +51,9 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, Composer, build, register_resolvers
+from qerl_bench.composer import HYDRA_DEFAULTS, Composer, register_resolvers
+from qerl_bench.config import build
+from qerl_bench.installation import CONF_DIR
 
 register_resolvers()
 composer = Composer()

@@ -21,20 +21,22 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.sampler import decode
 from qerl_bench.experiment import load_checkpoint, run_steps
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.fingerprint import as_dict
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.parallel import ALONE
 from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.share import packed_share
-from qerl_bench.rundir import RunDir, as_dict
+from qerl_bench.rundir import RunDir
 from qerl_bench.session import prepare_device, session
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer

@@ -18,8 +18,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import check
-from qerl_bench.config import CONF_DIR, build, compose, register_resolvers
+from qerl_bench.composer import register_resolvers
+from qerl_bench.config import build, compose
 from qerl_bench.exits import explain
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.model.base import short_name
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed

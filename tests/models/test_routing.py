@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
 from qerl_bench.model_setup import build_policy

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import preflight as checks
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight

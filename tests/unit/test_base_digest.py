@@ -12,7 +12,8 @@ import pytest
 
 from qerl_bench import model_setup
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.hub import HubModel
 from qerl_bench.rundir import RunDir

@@ -18,7 +18,8 @@ from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
 from qerl_bench import job
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point
-from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS
+from qerl_bench.composer import HYDRA_DEFAULTS
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.status import state_of
 
 STUB = """

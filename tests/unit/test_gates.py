@@ -22,17 +22,18 @@ from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.children import Child
 from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
-from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.gates import command, runner
 from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
 from qerl_bench.gates.sessions import read_sessions
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.study.load import Run
 
 if TYPE_CHECKING:
-    from qerl_bench.config import Experiment
+    from qerl_bench.experiment_spec import Experiment
     from qerl_bench.model.policy import Policy
 
 STUDY = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"

@@ -16,7 +16,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.eval import command
 from qerl_bench.exits import exit_in_words
-from qerl_bench.rundir import check_run_dir
+from qerl_bench.run_checks import check_run_dir
 from qerl_bench.seals import SEALS
 from qerl_bench.study.load import load_run
 
@@ -64,7 +64,7 @@ CALLS = {
     "pickle": {"_target_": "pandas.read_pickle", "filepath_or_buffer": "evil.pkl"},
     "copy": {"_target_": "shutil.copyfile", "src": "evil.pkl", "dst": "canary"},
     "module": {"_target_": "evilmodule.Anything"},
-    "imported by the project": {"_target_": "qerl_bench.config.Path"},
+    "imported by the project": {"_target_": "qerl_bench.experiment_spec.Path"},
     "no option": {"_target_": "qerl_bench.rundir.RunDir", "path": "canary", "cfg": {}},
     "list": [[{"deep": {"_target_": "evilmodule.Anything"}}]],
     "no text": {"_target_": ["os", "system"]},

@@ -18,16 +18,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from qerl_bench.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.checks import ConfigError
 from qerl_bench.environment import code_digest, cpu_name
-from qerl_bench.rundir import (
-    RunDir,
-    check_checkpoint,
-    check_run_dir,
-    is_finished,
-    last_checkpoint,
-    write_atomically,
-)
+from qerl_bench.run_checks import check_run_dir
+from qerl_bench.rundir import RunDir, write_atomically
 from qerl_kernels import decode_configs
 
 CFG = OmegaConf.create(

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling, exact_lengths
 from qerl_bench.engine.hf import HFEngine
 from qerl_bench.engine.sampler import Sampler, decode
 from qerl_bench.engine.vllm.engine import VLLMEngine
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.shape import RandomWeights

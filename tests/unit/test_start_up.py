@@ -14,13 +14,15 @@ from hydra import initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from qerl_bench import config
+from qerl_bench import composer
 from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import check_points
-from qerl_bench.config import CONF_DIR, HYDRA_DEFAULTS, Composer, compose, register_resolvers, resolved
+from qerl_bench.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
+from qerl_bench.config import compose
+from qerl_bench.fingerprint import as_dict
 from qerl_bench.hidden_packages import UNUSED, hidden_packages
-from qerl_bench.rundir import as_dict
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.study.table import places, render, summary
 from qerl_bench.sweep_table import sweep_table
 
@@ -76,7 +78,7 @@ def test_the_points_of_a_sweep_are_composed_once_per_choice(monkeypatch: pytest.
         made.append(overrides)
         return hydra_compose(name, overrides=overrides, **options)
 
-    monkeypatch.setattr(config, "hydra_compose", counted)
+    monkeypatch.setattr(composer, "hydra_compose", counted)
     values = [[f"seed={seed}", f"lora.rank={seed + 1}"] for seed in range(10)]
     grid = [[f"quant={quant}", *words] for words in values for quant in ("bf16", "nf4")]
     assert len({point.name for point in check_points(grid)}) == 20
@@ -95,7 +97,7 @@ def test_a_finished_point_is_one_with_the_same_config(tmp_path: Path) -> None:
     words = finished_run(tmp_path)
     (point,) = check_points([words])
     assert point.finished and point.run_dir == tmp_path / "runs" / "x"
-    with pytest.raises(config.ConfigError, match=r"lora.rank is 32 there and 8 here"):
+    with pytest.raises(ConfigError, match=r"lora.rank is 32 there and 8 here"):
         check_points([[*words, "lora.rank=8"]])
 
 

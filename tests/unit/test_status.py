@@ -13,7 +13,7 @@ import pytest
 from qerl_bench import locks, points, status
 from qerl_bench.checks import ConfigError
 from qerl_bench.points import listed
-from qerl_bench.rundir import check_run_dir
+from qerl_bench.run_checks import check_run_dir
 
 STEPS = "steps: 100\n"
 

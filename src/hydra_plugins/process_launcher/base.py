@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from qerl_bench.checks import Check, ConfigError
 from qerl_bench.cli import Point, SweepFailed, check_points
-from qerl_bench.config import refuse_env_copy
+from qerl_bench.composer import refuse_env_copy
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.locks import holder
 from qerl_bench.option_names import search_folders

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from hydra.core.config_store import ConfigStore
 
 from hydra_plugins.process_launcher.base import SweepLauncher, unfinished
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import count, optional
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point
@@ -27,7 +28,6 @@ from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_bench.progress import duration, phase
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
-from qerl_bench.rundir import is_finished
 from qerl_bench.sweep_table import Pace, counts, run_left, share_done, share_to_make, time_left
 
 log = logging.getLogger(__name__)

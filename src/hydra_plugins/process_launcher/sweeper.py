@@ -12,7 +12,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweepe
 from hydra.core.config_store import ConfigStore
 
 from qerl_bench.refusals import nothing_left_if_refused
-from qerl_bench.rundir import refuse_unwritable
+from qerl_bench.run_checks import refuse_unwritable
 
 
 @dataclass

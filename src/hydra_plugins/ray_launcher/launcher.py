@@ -19,6 +19,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running, pairs, unfinished
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import ConfigError, count, number, require, require_package, text
 from qerl_bench.children import STOP_LIMIT_S
 from qerl_bench.cli import Point
@@ -26,7 +27,6 @@ from qerl_bench.failure import reason_of, size_of
 from qerl_bench.job import Job
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
-from qerl_bench.rundir import is_finished
 
 log = logging.getLogger(__name__)
 TELL_EVERY_S = 60.0

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point
 from qerl_bench.failure import reason_of, size_of
 from qerl_bench.locks import holder
-from qerl_bench.rundir import is_finished
 
 log = logging.getLogger(__name__)
 POLL_S = (1.0, 15.0)  # between two looks at the queue: at first, and at most

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_bench.claims.match import Contrast, Filter, Items, all_accept
-from qerl_bench.config import scientific
+from qerl_bench.fingerprint import flat, scientific
 from qerl_bench.gates.design import read_design
-from qerl_bench.rundir import flat
 from qerl_bench.study.load import Run
 
 

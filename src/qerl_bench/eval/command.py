@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from qerl_bench.checkpoints import step_of
 from qerl_bench.checks import require
-from qerl_bench.config import register_resolvers
+from qerl_bench.composer import register_resolvers
 from qerl_bench.eval.reevaluate import (
     CHANGEABLE,
     apply_overrides,
@@ -24,7 +25,6 @@ from qerl_bench.eval.reevaluate import (
     stored_config,
 )
 from qerl_bench.parallel import World, joined
-from qerl_bench.rundir import step_of
 from qerl_bench.terminal import log_to_stderr
 
 OURS = ("out", "checkpoint")

@@ -13,25 +13,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench import own_options
+from qerl_bench.checkpoints import check_checkpoint, checkpoints, is_finished, step_of
 from qerl_bench.checks import require
-from qerl_bench.config import CONF_DIR, Composer, build, canonical, plain
+from qerl_bench.composer import Composer
+from qerl_bench.config import build
+from qerl_bench.fingerprint import as_dict, canonical, flat, plain, unsaid, with_effect
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.option_names import is_fixed, load_option, refuse_foreign_classes, search_folders
 from qerl_bench.own_options import split_search_path
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.refusals import nothing_left_if_refused
-from qerl_bench.rundir import (
-    RunDir,
-    as_dict,
-    check_checkpoint,
-    check_records,
-    checkpoints,
-    flat,
-    is_finished,
-    saved,
-    step_of,
-    unsaid,
-    with_effect,
-)
+from qerl_bench.run_checks import check_records, saved
+from qerl_bench.rundir import RunDir
 from qerl_bench.seals import DONE
 from qerl_bench.stored import read_config, read_object
 

@@ -24,10 +24,11 @@ from typing import Any
 
 import yaml
 
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import check_fields, count, flag, number, optional, require, text
 from qerl_bench.cli import Point
-from qerl_bench.config import Composer, fingerprint
-from qerl_bench.rundir import is_finished
+from qerl_bench.composer import Composer
+from qerl_bench.fingerprint import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

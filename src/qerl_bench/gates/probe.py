@@ -24,9 +24,10 @@ from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.children import end_with_parent
-from qerl_bench.config import Experiment, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.environment import versions
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.metrics import mismatch_metrics

@@ -28,6 +28,7 @@ import yaml
 
 from hydra_plugins.process_launcher.launcher import POLL_S, Sweep, environment_of, visible_gpus
 from qerl_bench.arguments import KeyValueParser
+from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point, check_points
@@ -35,7 +36,6 @@ from qerl_bench.config import build, compose
 from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
 from qerl_bench.gates.design import Arm, Design, read_design
 from qerl_bench.own_options import split_search_path
-from qerl_bench.rundir import is_finished
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
 from qerl_bench.sweep_table import run_left, share_to_make, time_left

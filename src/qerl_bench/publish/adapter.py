@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
+from qerl_bench.checkpoints import check_checkpoint, last_checkpoint
 from qerl_bench.checks import require
 from qerl_bench.publish.folder import Names, rendered
-from qerl_bench.rundir import check_checkpoint, last_checkpoint
 from qerl_bench.study.collect import public
 from qerl_bench.study.committed import NOT_KEPT
 from qerl_bench.study.load import Run, load_run

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 
 from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.config import CONF_DIR, build, compose
+from qerl_bench.config import build, compose
 from qerl_bench.hidden_packages import hidden_packages
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.experts import PackedMatrices

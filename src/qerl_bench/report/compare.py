@@ -21,10 +21,9 @@ import pandas as pd
 from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.claims.measure import last_fifth_mean
-from qerl_bench.config import scientific
 from qerl_bench.figures.paired import average_seeds, by_cell
+from qerl_bench.fingerprint import flat, scientific
 from qerl_bench.metrics import definitions
-from qerl_bench.rundir import flat
 from qerl_bench.statistics import Estimate, mean_ci, mean_ci_crossed
 from qerl_bench.study.committed import find_study
 from qerl_bench.study.load import Cell, Run, check_comparable, find_runs, load_run

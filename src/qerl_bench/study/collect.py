@@ -14,7 +14,7 @@ import pyarrow.csv as csv
 import pyarrow.parquet as parquet
 
 from qerl_bench.checks import require
-from qerl_bench.config import fingerprint
+from qerl_bench.fingerprint import fingerprint
 from qerl_bench.study.committed import ANSWERS, ANSWERS_SCHEMA, KEPT_OF_DONE, NOT_KEPT, SETTINGS, TIDY, nested
 from qerl_bench.study.cost import Cost, total_cost
 from qerl_bench.study.load import SCHEMA, Run, check_comparable, load_run, tidy_rows

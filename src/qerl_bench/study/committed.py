@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from qerl_bench.checks import require
-from qerl_bench.config import fingerprint
+from qerl_bench.fingerprint import fingerprint
 from qerl_bench.stored import read_object
 from qerl_bench.study.parse import first_names
 

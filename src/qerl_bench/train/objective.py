@@ -6,7 +6,7 @@ import torch
 
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.algo.loss import step_loss
-from qerl_bench.config import Experiment
+from qerl_bench.experiment_spec import Experiment
 
 
 def objective(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.config import Experiment
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.memory import shortage
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing

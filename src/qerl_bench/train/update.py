@@ -25,8 +25,8 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.config import Experiment
 from qerl_bench.device import tf32_matmuls
+from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.lm_head import TokenStats, require_logprobs
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
