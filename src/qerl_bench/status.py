@@ -40,7 +40,7 @@ from qerl_bench.locks import holder
 from qerl_bench.points import going_on
 from qerl_bench.progress import duration
 from qerl_bench.run_checks import refuse_damaged
-from qerl_bench.rundir import DONE
+from qerl_bench.seals import DONE
 from qerl_bench.stored import read_config, read_object
 from qerl_bench.study.cost import Cost, total_cost
 

@@ -21,8 +21,8 @@ from qerl_bench.checkpoints import last_checkpoint
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
 from qerl_bench.run_checks import MADE_AGAIN, check_run_dir
-from qerl_bench.rundir import DONE, RunDir
-from qerl_bench.seals import SEALS
+from qerl_bench.rundir import RunDir
+from qerl_bench.seals import DONE, SEALS
 from qerl_bench.study.load import find_runs, load_run
 from tests.faults.damage import DAMAGES
 

@@ -22,7 +22,7 @@ from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.fingerprint import canonical, fingerprint, flat, scientific
 from qerl_bench.run_checks import check_records, saved
-from qerl_bench.rundir import DONE
+from qerl_bench.seals import DONE
 from qerl_bench.stored import read_config, read_object, read_table
 from qerl_bench.study import parse
 from qerl_bench.study.committed import SETTINGS, TEXT, find_study, is_study, read_study

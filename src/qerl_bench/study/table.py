@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from qerl_bench.arguments import WIDTH
-from qerl_bench.rundir import DONE
+from qerl_bench.seals import DONE
 from qerl_bench.study.load import Run, load_run
 
 NOTES = (
