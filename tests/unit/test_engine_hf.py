@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling, require_room
 from qerl_bench.engine.hf import HF, HFEngine, request_key
 from qerl_bench.engine.hf_reference import decode
+from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.train.batch import make_batch
 from qerl_kernels.sampling import draw, uniforms
@@ -253,6 +255,29 @@ def test_no_cache_outlives_a_call(policy: Any, monkeypatch: pytest.MonkeyPatch) 
     assert len(caches) == 3 and not any(cache() for cache in caches)
     assert len(rollouts) == len(QUESTIONS) * SAMPLES
     engine.close()
+
+
+def test_a_cpu_rebuilds_packed_weights_once_in_a_call(
+    make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once a token, which changes no bit; and none of them is kept afterwards."""
+    packed_policy = make_policy(quant="nvfp4", sharp=True, adapted=True)
+    layers = [module for module in packed_policy.model.modules() if isinstance(module, PackedLinear)]
+    rebuilt: list[PackedLinear] = []
+    operand = PackedLinear.operand
+
+    def counted(layer: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
+        rebuilt.append(layer)
+        return operand(layer, dtype)
+
+    monkeypatch.setattr(PackedLinear, "operand", counted)
+    engine = HFEngine(packed_policy, max_num_seqs=8)
+    rollouts = engine.generate(_prompts(), _sampling())
+    assert len(rebuilt) == len(layers) == len({*rebuilt}) and all(layer._kept is None for layer in layers)
+    monkeypatch.setattr("qerl_bench.quant.linear.operands_kept", lambda model: nullcontext())
+    again = engine.generate(_prompts(), _sampling())
+    assert len(rebuilt) > 20 * len(layers)
+    assert [(r.token_ids, r.logprobs) for r in rollouts] == [(r.token_ids, r.logprobs) for r in again]
 
 
 def test_sampling_leaves_the_model_ready_for_training(policy: Any) -> None:

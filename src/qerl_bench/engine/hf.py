@@ -129,9 +129,12 @@ class HFEngine:
         prompt_ids = require_room(self.policy, prompts, sampling)
         if self.sampler is not None:
             return self._sample(prompts, prompt_ids, range(sampling.samples), sampling)
+        from qerl_bench.quant.linear import operands_kept
+
         rollouts: list[Rollout] = []
         prompts_per_chunk = self.prompts_at_once(sampling.samples)
-        with phase("sampling", len(prompts) * sampling.samples, "completions") as progress:
+        completions = len(prompts) * sampling.samples
+        with operands_kept(self.policy.model), phase("sampling", completions, "completions") as progress:
             for start in range(0, len(prompts), prompts_per_chunk):
                 for first in range(0, sampling.samples, self.rows_at_once):  # a large group takes several chunks
                     samples = range(first, min(first + self.rows_at_once, sampling.samples))

@@ -78,6 +78,7 @@ class PackedLinear(torch.nn.Linear):
 
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
+    _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype, inside `operands_kept`
 
     def __init__(
         self,
@@ -155,6 +156,10 @@ class PackedLinear(torch.nn.Linear):
 
     def matmul_operand(self, dtype: torch.dtype) -> torch.Tensor:
         """`operand` for immediate use: with kernels, in a buffer that the next call overwrites."""
+        if self._kept is not None:
+            if dtype not in self._kept:
+                self._kept[dtype] = self.operand(dtype)
+            return self._kept[dtype]
         kernel_weight = self.kernel_weight
         if kernel_weight is None or dtype != torch.bfloat16:
             return self.operand(dtype)
@@ -254,3 +259,19 @@ def resident_bytes(layer: torch.nn.Module) -> int:
     if isinstance(layer, torch.nn.Linear) and not isinstance(layer, PackedLinear):
         return layer.weight.nbytes
     return sum(tensor.nbytes for tensor in layer.buffers())
+
+
+@contextmanager
+def operands_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, packed layers on a CPU rebuild their weight once and keep it in 16 or 32 bits, and not in every call.
+
+    A model of billions of weights would take minutes to rebuild them for each token. On a GPU nothing is kept.
+    """
+    layers = [one for one in model.modules() if isinstance(one, PackedLinear) and one.weight.device.type == "cpu"]
+    try:
+        for layer in layers:
+            layer._kept = {}
+        yield
+    finally:
+        for layer in layers:
+            layer._kept = None
