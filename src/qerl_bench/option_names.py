@@ -7,7 +7,8 @@ is an interpolation follows another key, as a model's follows its id.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -41,15 +42,15 @@ def check_option_names(cfg: DictConfig, runtime: RuntimeConf) -> None:
     folders = search_folders(runtime)
     choices = {str(place): choice for place, choice in runtime.choices.items()}
     for key in map(str, cfg):
-        by_hand = any((folder / key).is_dir() for folder in folders) and choices.get(key) is None
-        require(not by_hand, f"{key} is one option: {_choices(key, _options(folders, key))}")
+        if choices.get(key) is None and any((folder / key).is_dir() for folder in folders):
+            raise ConfigError(f"{key} is one option: {_choices(key, _options(folders, key))}")
     for place, choice in choices.items():
         group, _, package = place.partition("@")
         option = str(choice).removesuffix(".yaml")
         file = _file(folders, group, option)
         node = OmegaConf.select(cfg, package or group)
         if file is not None and OmegaConf.is_dict(node) and GLOBAL not in file.read_text():
-            _check_option(node, load_option(folders, group, option), file, place, option, _options(folders, place))
+            _check_option(node, ChainMap(*reversed(_layers(folders, group, option))), file, place, option, folders)
     refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
 
 
@@ -96,12 +97,21 @@ def _targets(node: Any) -> Iterator[Any]:
 
 
 def _read(file: Path) -> Any:
+    state = file.stat()
+    return _content(file, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _content(file: Path, *state: int) -> Any:
+    """What the file holds in this state, in containers that nobody may change."""
     return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
 
 
-def _check_option(node: Any, source: Any, file: Path, place: str, option: str, options: list[str]) -> None:
-    written, given = (OmegaConf.to_container(one, resolve=False) for one in (source, node))
-    assert isinstance(written, dict) and isinstance(given, dict)
+def _check_option(
+    node: Any, written: Mapping[str, Any], file: Path, place: str, option: str, folders: list[Path]
+) -> None:
+    given = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(given, dict)
     target, expected = written.get("_target_"), _name_of(option)
     follows = str(written.get("name")).startswith("${")
     require(target is not None, f"{file} must name the class of the option in _target_")
@@ -113,6 +123,7 @@ def _check_option(node: Any, source: Any, file: Path, place: str, option: str, o
     for key in ("name", "_target_"):
         value = given.get(key)
         if is_fixed(key, target) and value != written[key]:
+            options = _options(folders, place)
             remedy = (
                 f"Choose {place}={value} instead" if value in options else f"Leave it out; {_choices(place, options)}"
             )
@@ -124,18 +135,16 @@ def _check_option(node: Any, source: Any, file: Path, place: str, option: str, o
 
 def load_option(folders: Sequence[Path], group: str, option: str) -> Any:
     """The content of an option's file, on top of the options from which a preset takes its other values."""
-    node: Any = OmegaConf.load(_file(folders, group, option) or folders[0] / group / f"{option}.yaml")
+    return OmegaConf.merge({}, *_layers(folders, group, option))
+
+
+def _layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, Any]]:
+    """What these files hold, the option's own last."""
+    node = _read(_file(folders, group, option) or folders[0] / group / f"{option}.yaml")
     place = option.rpartition("/")[0]
-    named = [
-        name
-        for name in (node.pop("defaults") if "defaults" in node else [])
-        if isinstance(name, str) and name != "_self_"
-    ]
-    bases = [f"{place}/{name}".lstrip("/") for name in named]
-    whole: Any = OmegaConf.create({})
-    for base in bases:
-        whole = OmegaConf.merge(whole, load_option(folders, group, base))
-    return OmegaConf.merge(whole, node)
+    named = [name for name in node.get("defaults", []) if isinstance(name, str) and name != "_self_"]
+    bases = [layer for name in named for layer in _layers(folders, group, f"{place}/{name}".lstrip("/"))]
+    return [*bases, {key: part for key, part in node.items() if key != "defaults"}]
 
 
 def _file(folders: Sequence[Path], group: str, option: str) -> Path | None:
@@ -160,7 +169,7 @@ def check_class(folder: Path, key: str, node: Any) -> None:
 
     For configs without Hydra's record of what was chosen, such as the config.yaml of a run.
     """
-    target = _classes(folder, key).get(node.get("name"))
+    target = _class(folder, key, node.get("name"))
     require(
         target in (None, node._target_),
         f"the config calls {key} {node.get('name')}, which is {target}, but its {key}._target_ is {node._target_}. A "
@@ -203,9 +212,8 @@ def option(axis: str, name: str) -> Any:
     return make_option(axis, OmegaConf.to_container(load_option(own_options.folders(), axis, name), resolve=True))
 
 
-@lru_cache
-def _classes(folder: Path, key: str) -> dict[object, str]:
-    """The class of each option of an axis by the option's name."""
-    options = _options([folder], key)
-    nodes = {_name_of(option): load_option([folder], key, option) for option in options}
-    return {name: OmegaConf.select(node, "_target_") for name, node in nodes.items()}
+@lru_cache(maxsize=1024)
+def _class(folder: Path, key: str, name: object) -> object:
+    """The class of the option of that name; None if there is none."""
+    options = [option for option in _options([folder], key) if _name_of(option) == name]
+    return load_option([folder], key, options[0]).get("_target_") if options else None

@@ -6,6 +6,8 @@ one means.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import sys
@@ -47,6 +49,21 @@ def past_hydra() -> Iterator[None]:
         raise Carried(error) from error
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Looks for no garbage among what is imported here, now or later: a million objects, all of which stay."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries report what is left over at the end
+        gc.enable()
+
+
 def run(world: World) -> None:
     """Do what the words in sys.argv say."""
 
@@ -54,7 +71,7 @@ def run(world: World) -> None:
     def run_one(cfg: DictConfig) -> None:
         own_options.use(search_folders(HydraConfig.get().runtime))
         check_option_names(cfg, HydraConfig.get().runtime)
-        with hidden_packages(), phase("importing PyTorch"):
+        with hidden_packages(), uncollected(), phase("importing PyTorch"):
             from qerl_bench.experiment import run_experiment
 
         warn_of_single_point(HydraConfig.get())

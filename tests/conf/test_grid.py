@@ -92,16 +92,18 @@ PROGRAM = """
 import itertools, json, sys, time
 import run  # the program itself: what it imports at its start counts too
 from hydra_plugins.process_launcher import launcher
-from qerl_bench.config import build, compose, spec
+from omegaconf import OmegaConf
+from qerl_bench.composer import Composer
+from qerl_bench.config import build, spec
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.checks import ConfigError
 
-asked = json.load(sys.stdin)
+asked, composer = json.load(sys.stdin), Composer()
 started = time.perf_counter()
 found = {"composed": {}, "refused": {}, "grid": 0, "grid_refused": []}
 built = {axis: {} for axis in asked["options"]}
 for name, overrides in asked["points"]:
-    cfg = compose(overrides)
+    cfg = OmegaConf.create(composer.tree(overrides))
     if name.startswith("{"):  # a row: what it chose for each axis serves the grids below
         for axis, option in json.loads(name).items():
             built[axis].setdefault(option, spec(cfg, axis))
@@ -111,7 +113,7 @@ for name, overrides in asked["points"]:
         found["refused"][name] = str(error)
 
 # Options meet in two places only: interpolations, which the points above compose, and Experiment, which sees them all.
-base = compose()
+base = OmegaConf.create(composer.tree([]))
 plain = {key: base[key] for key in base if key not in asked["options"]}
 plain |= {key: spec(base, key) for key in plain}
 usual = {axis: spec(base, axis) for axis in built}

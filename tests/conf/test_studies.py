@@ -51,17 +51,18 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from qerl_bench.composer import HYDRA_DEFAULTS, Composer, register_resolvers
+from qerl_bench.composer import HYDRA_DEFAULTS, Composer, ReadOnce
 from qerl_bench.config import build
 from qerl_bench.installation import CONF_DIR
 
-register_resolvers()
-composer = Composer()
+composer, read = Composer(), {}
 composed = {"studies": {}, "configs": {}}
 for study in json.load(sys.stdin):
     chosen = f"experiment={study}"
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
+        loader = GlobalHydra.instance().config_loader()
+        loader.repository = ReadOnce(loader.repository, read)
         swept = hydra_compose("run", [chosen], return_hydra_config=True).hydra.sweeper.params or {}
     words = OverridesParser.create().parse_overrides([*(f"{key}={swept[key]}" for key in swept), chosen])
     (points,) = BasicSweeper.split_arguments(words, max_batch_size=None)

@@ -17,10 +17,6 @@ from qerl_bench.arguments import whole
 
 LIMIT_S = 600.0  # for a rank that hangs
 Sabotage = Callable[[int], object]  # called in each process with its rank, before the command
-IMPORTED = (
-    *("qerl_bench.experiment", "qerl_bench.engine.hf", "qerl_bench.study.table", "qerl_bench.figures.run"),
-    "transformers.models.qwen2.modeling_qwen2",
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def start(
 ) -> BaseProcess:
     """One of these processes: it begins without the ten seconds that imports take."""
     context = get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED])
+    context.set_forkserver_preload(["tests.parallel.imported"])
     arguments = (rank, size, port, [command, *words], output, sabotage)
     process = context.Process(target=_rank, args=arguments, daemon=True)
     process.start()

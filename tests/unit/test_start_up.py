@@ -60,6 +60,13 @@ def test_configs_are_those_of_hydra(words: list[str]) -> None:
         assert composer.tree(words) == by_hydra(words)
 
 
+def test_files_that_were_read_for_another_config_make_the_same_one() -> None:
+    composer = Composer()
+    shared = ["aqn=format_error", "quant@aqn.format=mxfp4"]
+    for words in (["quant=nvfp4"], shared, ["quant=mxfp4"], ["experiment=smoke", "quant=nvfp4"], ["experiment=smoke"]):
+        assert composer.tree(words) == by_hydra(words)
+
+
 @pytest.mark.parametrize("word", ["lora.rnak=3", "quant=int3", "+lora.rank=3", "lora.rank=1,2", "~lora.x", "a=[1"])
 def test_wrong_words_are_refused_because_hydra_refuses_them(word: str) -> None:
     """For the same reason, in words of our own."""
