@@ -23,7 +23,7 @@ def run(root: Path, *words: str) -> str:
     """What a run says."""
     ended = ranks.run([*words, f"root={root}"], 1, root / "said")
     assert ended.codes == [0], ended.said
-    return ended.said
+    return (root / "said").read_text()  # with the lines of its table
 
 
 def trained(folder: Path) -> list[dict[str, float]]:
