@@ -8,7 +8,13 @@ from qerl_bench.claims.measure import warm_steps
 from qerl_bench.study.load import Run
 from qerl_bench.study.tables import Table
 
-KEYS = {"model": "model.name", "format": "quant.name", "rank": "lora.rank", "recompute": "train.recompute"}
+KEYS = {
+    "model": "model.name",
+    "format": "quant.name",
+    "rank": "lora.rank",
+    "kernel": "kernel",
+    "recompute": "train.recompute",
+}
 TIMES = {part: f"time/{part}_s" for part in ("step", "rollout", "reward", "sync", "train", "idle")}
 RATES = {f"{part}_tok_s": f"speed/{part}_tok_s" for part in ("rollout", "train")}
 MEANS = {
