@@ -82,7 +82,7 @@ class Experiment:
             save_on_term=flag,
             seed=count(0),
             device=one_of("auto", "cpu", "cuda"),
-            kernel=one_of("auto", "block", "torch"),
+            kernel=one_of("auto", "block", "modules", "torch"),
         )
         require(
             isinstance(self.root, str) and is_folder_name(self.name),

@@ -20,6 +20,8 @@ REMEDIES = {  # of each phase
 # PyTorch on a CPU, C++, memory that cannot be mapped, and threads of Rust (tokenizers) that get no stack.
 CPU = re.compile(r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError")
 
+OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
+
 
 def shortage(error: BaseException) -> str | None:
     """What an error says about memory that ran out, shortened; None if it is about something else."""
@@ -27,8 +29,8 @@ def shortage(error: BaseException) -> str | None:
     other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
     if kind not in ("MemoryError", "OutOfMemoryError") and not (other and CPU.search(str(error))):
         return None
-    words = " ".join(str(error).split()) or kind
-    return words if len(words) <= 300 else f"{words[:300]}..."
+    words = OTHERS.sub("", " ".join(str(error).split())) or kind
+    return words if len(words) <= 500 else f"{words[:500]}..."
 
 
 @contextmanager

@@ -11,9 +11,10 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
+from qerl_bench.model import kernels
 from qerl_bench.model.attention import NAME as OWN_ATTENTION
 from qerl_bench.model.block import MODEL_TYPES, FusedBlock, fuse_blocks, without_fused_blocks
-from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears
+from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears, why_not_fused_blocks
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import build_policy
@@ -126,9 +127,28 @@ def test_a_run_on_a_gpu_takes_the_kernels(policy_of: Callable[..., Any], archite
     assert float((found - plain).norm() / plain.norm()) < 0.05
     again = _computed(policy)
     assert all(torch.equal(one, other) for one, other in zip(gradients, again[1], strict=True))
-    for kernel in ("auto", "torch"):
+    for kernel in ("auto", "modules", "torch"):  # auto: the model is small
         plain_policy = policy_of(architecture, *words, f"kernel={kernel}", device="cuda")
         assert not isinstance(_block(plain_policy).forward, FusedBlock)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "small", "reason"),
+    [
+        ("auto", torch.bfloat16, False, None),
+        ("auto", torch.bfloat16, True, "the model is small; kernel=block fuses them"),
+        ("auto", torch.float32, False, "the model computes in float32"),
+        ("block", torch.float32, True, None),
+        ("modules", torch.bfloat16, False, "kernel=modules"),
+    ],
+)
+def test_auto_fuses_blocks_of_models_that_are_not_small(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, dtype: torch.dtype, small: bool, reason: str | None
+) -> None:
+    layer = torch.nn.Linear(8, 8, dtype=dtype)
+    size = sum(parameter.nbytes for parameter in layer.parameters())
+    monkeypatch.setattr(kernels, "SMALL_BYTES", size if small else size - 1)
+    assert why_not_fused_blocks(kernel, layer) == reason
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

@@ -60,3 +60,19 @@ def test_the_decoding_table_of_the_kernels_page_is_the_committed_one() -> None:
     for batch, both in table["decode_tok_s"].unstack().iterrows():
         assert f"| {batch} | {both['nvfp4']:,.0f} | {both['bf16']:,.0f} |" in page
         assert f"{both['nvfp4'] / both['bf16']:.2f}" in page
+
+
+def test_the_step_times_of_the_h200_page_are_the_committed_ones(tmp_path: Path, analysis_script: Any) -> None:
+    steps = RESULTS / "h200" / "steps"
+    analysis_script("step_times").main([str(steps), "--out", str(tmp_path)])
+    assert (tmp_path / "step_times.csv").read_text() == (steps / "step_times.csv").read_text()
+    page = (RESULTS / "h200" / "README.md").read_text()
+    table = pd.read_csv(steps / "step_times.csv")
+    for row in table[table["model"] == "shape-7b"].to_dict("records"):
+        times = [
+            f"{row[part]:.1f} [{row[f'{part}_p20']:.1f}, {row[f'{part}_p80']:.1f}]"
+            for part in ("step", "rollout", "train")
+        ]
+        rates = [f"{row[f'{part}_tok_s']:,.0f}" for part in ("rollout", "train")]
+        peak = max(row["rollout_gib"], row["train_gib"])
+        assert f"| {row['steps']} | {' | '.join(times)} | {' | '.join(rates)} | {peak:.1f} |" in page

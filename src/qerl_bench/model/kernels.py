@@ -1,7 +1,8 @@
 """Chooses the kernels of a model: fused kernels where they can run, the plain PyTorch reference everywhere else.
 
 `kernel=auto` uses fused kernels on a GPU, for layers that compute in bfloat16; `kernel=torch` never uses them. A CPU
-has only the reference. The choice for each layer is logged, so a fallback is never silent.
+has only the reference. The choice for each layer is logged, so a fallback is never silent. Whole blocks are fused in
+training if `kernel=block` asks for it, or by `kernel=auto` in a model that is not small.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 REFERENCE = "torch"
 FUSED_BLOCKS = "block"
+MODULES = "modules"
+SMALL_BYTES = 2**30  # of weights; in a smaller model, launching kernels takes longer than running them
 GROUPED = f"grouped gemm up to {GROUPED_TOKENS} tokens without gradient, dequantize + cublas otherwise"
 DEQUANTIZE = "dequantize + cublas"
 DECODE = {
@@ -187,6 +190,23 @@ def why_not_fused(kernel: str, device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
     return None
+
+
+def is_small(model: torch.nn.Module) -> bool:
+    """Whether the weights of `model` take at most `SMALL_BYTES`."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) <= SMALL_BYTES
+
+
+def why_not_fused_blocks(kernel: str, model: torch.nn.Module) -> str | None:
+    """Why the blocks of `model` are not to be fused in training, or None if they are, should their type allow it."""
+    if kernel == MODULES:
+        return "kernel=modules"
+    if kernel == FUSED_BLOCKS:
+        return None
+    dtype = next(model.parameters()).dtype
+    if dtype != torch.bfloat16:
+        return f"the model computes in {str(dtype).removeprefix('torch.')}"
+    return "the model is small; kernel=block fuses them" if is_small(model) else None
 
 
 def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
 from qerl_bench.checks import require
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
-from qerl_bench.model.kernels import FUSED_BLOCKS, choose_kernels, why_not_fused
+from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
 from qerl_bench.model.packing import Packing, mixes_sequences
 from qerl_bench.model.routing import chosen_experts
@@ -90,10 +90,7 @@ class Policy:
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
-        if kernel == FUSED_BLOCKS:
-            reason = reason or fuse_blocks(decoder_of(model))
-        else:
-            reason = reason or "kernel=block fuses them"
+        reason = reason or why_not_fused_blocks(kernel, model) or fuse_blocks(decoder_of(model))
         log.info("blocks in training: %s", "triton" if reason is None else f"modules of transformers ({reason})")
 
     @property

@@ -17,6 +17,7 @@ import torch
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.memory import shortage
+from qerl_bench.model.kernels import is_small
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
@@ -24,7 +25,6 @@ from qerl_bench.train.batch import Batch
 from qerl_bench.train.objective import objective
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 2**30  # of weights; larger models keep a GPU busy without
 MOST_GRAPHS = 16  # each holds its inputs and outputs; they share the memory in between
 WARM_UPS = 2  # passes before a recording: kernels are compiled and buffers made
 
@@ -32,11 +32,10 @@ WARM_UPS = 2  # passes before a recording: kernels are compiled and buffers made
 def why_not(experiment: Experiment, policy: Policy) -> str | None:
     """Why the passes of this run cannot have fixed shapes, or None if they can."""
     train = experiment.train
-    weights = [*policy.model.parameters(), *policy.model.buffers()]
     reasons = {
         "train.capture=off": train.capture == "off",
         "there is no GPU": policy.device.type != "cuda",
-        "the model keeps a GPU busy without": sum(tensor.nbytes for tensor in weights) > MOST_BYTES,
+        "the model keeps a GPU busy without": not is_small(policy.model),
         "train.packing is off": not policy.packing,
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",
