@@ -19,7 +19,7 @@ from qerl_bench.checks import ConfigError, require
 from qerl_bench.composer import Composer
 from qerl_bench.fingerprint import flat
 from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_files import Field, find_option, option_fields, options_of, read_option, same_value
+from qerl_bench.option_files import Field, alternatives, find_option, option_fields, options_of, read_option, same_value
 from qerl_bench.option_names import search_folders
 from qerl_bench.own_options import split_search_path
 from qerl_bench.unknown_words import keys_of_axis, unknown_key
@@ -163,13 +163,13 @@ def _value(key: str, place: Place, field: Field, value: Any) -> str:
 def _of_others(key: str, options: Sequence[str], choices: Mapping[str, str], folders: Sequence[Path]) -> Iterator[str]:
     """What a key means in options that are not chosen, those with one meaning together."""
     axis, _, inside = key.partition(".")
-    yield _wrapped(f"{axis}={choices[axis]} has no option {key}; it belongs to {axis}={'|'.join(options)}", "")
+    yield _wrapped(f"{axis}={choices[axis]} has no option {key}; it belongs to {alternatives(axis, options)}", "")
     meanings: dict[tuple[str, str], list[str]] = {}
     for option in options:
         field = option_fields(folders, axis, option)[inside]
         meanings.setdefault((field.default, field.meaning), []).append(option)
     for (default, meaning), same in meanings.items():
-        yield _block(f"{key} = {default}   ({axis}={'|'.join(same)})", meaning)
+        yield _block(f"{key} = {default}   ({alternatives(axis, same)})", meaning)
 
 
 def _choices(axis: str, chosen: str | None, folders: Sequence[Path]) -> str:

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 
 SET_BY_FILE = ("_target_", "defaults", "hydra")  # keys that are no values of an option
+LINE = 90  # characters, of alternatives in a message
 _Loader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -150,6 +151,13 @@ def find_option(folders: Sequence[Path], group: str, option: str) -> Path:
     """The YAML file of an option, or of the root config (group "")."""
     files = [folder / group / f"{option}.yaml" for folder in folders]
     return next((file for file in files if file.is_file()), files[0])
+
+
+def alternatives(axis: str, options: Sequence[str]) -> str:
+    """`axis=a|b|c`; if that is longer than a line, the first options, and what lists all."""
+    whole = f"{axis}={'|'.join(options)}"
+    kept = whole[:LINE].rpartition("|")[0]
+    return f"{kept}|... (all of them: --explain {axis})" if kept and len(whole) > LINE else whole
 
 
 def options_of(folders: Sequence[Path], group: str) -> dict[str, Path]:

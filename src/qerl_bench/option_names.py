@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench import own_options
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.option_files import alternatives
 
 OWN = "qerl_bench."  # how the names of the project's own classes begin
 GLOBAL = "@package _global_"  # Hydra's mark of files that set several axes, such as experiments
@@ -161,7 +162,7 @@ def _options(folders: list[Path], place: str) -> list[str]:
 
 
 def _choices(place: str, options: list[str]) -> str:
-    return f"choose {place}={'|'.join(options)}"
+    return f"choose {alternatives(place, options)}"
 
 
 def check_class(folder: Path, key: str, node: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_bench.names_elsewhere import OURS
-from qerl_bench.option_files import SET_BY_FILE, option_fields, options_of, read_option
+from qerl_bench.option_files import SET_BY_FILE, alternatives, option_fields, options_of, read_option
 from qerl_bench.renamed_keys import renamed, renamed_value
 
 SHOWN = 8  # keys or choices that a message lists
@@ -42,11 +42,11 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     elsewhere = keys_of_axis(axis, folders)
     chosen = f"{axis}={choices[axis]} has no option {key}"
     if key in elsewhere:
-        return f"{chosen}, which belongs to {axis}={'|'.join(elsewhere[key])}{_has(own)}"
+        return f"{chosen}, which belongs to {alternatives(axis, elsewhere[key])}{_has(own)}"
     if near:
         return f"{chosen}.{did_you_mean(near)}"
     others = difflib.get_close_matches(key, elsewhere, n=1)
-    belongs = "".join(f". {other} belongs to {axis}={'|'.join(elsewhere[other])}" for other in others)
+    belongs = "".join(f". {other} belongs to {alternatives(axis, elsewhere[other])}" for other in others)
     return f"{chosen}{_has(own)}{belongs}"
 
 
@@ -54,7 +54,7 @@ def _with_its_options(key: str, known: Collection[str], folders: Sequence[Path])
     """A key, with the options that have it if none of them is chosen."""
     axis = key.partition(".")[0]
     options = [] if key in known else keys_of_axis(axis, folders).get(key, [])
-    return f"{key} (of {axis}={'|'.join(options)})" if options else key
+    return f"{key} (of {alternatives(axis, options)})" if options else key
 
 
 def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
@@ -110,5 +110,5 @@ def _near_anywhere(key: str, known: Sequence[str], axes: Iterable[str], folders:
     for axis in axes:
         for other, options in keys_of_axis(axis, folders).items():
             if other.rpartition(".")[2] == name:
-                return f" {other} belongs to {axis}={'|'.join(options)}."
+                return f" {other} belongs to {alternatives(axis, options)}."
     return did_you_mean(alike)

@@ -16,6 +16,7 @@ from qerl_bench.composer import Composer
 from qerl_bench.config import build, compose
 from qerl_bench.eval.reevaluate import apply_overrides
 from qerl_bench.installation import CONF_DIR
+from qerl_bench.option_files import LINE, alternatives
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"
@@ -144,3 +145,13 @@ def test_the_program_checks_where_hydra_searches(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2 and "quant.name=nvfp4 cannot be set" in done.stderr
+
+
+def test_many_alternatives_are_cut_to_a_line_and_few_are_listed() -> None:
+    options = [f"model-{number:02}" for number in range(40)]
+    assert alternatives("model", options[:3]) == "model=model-00|model-01|model-02"
+    cut = alternatives("model", options)
+    listed, dots, rest = cut.partition("|...")
+    assert dots and len(listed) <= LINE and listed.partition("=")[2].split("|") == options[: listed.count("|") + 1]
+    assert rest == " (all of them: --explain model)"
+    assert alternatives("model", ["x" * 200]) == f"model={'x' * 200}"
