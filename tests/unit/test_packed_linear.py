@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.concat import concat_rows_in_place
-from qerl_bench.quant.linear import PackedLinear, pack_linear, resident_bytes
+from qerl_bench.quant.linear import KERNEL_BUFFERS, PackedLinear, pack_linear, resident_bytes
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.placement import place
 from qerl_bench.quantizer.apply import quantize_model
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
@@ -403,6 +404,43 @@ def test_layers_that_share_a_tensor_scale_concatenate_to_one_scale() -> None:
     plain.weight.data = torch.cat([linear.weight.detach() for linear in linears])
     plain.bias.data = torch.cat([linear.bias.detach() for linear in linears])
     assert isinstance(whole, PackedLinear) and _bits(whole) == _bits(_packed(NVFP4_SPEC, plain))
+
+
+# --- placed layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
+def test_placed_layers_keep_their_bits_and_are_joined_without_a_copy(spec: Any) -> None:
+    names = ("mlp.down_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.k_proj")
+    layers = {name: _packed(spec, _linear(64, 32, seed=i)) for i, name in enumerate(names)}
+    others = {name: _packed(spec, _linear(64, 32, seed=i)) for i, name in enumerate(names)}
+    given = {name: dict(layer._buffers) for name, layer in layers.items()}
+    place(layers)
+    assert {name: _bits(layer) for name, layer in layers.items()} == {name: _bits(one) for name, one in others.items()}
+    storages = {
+        name: [tensor.untyped_storage().data_ptr() for tensor in layer.buffers()] for name, layer in layers.items()
+    }
+    for layer in layers.values():
+        layer.use_kernels()
+    for name, layer in layers.items():  # over what was there, not over what the layers were made of
+        assert {tensor.untyped_storage().data_ptr() for tensor in layer.buffers()} <= {*storages[name]}
+        assert all(
+            torch.equal(tensor, given[name][key]) for key, tensor in layer.packed().items() if tensor is not None
+        )
+    joined = concat_rows_in_place([layers[f"self_attn.{letter}_proj"] for letter in "qkv"])
+    assert joined is not None
+    first = layers["self_attn.q_proj"]
+    for key in KERNEL_BUFFERS:
+        assert joined.get_buffer(key).data_ptr() == first.get_buffer(key).data_ptr()
+    expected = torch.cat([others[f"self_attn.{letter}_proj"].dequantized() for letter in "qkv"])
+    assert isinstance(joined, PackedLinear) and torch.equal(joined.dequantized(), expected)
+
+
+def test_layers_that_were_not_placed_leave_their_tensors_alone() -> None:
+    layer = _packed(NVFP4_SPEC, _linear(64, 32))
+    given = {name: (tensor, tensor.clone()) for name, tensor in layer._buffers.items() if tensor is not None}
+    layer.use_kernels()
+    assert all(torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)) for tensor, before in given.values())
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

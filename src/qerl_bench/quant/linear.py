@@ -78,6 +78,7 @@ class PackedLinear(torch.nn.Linear):
 
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
+    owns_memory = False  # set by `quant.placement`: nobody else reads the packed tensors, which may be overwritten
     _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype, inside `operands_kept`
 
     def __init__(
@@ -145,9 +146,12 @@ class PackedLinear(torch.nn.Linear):
             raise ValueError(f"the fused kernels have no layout for {self.weight_format}")
         packed = self.packed()
         repacked = layout.repack(self.weight_format.kernel_layout, packed, (self.out_features, self.in_features))
-        for name in packed.keys() - set(TENSOR_SCALES):
-            del self._buffers[name]
-        self._buffers.update(zip(KERNEL_BUFFERS, (repacked.words, repacked.scales), strict=True))
+        replaced = [self._buffers.pop(name) for name in packed if name not in TENSOR_SCALES]
+        for name, tensor in zip(KERNEL_BUFFERS, (repacked.words, repacked.scales), strict=True):
+            room = next((one for one in replaced if one is not None and one.nbytes == tensor.nbytes), None)
+            if self.owns_memory and room is not None:
+                tensor = room.flatten().view(torch.uint8).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self._buffers[name] = tensor
         self._scale_offset = repacked.offset
 
     def operand(self, dtype: torch.dtype) -> torch.Tensor:

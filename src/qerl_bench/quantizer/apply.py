@@ -29,6 +29,7 @@ from qerl_bench.quant.experts import (
     pack_experts,
 )
 from qerl_bench.quant.linear import PackedLinear, errors_name_layer, resident_bytes
+from qerl_bench.quant.placement import place
 from qerl_bench.quant.share import decoder_blocks, is_linear, routers
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibrate import (
@@ -108,6 +109,9 @@ def quantize_model(
             require_same_output(before, run_block(block, index, inputs[0]), name)
             second_moments = {f"{name}.{layer}": group.second_moment for group in groups for layer in group.layers}
         reports |= _pack_layers(model, weight_format, quantizer, names, second_moments)
+        packed = {layer: owner for layer, *_ in names if isinstance(owner := _owner(model, layer), PackedLinear)}
+        if any(buffer.is_cuda for layer in packed.values() for buffer in layer.buffers()):
+            place(packed)
         for batch in inputs:
             batch.hidden = run_block(block, index, batch)
         _return_freed_memory()

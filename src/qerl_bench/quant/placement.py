@@ -1,0 +1,58 @@
+"""Where the packed tensors of a model lie in a GPU's memory.
+
+PyTorch takes a GPU's memory in pieces, and returns none in which anything is left. Packing needs much more for a moment
+than it leaves behind, so a 72B kept 10 GiB in pieces with gaps. Therefore a block's packed tensors move to memory of
+their own once all else of the block is free: layers that are one matmul later lie side by side, so that `quant.concat`
+copies nothing, and the kernels' layout is written over them. Left out: experts, and layers outside the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from qerl_bench.quant.linear import FUSED_SIBLINGS, TENSOR_SCALES, PackedLinear
+
+
+def place(layers: Mapping[str, PackedLinear]) -> None:
+    """Move the packed tensors of `layers`, by name, to memory of their own, those of `FUSED_SIBLINGS` side by side.
+
+    They go through the host's memory. Meanwhile PyTorch returns what it holds of a GPU's memory without using it.
+    """
+    moved: list[tuple[list[PackedLinear], str, torch.Tensor, torch.device]] = []
+    for group in _siblings(layers):
+        for name in [name for name in group[0]._buffers if name not in TENSOR_SCALES]:
+            device = next(group[0].buffers()).device
+            sizes = [layer._buffers[name].nbytes for layer in group]  # type: ignore[union-attr]
+            host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            _move(group, name, host)
+            moved.append((group, name, host, device))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    for group, name, host, device in moved:
+        _move(group, name, torch.empty_like(host, device=device))
+    for layer in layers.values():
+        layer.owns_memory = True
+
+
+def _siblings(layers: Mapping[str, PackedLinear]) -> list[list[PackedLinear]]:
+    left, groups = dict(layers), []
+    for name in layers:
+        parent, _, leaf = name.rpartition(".")
+        leaves = next((leaves for leaves in FUSED_SIBLINGS if leaf in leaves), (leaf,))
+        paths = [f"{parent}.{one}" if parent else one for one in leaves]
+        if name in left:
+            groups.append([left.pop(path) for path in paths if path in left])
+    return groups
+
+
+def _move(layers: Sequence[PackedLinear], name: str, memory: torch.Tensor) -> None:
+    """Let the tensor `name` of each layer lie in `memory`, uint8 (bytes,), one behind the other."""
+    start = 0
+    for layer in layers:
+        tensor = layer._buffers[name]
+        assert tensor is not None
+        place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        layer._buffers[name] = place.copy_(tensor)
+        start += tensor.nbytes
