@@ -283,6 +283,23 @@ def test_each_tier_of_the_worlds_settings_completes_whole_contrasts(tmp_path: Pa
     assert in_primary_settings(4)[supervised] == {"nvfp4 - bf16"} and {*decided[4]} == {*decided[3], supervised}
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "studies").glob("*/study.yaml")), ids=lambda path: path.parent.name
+)
+def test_the_arms_of_a_committed_study_are_runs_of_their_own(path: Path) -> None:
+    design = read_design(path)
+    words = [design.words(arm, design.bases[0], 0, sigma=0.12 if arm.dosed else None) for arm in design.arms]
+    runs = [build(compose(one)) for one in words]
+    assert len({compose(one)["name"] for one in words}) == len(runs) and min(arm.tier for arm in design.arms) == 1
+    assert all(run.steps == runs[0].steps and run.model.name == runs[0].model.name for run in runs)
+
+
+def test_the_studies_in_the_world_of_countdown_share_no_base() -> None:
+    designs = [read_design(path) for path in (ROOT / "docs" / "studies").glob("*/study.yaml")]
+    bases = [base for one in designs if "experiment=worlds/outliers" in one.common for base in one.bases]
+    assert len(bases) == len({*bases}) >= 60
+
+
 # --- the tiny study --------------------------------------------------------------------------------------------------
 
 TINY = [study for study in STUDIES if study.startswith("tiny/")]
