@@ -53,6 +53,6 @@ def _move(layers: Sequence[PackedLinear], name: str, memory: torch.Tensor) -> No
     for layer in layers:
         tensor = layer._buffers[name]
         assert tensor is not None
-        place = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        layer._buffers[name] = place.copy_(tensor)
+        room = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        layer._buffers[name] = room.copy_(tensor)
         start += tensor.nbytes
