@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,10 +23,20 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton kernels run as Python on CPU tensors. Its bfloat16 arithmetic is wrong (Triton 3.6 to 3.9).
 
     Triton's own functions, such as its sum, are kernels too, and were defined when it was imported. The interpreter
-    puts its own in place of the language's and leaves some there, with which nothing compiles any more.
+    puts its own in place of the language's and leaves some there, with which nothing compiles any more. Its products of
+    tiles are a library's, whose FP32 sums may depend on a row's place in the tile (an AMD EPYC): here they are in FP64.
     """
     triton = pytest.importorskip("triton")
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+    create_dot = InterpreterBuilder.create_dot
+
+    def rounded_once(self: object, a: object, b: object, sums: Any, *options: object) -> object:
+        wide = TensorHandle(sums.data.astype("float64"), triton.language.float64)
+        product = create_dot(self, a, b, wide, *options)
+        return TensorHandle(product.data.astype(sums.data.dtype), sums.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", rounded_once)
 
     modules = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
     classes = [value for value in vars(triton.language.core).values() if isinstance(value, type)]
