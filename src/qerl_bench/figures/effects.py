@@ -113,8 +113,11 @@ def _filled(arms: Sequence[PlottedArm]) -> list[PlottedArm]:
 def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: bool = True) -> list[str]:
     """The sentences of a caption that explain the marks."""
     mixed = len({arm.filled for arm in arms if arm.control}) == 2
+    most = max(reversed(arms), key=lambda arm: len(arm.runs))
+    fewer = [f"{len({run.base for run in arm.runs})} for {arm.label}" for arm in arms if len(arm.runs) < len(most.runs)]
     return [
-        interval_note(arms[-1].runs),
+        interval_note(most.runs),
+        f"Fewer, {', '.join(fewer)}." if fewer else "",
         "Numbers: each arm's own mean." if levels else "",
         "Filled: with noise, hollow: without." if mixed else "",
         margin_note(measures),

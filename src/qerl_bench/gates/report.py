@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -103,7 +104,7 @@ def by_figure(study: Sessions) -> dict[str, list[Arm]]:
 
 
 def plotted(study: Sessions, arms: Sequence[Arm], pairs: bool = False) -> dict[str, PlottedArm]:
-    """The arms as figures show them, by name; with `pairs` the labels name their controls too."""
+    """The arms as figures show them, by name, on the bases of their controls, which labels name too with `pairs`."""
     others = cycle(OTHER_COLORS)
     shown = {}
     for arm in arms:
@@ -111,7 +112,7 @@ def plotted(study: Sessions, arms: Sequence[Arm], pairs: bool = False) -> dict[s
         plain = len(arm.words) == 1 and study.design.format_of(arm) == arm.name
         shade = color(arm.name) if plain else next(others)
         label = f"{arm.name} − {control.name}" if pairs and control else arm.name
-        runs, controls = (study.of_arm(one.name) if one else () for one in (arm, control))
+        runs, controls = study.pairs(arm.name, control.name) if control else (study.of_arm(arm.name), ())
         shown[arm.name] = PlottedArm(label, runs, controls, shade)
     return shown
 
@@ -135,18 +136,23 @@ def bases(study: Sessions) -> str:
     heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
     heads += [f"KL {arm.name}" for arm in dosed]
     heads += [f"{arm.name} - {control.name}" for arm, control in treated]
-    rows = []
+    rows: list[list[float]] = []
+
+    def known(column: Sequence[float]) -> list[float]:
+        return [x for x in column if not isnan(x)]
+
     for base, probe in study.probes.items():
         damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
         numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
-        effects = [100 * (ends[arm.name][base] - ends[control.name][base]) for arm, control in treated]
+        pairs = [(ends[arm.name].get(base, nan), ends[control.name].get(base, nan)) for arm, control in treated]
+        effects = [100 * (end - other) for end, other in pairs]  # NaN: not run on this base
         rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
-    means = [mean_ci(column) for column in zip(*rows, strict=True)]
+    means = [mean_ci(known(column)) for column in zip(*rows, strict=True)]
     small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
 
     def cells(numbers: Sequence[float]) -> list[str]:
         return [
-            f"{x:.3f}" if i in small else f"{x:+.1f}" if i > small.stop - 1 else f"{x:.1f}"
+            "-" if isnan(x) else f"{x:.3f}" if i in small else f"{x:+.1f}" if i > small.stop - 1 else f"{x:.1f}"
             for i, x in enumerate(numbers)
         ]
 
@@ -154,7 +160,8 @@ def bases(study: Sessions) -> str:
     lines += [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
     for session in dict.fromkeys(session_of.values()):
         of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
-        lines.append(["mean", session, *cells([fmean(column) for column in zip(*of_session, strict=True)])])
+        columns = [known(column) for column in zip(*of_session, strict=True)]
+        lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
     lines.append(["mean", "", *cells([one.value for one in means])])
     intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
     lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])

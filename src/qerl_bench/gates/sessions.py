@@ -44,6 +44,16 @@ class Sessions:
         """The runs of an arm, by base and seed."""
         return [run for (arm, _, _), run in sorted(self.runs.items()) if arm == name]
 
+    def pairs(self, name: str, other: str) -> tuple[list[Run], list[Run]]:
+        """The runs of two arms on the bases and seeds that both have, in the same order."""
+        having: list[set[tuple[int, int]]] = [
+            {(b, s) for arm, b, s in self.runs if arm == one} for one in (name, other)
+        ]
+        both = sorted(having[0] & having[1])
+        return [self.runs[name, base, seed] for base, seed in both], [
+            self.runs[other, base, seed] for base, seed in both
+        ]
+
     @property
     def arms(self) -> list[Arm]:
         """The arms that have runs, in the order of the design."""
