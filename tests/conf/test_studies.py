@@ -294,10 +294,11 @@ def test_the_arms_of_a_committed_study_are_runs_of_their_own(path: Path) -> None
     assert all(run.steps == runs[0].steps and run.model.name == runs[0].model.name for run in runs)
 
 
-def test_the_studies_in_the_world_of_countdown_share_no_base() -> None:
+@pytest.mark.parametrize(("world", "least"), [("outliers", 60), ("shortcut", 32)])
+def test_the_studies_in_one_world_share_no_base(world: str, least: int) -> None:
     designs = [read_design(path) for path in (ROOT / "docs" / "studies").glob("*/study.yaml")]
-    bases = [base for one in designs if "experiment=worlds/outliers" in one.common for base in one.bases]
-    assert len(bases) == len({*bases}) >= 60
+    bases = [base for one in designs if f"experiment=worlds/{world}" in one.common for base in one.bases]
+    assert len(bases) == len({*bases}) >= least
 
 
 # --- the tiny study --------------------------------------------------------------------------------------------------
