@@ -113,8 +113,9 @@ def _filled(arms: Sequence[PlottedArm]) -> list[PlottedArm]:
 def mark_notes(arms: Sequence[PlottedArm], measures: Sequence[Measure], levels: bool = True) -> list[str]:
     """The sentences of a caption that explain the marks."""
     mixed = len({arm.filled for arm in arms if arm.control}) == 2
-    most = max(reversed(arms), key=lambda arm: len(arm.runs))
-    fewer = [f"{len({run.base for run in arm.runs})} for {arm.label}" for arm in arms if len(arm.runs) < len(most.runs)]
+    bases = {arm.label: len({run.base for run in arm.runs}) for arm in arms if arm.runs}
+    most = max((arm for arm in reversed(arms) if arm.runs), key=lambda arm: bases[arm.label])
+    fewer = [f"{number} for {label}" for label, number in bases.items() if number < bases[most.label]]
     return [
         interval_note(most.runs),
         f"Fewer, {', '.join(fewer)}." if fewer else "",
