@@ -46,13 +46,8 @@ class Sessions:
 
     def pairs(self, name: str, other: str) -> tuple[list[Run], list[Run]]:
         """The runs of two arms on the bases and seeds that both have, in the same order."""
-        having: list[set[tuple[int, int]]] = [
-            {(b, s) for arm, b, s in self.runs if arm == one} for one in (name, other)
-        ]
-        both = sorted(having[0] & having[1])
-        return [self.runs[name, base, seed] for base, seed in both], [
-            self.runs[other, base, seed] for base, seed in both
-        ]
+        both = sorted((base, seed) for arm, base, seed in self.runs if arm == name and (other, base, seed) in self.runs)
+        return [self.runs[name, *cell] for cell in both], [self.runs[other, *cell] for cell in both]
 
     @property
     def arms(self) -> list[Arm]:

@@ -1,9 +1,10 @@
 """Where the packed tensors of a model lie in a GPU's memory.
 
 PyTorch takes a GPU's memory in pieces, and returns none in which anything is left. Packing needs much more for a moment
-than it leaves behind, so a 72B kept 10 GiB in pieces with gaps. Therefore a block's packed tensors move to memory of
-their own once all else of the block is free: layers that are one matmul later lie side by side, so that `quant.concat`
-copies nothing, and the kernels' layout is written over them. Left out: experts, and layers outside the blocks.
+than it leaves behind, and a 72B held 10 GiB more than it needed, probably in such gaps (docs/LOG.md). Therefore a
+block's packed tensors move to memory of their own once all else of the block is free: layers that are one matmul later
+lie side by side, so that `quant.concat` copies nothing, and the kernels' layout is written over them. Left out:
+experts, and layers outside the blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def place(layers: Mapping[str, PackedLinear]) -> None:
     for group in _siblings(layers):
         for name in [name for name in group[0]._buffers if name not in TENSOR_SCALES]:
             device = next(group[0].buffers()).device
-            sizes = [layer._buffers[name].nbytes for layer in group]  # type: ignore[union-attr]
-            host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            size = sum(tensor.nbytes for layer in group if (tensor := layer._buffers[name]) is not None)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
             _move(group, name, host)
             moved.append((group, name, host, device))
     if torch.cuda.is_available():
