@@ -24,8 +24,8 @@ def place(layers: Mapping[str, PackedLinear]) -> None:
     moved: list[tuple[list[PackedLinear], str, torch.Tensor, torch.device]] = []
     for group in _siblings(layers):
         for name in [name for name in group[0]._buffers if name not in TENSOR_SCALES]:
-            device = next(group[0].buffers()).device
-            size = sum(tensor.nbytes for layer in group if (tensor := layer._buffers[name]) is not None)
+            tensors = [tensor for layer in group if (tensor := layer._buffers[name]) is not None]
+            device, size = tensors[0].device, sum(tensor.nbytes for tensor in tensors)
             host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
             _move(group, name, host)
             moved.append((group, name, host, device))
@@ -54,6 +54,6 @@ def _move(layers: Sequence[PackedLinear], name: str, memory: torch.Tensor) -> No
     for layer in layers:
         tensor = layer._buffers[name]
         assert tensor is not None
-        room = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        room = memory.narrow(0, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         layer._buffers[name] = room.copy_(tensor)
         start += tensor.nbytes
