@@ -436,6 +436,18 @@ def test_placed_layers_keep_their_bits_and_are_joined_without_a_copy(spec: Any) 
     assert isinstance(joined, PackedLinear) and torch.equal(joined.dequantized(), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
+def test_placed_layers_stay_on_their_gpu(spec: Any) -> None:
+    names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+    layers = {name: _packed(spec, _linear(64, 32, seed=i)) for i, name in enumerate(names)}
+    before = {name: _bits(layer) for name, layer in layers.items()}
+    place({name: layer.cuda() for name, layer in layers.items()})
+    assert {tensor.device.type for layer in layers.values() for tensor in layer.buffers()} == {"cuda"}
+    assert {name: _bits(layer.cpu()) for name, layer in layers.items()} == before
+
+
 def test_layers_that_were_not_placed_leave_their_tensors_alone() -> None:
     layer = _packed(NVFP4_SPEC, _linear(64, 32))
     given = {name: (tensor, tensor.clone()) for name, tensor in layer._buffers.items() if tensor is not None}
