@@ -50,7 +50,7 @@ class Lease:
         """
         path = lease_of(lock)
         text = f"{words}\n{machine()} {secrets.token_hex(8)}\n"
-        writing = path.with_name(f"{path.name}.{secrets.token_hex(4) if not alone else machine()[:8]}")
+        writing = path.with_name(f"{path.name}.{machine() if alone else secrets.token_hex(4)}")
         while True:
             if (held := read(path)) is None:
                 writing.write_text(text)

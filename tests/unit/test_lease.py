@@ -73,6 +73,27 @@ def test_one_of_many_machines_gets_a_lock_and_the_next_when_it_is_released(tmp_p
     assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
+def test_machines_with_names_alike_do_not_write_into_each_others_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second machine takes the lease between the first one's writing and placing."""
+    path, place, seconds = tmp_path / ".lock", lease.placed, []
+
+    def first_after_second(writing: Path, to: Path) -> bool:
+        monkeypatch.setattr(lease, "placed", place)
+        monkeypatch.setattr(lease, "machine", lambda: "cluster-node-2")
+        seconds.append(lease.Lease.take(path, "second", alone=True))
+        monkeypatch.setattr(lease, "machine", lambda: "cluster-node-1")
+        return place(writing, to)
+
+    monkeypatch.setattr(lease, "machine", lambda: "cluster-node-1")
+    monkeypatch.setattr(lease, "placed", first_after_second)
+    assert lease.Lease.take(path, "first", alone=True) is None
+    assert (tmp_path / ".lock.lease").read_text().startswith("second")
+    seconds[0].end()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_lease_of_a_killed_process_counts_here_never_and_elsewhere_until_it_is_stale(tmp_path: Path, peer) -> None:
     path = tmp_path / ".lock"
     first = peer(path, "a")
