@@ -18,7 +18,9 @@ from omegaconf import OmegaConf
 
 from qerl_bench.claims import command
 from qerl_bench.claims.evaluate import ClaimResult, evaluate_claims
+from qerl_bench.claims.gates import ManipulationCheck
 from qerl_bench.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
+from qerl_bench.claims.paper import NOISY_ENTROPY
 from qerl_bench.config import build, compose
 from qerl_bench.study.load import Run, load_runs
 
@@ -199,6 +201,15 @@ def test_more_questions_answered_once_support_noise_on_adapters(arm: Arm) -> Non
     assert effect is not None and effect.whole.value == pytest.approx(0.25, abs=0.02)
 
 
+def test_noise_is_looked_for_where_a_schedule_has_some() -> None:
+    """The first stage of a schedule has no noise, so a gate at the first step would fail whatever noise does."""
+    gates = [gate for claims in REGISTRIES.values() for claim in claims for gate in claim.gates]
+    checks = [gate for gate in gates if isinstance(gate, ManipulationCheck)]
+    of_noise = [check for check in checks if any(one.may_differ_in("aqn.name") for one in check.contrasts)]
+    assert len(of_noise) >= 4
+    assert {check.measure.name for check in of_noise} == {NOISY_ENTROPY.name}
+
+
 def test_noise_that_helps_16_bit_weights_repeats_the_first_study(arm: Arm) -> None:
     title = "Noise helps without quantization"
     arm("quant=bf16")
@@ -274,6 +285,8 @@ def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys:
     command.main([str(ROOT / "docs" / "results" / "tiny"), "--papers", "literature", "--out", str(tmp_path)])
     assert "Rank 1 is enough: incomplete" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"literature.md", "literature.svg"}
+    caption = " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "literature.svg").read_text()))
+    assert "0.02 of reward, 1 or 10 points of accuracy, 5% of a time or memory, a factor of 1.5 or 2 of a KL" in caption
     table = (tmp_path / "literature.md").read_text().split("\n\n", 1)[1]
     page = (ROOT / "docs" / "literature.md").read_text()
     (shown,) = re.findall(r"<!-- table of [^>]* -->\n(.*?)<!-- end of table -->", page, re.DOTALL)

@@ -476,7 +476,7 @@ LITERATURE = (
                 where=(*ASKED, BF16, MANY_SAMPLES, TRUNCATED),
                 primary=PRIMARY,
                 contrasts=(NOISY_ADAPTERS,),
-                gates=(ManipulationCheck(INITIAL_ENTROPY, (NOISY_ADAPTERS,), (*ASKED, BF16, *PRIMARY)), *TRAINED),
+                gates=(ManipulationCheck(NOISY_ENTROPY, (NOISY_ADAPTERS,), (*ASKED, BF16, *PRIMARY)), *TRAINED),
                 command="python src/run.py experiment=tiny/base quant=bf16 noise.where=adapters aqn=none,matched "
                 "importance_sampling.mode=truncate importance_sampling.clip_max=2 -m",
                 at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 noise.where=adapters "

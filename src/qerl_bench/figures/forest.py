@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from io import BytesIO
 
 import matplotlib
@@ -75,14 +75,20 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     if effects:
         yield f"Diamonds: primary contrasts, with 95% intervals (Student's t over {origins}), grey where not testable."
     factors = {math.exp(one.claim.measure.margin) for one in results if "KL" in one.claim.measure.name}
-    mismatch = f", a factor of {' or '.join(f'{factor:g}' for factor in sorted(factors))} of a KL" if factors else ""
-    yield f"One margin: 2% of entropy, 0.02 of reward, 1 point of accuracy, 5% of a time or memory{mismatch}."
+    mismatch = f", a factor of {_either(factors)} of a KL" if factors else ""
+    points = {1.0} | {m.margin * m.scale for m in (one.claim.measure for one in results) if m.unit == "points"}
+    accuracy = f"{_either(points)} {'point' if len(points) == 1 else 'points'} of accuracy"
+    yield f"One margin: 2% of entropy, 0.02 of reward, {accuracy}, 5% of a time or memory{mismatch}."
     paper = " Hollow diamonds: the paper." if any(one.claim.paper_effects for one in results) else ""
     yield f"Grey band: less than that.{paper} Arrows: beyond the axis."
     if any(effect.bases for effect in effects):
         yield "Dots: single base models."
     elif effects:
         yield "All from one base model, for which alone the intervals speak."
+
+
+def _either(numbers: Collection[float]) -> str:
+    return " or ".join(f"{number:g}" for number in sorted(numbers))
 
 
 def _scaled(factor: float) -> Callable[[float], float]:

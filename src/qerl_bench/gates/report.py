@@ -2,9 +2,9 @@
 
     python analysis/study_report.py docs/studies/worlds-2026
 
-gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md
-those on later papers, bases.md a table by base; curves.svg, arms.svg, exploration.svg and
-pass_at_k.svg are the figures. Of many arms three of these are drawn once for each arm that others
+gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
+literature.svg those on later papers, bases.md a table by base; curves.svg, arms.svg,
+exploration.svg and pass_at_k.svg are the figures. Of many arms three of these are drawn once for each arm that others
 are compared with. Runs of several versions of the code are taken together, since no pair of runs
 is from two sessions.
 """
@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES, page_table
-from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.claims.report import markdown
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_bench.figures.effects import PlottedArm, dot_plot
@@ -61,12 +60,13 @@ def texts(study: Sessions) -> dict[str, str]:
     everything = [*study.runs.values()]
     check_comparable(everything, mixed_code=True)
     ((scope, runs),) = by_scope(everything).items()  # all arms have one model and one task
-    verdicts = evaluate_claims(CLAIMS, runs)
+    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
     return {
         "gates.md": render(gates(study.design, [*study.probes.values()], study.runs)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
-        "literature.md": page_table(evaluate_claims(REGISTRIES["literature"], runs)) + "\n",
+        "literature.md": page_table(later) + "\n",
+        "literature.svg": svg(all_claims(later, scope)),
         "bases.md": bases(study),
     }
 
