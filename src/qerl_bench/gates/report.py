@@ -4,9 +4,9 @@
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, bases.md a table by base; curves.svg, arms.svg,
-exploration.svg and pass_at_k.svg are the figures. Of many arms three of these are drawn once for each arm that others
-are compared with. Runs of several versions of the code are taken together, since no pair of runs
-is from two sessions.
+exploration.svg and pass_at_k.svg are the figures. Of many arms three of these are drawn once for
+each arm that others are compared with. Runs of several versions of the code are taken together,
+since no pair of runs is from two sessions.
 """
 
 from __future__ import annotations
