@@ -1,7 +1,7 @@
 """Tokens a second that engine=hf samples with random weights in the shape of a model.
 
     python kernels/bench/decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32] [--slow 64]
-        [--ragged 512 1024] [--group 8]
+        [--ragged 512 1024] [--group 8] [--dequantized 0 16]
 
 Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
 the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take. A router
@@ -13,8 +13,9 @@ steps alone: a rollout of one token is subtracted, which reads the prompts. Ragg
 geometric length with mean 600 and limit 4,096, eight of each prompt, in at most 256 rows. `tok_s` is over the whole
 rollout, prompts included; `rows_used` is the share of computed rows whose token was kept, `cache_gib` what was reserved
 for keys and values with all lengths known, `cache_used_gib` the most that was in use. Graphs are recorded in a first
-rollout that also compiles; that takes `first_record_s` and is in no other number. Numbers are medians of several
-repeats.
+rollout that also compiles; that takes `first_record_s` and is in no other number. With --dequantized (GiB, as
+engine.dequantized_gib) those of many rows are recorded in each rollout, which counts in ragged rollouts alone. Numbers
+are medians of several repeats.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yam
 SLOW_TOKENS = 12  # tokens of a rollout through transformers
 ROWS = 256  # of a ragged rollout
 COLUMNS = (  # empty where a row has no such number
-    "way", "batch", "group", "prompt", "new", "tokens", "longest", "repeats", "read_s", "first_record_s", "total_s",
-    "step_ms", "step_ms_least", "step_ms_most", "decode_tok_s", "tok_s", "rows_used", "cache_gib", "cache_used_gib",
+    "way", "dequantized_gib", "batch", "group", "prompt", "new", "tokens", "longest", "repeats", "read_s",
+    "first_record_s", "total_s", "step_ms", "step_ms_least", "step_ms_most", "decode_tok_s", "tok_s", "rows_used", "cache_gib", "cache_used_gib",
     "peak_gib",
 )  # fmt: skip
 
@@ -78,9 +79,10 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
 class Way:
     """One way to decode: recorded steps, which stay recorded, or transformers."""
 
-    def __init__(self, name: str, policy: Policy, rows: int) -> None:
+    def __init__(self, name: str, policy: Policy, rows: int, dequantized_gib: float = 0.0) -> None:
         self.name, self.policy = name, policy
-        self.sampler = Sampler(policy, Limits(rows=rows, kept_gib=1e6)) if name == "recorded" else None
+        limits = Limits(rows=rows, kept_gib=1e6, dequantized_gib=dequantized_gib)
+        self.sampler = Sampler(policy, limits) if name == "recorded" else None
 
     def seconds(self, prompts: list[list[int]], lengths: list[int], limit: int) -> tuple[float, dict[str, float]]:
         """Seconds of one rollout with room for `limit` tokens, its peak memory in GiB, and the sampler's report."""
@@ -99,28 +101,37 @@ class Way:
 
 
 def measure(
-    policy: Policy, name: str, batches: Sequence[int], prompt: int, new: int, repeats: int, group: int = 1
+    policy: Policy,
+    name: str,
+    batches: Sequence[int],
+    prompt: int,
+    new: int,
+    repeats: int,
+    group: int = 1,
+    dequantized_gib: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """Batches of completions of `new` tokens."""
     for batch in batches:
         samples = min(group, batch)
-        way = Way(name, policy, batch)
+        way = Way(name, policy, batch, dequantized_gib)
         count = batch // samples
         ids = torch.randint(IDS, (count, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
         _, first = way.seconds(ids, [new] * (count * samples), new)  # compiles and records, with room for `new`
         rounds = [[way.seconds(ids, [n] * (count * samples), new) for n in (1, new)] for _ in range(repeats)]
-        steps = [(total - read) / (new - 1) for (read, _), (total, _) in rounds]
+        replayed = [[taken - report.get("time/recording_s", 0.0) for taken, report in two] for two in rounds]
+        steps = [(total - read) / (new - 1) for read, total in replayed]
         step = median(steps)
         yield {
             "way": name,
+            "dequantized_gib": dequantized_gib,
             "batch": count * samples,
             "group": samples,
             "prompt": prompt,
             "new": new,
             "repeats": repeats,
-            "read_s": median(read for (read, _), _ in rounds),
+            "read_s": median(read for read, _ in replayed),
             "first_record_s": first.get("time/recording_s"),
-            "total_s": median(total for _, (total, _) in rounds),
+            "total_s": median(total for _, total in replayed),
             "step_ms": 1e3 * step,
             "step_ms_least": 1e3 * min(steps),
             "step_ms_most": 1e3 * max(steps),
@@ -130,10 +141,12 @@ def measure(
         }
 
 
-def measure_ragged(policy: Policy, counts: Sequence[int], task: Shape, repeats: int) -> Iterator[dict[str, Any]]:
+def measure_ragged(
+    policy: Policy, counts: Sequence[int], task: Shape, repeats: int, dequantized_gib: float = 0.0
+) -> Iterator[dict[str, Any]]:
     """Rollouts of completions whose lengths `task` draws."""
     for count in counts:
-        way = Way("recorded", policy, ROWS)
+        way = Way("recorded", policy, ROWS, dequantized_gib)
         prompts = task.train_prompts(1, count // task.group_size, seed=0)
         ids = [list(prompt.token_ids or ()) for prompt in prompts]
         lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
@@ -142,6 +155,7 @@ def measure_ragged(policy: Policy, counts: Sequence[int], task: Shape, repeats: 
         total, report = median(seconds for seconds, _ in rounds), rounds[-1][1]
         yield {
             "way": "ragged",
+            "dequantized_gib": dequantized_gib,
             "batch": len(lengths),
             "group": task.group_size,
             "prompt": task.prompt_tokens,
@@ -167,16 +181,18 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         words = (f"quant={name}", f"model=shape/{shape}", "model.dtype=bfloat16", "task=shape", "eval=none")
         policy = random_policy(build(compose([*words, f"lora.rank={max(rank, 1)}"])), rank, device)
         resident = torch.cuda.memory_allocated() / 2**30 if device == "cuda" else None
-        plan = [("recorded", options.batches, options.new), ("transformers", options.slow, SLOW_TOKENS)]
+        budgets = options.dequantized if name != "bf16" else [0.0]
+        plan = [("recorded", options.batches, options.new, gib) for gib in budgets]
+        plan.append(("transformers", options.slow, SLOW_TOKENS, 0.0))
         if device == "cuda" and (reason := eager_reason(policy)) is not None:
             print(f"{shape} {name}: through transformers alone, because {reason}")
-            plan = [("transformers", options.batches, SLOW_TOKENS)]
-        rows = [
-            measure(policy, way, batches, options.prompt, min(new, options.new), options.repeats, options.group)
-            for way, batches, new in plan
-        ]
-        if plan[0][0] == "recorded":
-            rows.append(measure_ragged(policy, options.ragged, ragged_task(options), options.repeats))
+            plan = [("transformers", options.batches, SLOW_TOKENS, 0.0)]
+        rows: list[Iterator[dict[str, Any]]] = []
+        for way, batches, new, gib in plan:
+            new = min(new, options.new)
+            rows.append(measure(policy, way, batches, options.prompt, new, options.repeats, options.group, gib))
+            if way == "recorded":
+                rows.append(measure_ragged(policy, options.ragged, ragged_task(options), options.repeats, gib))
         for row in itertools.chain(*rows):
             print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
             about = {"shape": shape, "format": name, "rank": rank, "resident_gib": resident}
@@ -208,6 +224,7 @@ def main() -> None:
     parser.add_argument("--mean", type=int, default=600, help="tokens of a ragged completion")
     parser.add_argument("--limit", type=int, default=4096, help="most tokens of a ragged completion")
     parser.add_argument("--group", type=int, default=1, help="completions of one prompt in batches of equal length")
+    parser.add_argument("--dequantized", type=float, nargs="+", default=[0.0], help="GiB of weights in 16 bits as well")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)

@@ -28,6 +28,7 @@ LoRA = tuple[torch.Tensor, torch.Tensor, float]  # x A^T (M, r) and B (N, r) in 
 
 MAX_TOKENS = BUCKETS[-1]
 MOST_TOKENS = {WGMMA: MAX_TOKENS, MMA_V2: 64}  # that the kernel is chosen for, as measured on an H200
+FEW_TOKENS = {WGMMA: 128, MMA_V2: 32}  # the same where the weight is at hand in 16 bits; MMA_V2's is a guess
 MAX_RANK = 128
 _MIN_RANK = 16  # K of a tensor-core instruction
 _MOST_ROWS = 256  # of W that one program multiplies, so that none has rows of two parts
@@ -36,10 +37,20 @@ _KERNELS = {8: MMA_V2, 9: WGMMA, 10: MMA_V2, 12: MMA_V2}  # by major compute cap
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
 
-def pays(weight: KernelWeight, tokens: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_gemm` takes an x (tokens, K) in `dtype` and is faster than dequantizing this weight for it."""
+def pays(weight: KernelWeight, tokens: int, dtype: torch.dtype, at_hand: bool = False) -> bool:
+    """Whether `decode_gemm` takes an x (tokens, K) in `dtype` and is faster than a library GEMM with this weight in 16
+    bits, which has to be dequantized for it unless it is `at_hand`.
+    """
     kernel = kernel_of(weight.words.device)
-    return kernel is not None and 0 < tokens <= MOST_TOKENS[kernel] and dtype == torch.bfloat16
+    if kernel is None or dtype != torch.bfloat16:
+        return False
+    return 0 < tokens <= (FEW_TOKENS if at_hand else MOST_TOKENS)[kernel]
+
+
+def few_tokens(device: torch.device) -> int:
+    """The most tokens for which `decode_gemm` pays on `device` beside a weight in 16 bits; 0: it does for none."""
+    kernel = kernel_of(device)
+    return 0 if kernel is None else FEW_TOKENS[kernel]
 
 
 @cache

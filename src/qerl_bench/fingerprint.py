@@ -27,6 +27,7 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "reward._target_": "qerl_bench.reward.task.TaskReward",
     "reward.name": "task",
     "algo.right_only": False,
+    "engine.dequantized_gib": 0.0,
     "eval.quant": None,
     "rollout.quant": None,
     "noise.where": "norms",

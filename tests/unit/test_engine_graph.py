@@ -215,7 +215,7 @@ def test_a_cache_that_does_not_fit_is_explained(policy: Policy, monkeypatch: pyt
     def full(*size: Any, **_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(hf_graph.torch, "zeros", full)
+    monkeypatch.setattr(hf_graph.torch, "empty", full)
     with pytest.raises(ConfigError, match=r"pages of 64 tokens, 0\.0 GiB; make engine\.cache_gib smaller"):
         _decoded(decode, policy, _sampling())
 

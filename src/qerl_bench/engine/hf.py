@@ -38,6 +38,7 @@ class HF:
     name: str
     max_num_seqs: int
     cache_gib: float | None
+    dequantized_gib: float
     kept_gib: float
     prefill_tokens: int
     invariant: bool
@@ -48,6 +49,7 @@ class HF:
             "engine",
             max_num_seqs=count(),
             cache_gib=optional(positive),
+            dequantized_gib=number(least=0),
             kept_gib=number(least=0),
             prefill_tokens=count(),
             invariant=flag,
@@ -61,7 +63,13 @@ class HF:
 
     def build(self, policy: Policy) -> RolloutEngine:
         return HFEngine(
-            policy, self.max_num_seqs, self.cache_gib, self.kept_gib, self.prefill_tokens, invariant=self.invariant
+            policy,
+            self.max_num_seqs,
+            self.cache_gib,
+            self.kept_gib,
+            self.prefill_tokens,
+            dequantized_gib=self.dequantized_gib,
+            invariant=self.invariant,
         )
 
 
@@ -76,6 +84,7 @@ class HFEngine:
         kept_gib: float = 0.0,
         prefill_tokens: int = 8192,
         *,
+        dequantized_gib: float = 0.0,
         invariant: bool = False,
     ) -> None:
         from qerl_bench.engine.recordable import eager_reason
@@ -85,6 +94,7 @@ class HFEngine:
         self.limits = Limits(
             rows=max_num_seqs,
             cache_gib=cache_gib,
+            dequantized_gib=dequantized_gib,
             kept_gib=kept_gib,
             prefill_tokens=prefill_tokens,
             invariant=invariant,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from transformers import DynamicCache
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.dequantized import Dequantized
 from qerl_bench.engine.hf_reference import Completion
 from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of, ropes_of
 from qerl_bench.engine.rollout_queue import (
@@ -43,8 +45,10 @@ from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import bar
+from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels import decoder_layer as fused_operations
 from qerl_kernels import decoder_layer_reference, grouped
+from qerl_kernels.decode import few_tokens
 from qerl_kernels.decoder_layer import PAGE, cluster_size
 from qerl_kernels.decoder_layer_reference import in_order
 from qerl_kernels.rows import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, TOKEN, advance, advance_reference
@@ -54,13 +58,12 @@ from qerl_kernels.scratch import owned_by
 CHECK_STOP_EVERY = 16  # tokens between two checks of which rows are done; each makes the host wait for the GPU
 
 
-def _pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, so that what no row has written is finite. From the stream of training, which reuses this memory later."""
+def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor with undefined contents, in memory of the stream of training, which reuses it later."""
     if device.type != "cuda":
-        return torch.zeros(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     with torch.cuda.stream(torch.cuda.default_stream(device)):
-        pages = torch.empty(shape, dtype=dtype, device=device)
-    return pages.zero_()
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Size(NamedTuple):
@@ -109,8 +112,8 @@ class Decoding:
         self.cache_bytes = size.pages * PAGE * kv_bytes(policy)
         heads = config.num_key_value_heads
         try:
-            self.caches = [
-                [_pages((size.pages, heads, PAGE, layer.self_attn.head_dim), dtype, device) for _ in "kv"]
+            self.caches = [  # zeros, so that what no row has written is finite
+                [_memory((size.pages, heads, PAGE, layer.self_attn.head_dim), dtype, device).zero_() for _ in "kv"]
                 for layer in _layers(policy)
             ]
         except torch.OutOfMemoryError as error:
@@ -120,6 +123,9 @@ class Decoding:
             ) from error
         self.adapters = [(layer, layer.cast_adapter) for layer in _adapted(policy) if layer.cast_adapter is not None]
         self.blocks = _blocks(policy, self.caches, size.columns * PAGE)
+        self.few = few_tokens(device)
+        packed = chain.from_iterable(map(_packed, self.blocks)) if size.rows > self.few else ()
+        self.dequantized = Dequantized(packed, dtype, limits.dequantized_gib)
         self.last_scale = self.decoder.norm.weight.float().clone()
         rows, places, columns = size.rows, size.rows + 1, size.tokens + 1
         self.state = torch.zeros(len(FIELDS), rows, dtype=torch.long, device=device)
@@ -166,10 +172,17 @@ class Decoding:
         self.rows_computed, self.changed = 0, False
         self._refresh()
         self._upload()
+        self.dequantized.make(partial(_memory, device=self.state.device))
         started = time.perf_counter()
         if self.uses_graph:
             self._record()
         self.recording_s = time.perf_counter() - started
+
+    def forget_dequantized(self) -> None:
+        """Free the weights in 16 bits, and the recordings that read them."""
+        if self.dequantized.made:
+            self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] <= self.few}
+        self.dequantized.drop()
 
     def run(self) -> Iterator[tuple[int, Completion]]:
         """Decode all requests; yields the number of each with its completion, as they end."""
@@ -423,6 +436,15 @@ def kv_bytes(policy: Policy) -> int:
 def _layers(policy: Policy) -> list[Any]:
     decoder: Any = decoder_of(policy.model)
     return list(decoder.layers)
+
+
+def _packed(block: Block) -> list[PackedLinear]:
+    """The packed layers that the step of a block multiplies by: joined ones, and those that are not joined."""
+    joined = [fused for fused in (block.qkv, block.gate_up) if isinstance(fused, FusedLinears)]
+    replaced = {id(module) for fused in joined for layer in fused.layers for module in layer.modules()}
+    bases = [fused.base for fused in joined]
+    own = [module for module in block.module.modules() if id(module) not in replaced]
+    return [module for module in (*bases, *own) if isinstance(module, PackedLinear)]
 
 
 def _adapted(policy: Policy) -> list[Any]:

@@ -25,6 +25,7 @@ class Limits:
 
     rows: int
     cache_gib: float | None = None
+    dequantized_gib: float = 0.0
     kept_gib: float = 0.0
     prefill_tokens: int = 8192
     invariant: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.dequantized import copy_bytes
 from qerl_bench.engine.hf_graph import Decoding, Size, kv_bytes
 from qerl_bench.engine.hf_reference import Completion
 from qerl_bench.engine.rollout_queue import (
@@ -24,6 +25,8 @@ from qerl_bench.engine.rollout_queue import (
 from qerl_bench.model.kernels import adapters_cast_to
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import bar
+from qerl_bench.quant.linear import PackedLinear
+from qerl_kernels.decode import few_tokens
 from qerl_kernels.decoder_layer import PAGE
 
 FREE_SHARE = 0.8  # of the GPU's free memory that keys and values may take; prompts and graphs need the rest
@@ -85,7 +88,9 @@ class Sampler:
         return [completions[index] for index in range(len(requests))]
 
     def sleep(self) -> dict[str, float]:
-        """Release what takes more than `kept_gib`. Returns the metrics of all calls since the last sleep."""
+        """Release 16-bit copies, and what takes more than `kept_gib`. Returns the metrics of all calls since then."""
+        if self.kept is not None:
+            self.kept.forget_dequantized()
         if self.kept is not None and self.kept.kept_bytes > self.limits.kept_gib * 2**30:
             self.release()
         report, self.report = self.report, {}
@@ -93,6 +98,8 @@ class Sampler:
 
     def release(self) -> None:
         """Free all buffers and graphs."""
+        if self.kept is not None:
+            self.kept.forget_dequantized()
         self.kept = None
 
     def record(self) -> dict[str, Any]:
@@ -102,6 +109,8 @@ class Sampler:
             "page_tokens": PAGE,
             "kv_bytes_per_token": kv_bytes(self.policy),
             "cache_gib": f"{FREE_SHARE} of the free memory" if limits.cache_gib is None else limits.cache_gib,
+            "dequantized_gib": limits.dequantized_gib,
+            "dequantized_above_rows": few_tokens(self.policy.device),
             "kept_gib": limits.kept_gib,
             "prefill_tokens": "one prompt" if limits.invariant else limits.prefill_tokens,
             "recorded_rows": [limits.rows] if limits.invariant else buckets(limits.rows)[::-1],
@@ -115,10 +124,20 @@ class Sampler:
         if self.limits.cache_gib is not None:
             pages = min(pages, int(self.limits.cache_gib * 2**30 / page_bytes))
         elif self.policy.device.type == "cuda":
-            free = _free_bytes(self.policy.device) + (self.kept.cache_bytes if self.kept is not None else 0)
+            free = _free_bytes(self.policy.device)
+            if self.kept is not None:
+                free += self.kept.cache_bytes + self.kept.dequantized.bytes
+            free -= self._dequantized_bytes(rows)
             pages = max(least, min(pages, int(FREE_SHARE * free / page_bytes)))
         tokens = max(request.limit for request in requests)
         return Size(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
+
+    def _dequantized_bytes(self, rows: int) -> int:
+        """What 16-bit copies will take at most."""
+        if rows <= few_tokens(self.policy.device):
+            return 0
+        packed = [module for module in self.policy.model.modules() if isinstance(module, PackedLinear)]
+        return min(int(self.limits.dequantized_gib * 2**30), copy_bytes(packed, self.policy.model.dtype))
 
     def _note(self, decoding: Decoding) -> None:
         added = {

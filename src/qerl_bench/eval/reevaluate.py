@@ -65,7 +65,8 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         config = config | {"eval": later[evaluation["_target_"]] | evaluation}
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
     supervised, generated = config.get("algo", {}).get("name") == "sft", "procedures" in config.get("task", {})
-    grown = ["rollout", "noise", *["algo"] * supervised, *["task"] * generated]
+    samples_itself = config.get("engine", {}).get("name") == "hf"
+    grown = ["rollout", "noise", *["algo"] * supervised, *["task"] * generated, *["engine"] * samples_itself]
     later_keys = {group: unsaid(group) | config.get(group, {}) for group in grown}
     return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | later_keys
 

@@ -79,7 +79,7 @@ class PackedLinear(torch.nn.Linear):
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
     owns_memory = False  # set by `quant.placement`: nobody else reads the packed tensors, which may be overwritten
-    _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype, inside `operands_kept`
+    _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype: `operands_kept`, `keep_operand`
 
     def __init__(
         self,
@@ -158,6 +158,20 @@ class PackedLinear(torch.nn.Linear):
         """The matmul operand (N, K), rebuilt on every call."""
         return self.weight_format.operand(self.packed(), (self.out_features, self.in_features), dtype)
 
+    def keep_operand(self, room: torch.Tensor) -> None:
+        """Write the operand to `room` (N, K), which matmuls in its dtype read until `drop_operand`.
+
+        Up to `decode.FEW_TOKENS` tokens the decode kernel goes on reading the packed weight.
+        """
+        if (kernel_weight := self.kernel_weight) is not None and room.device.type == "cuda":
+            dequantize(kernel_weight, room)
+        else:
+            room.copy_(self.operand(room.dtype))
+        self._kept = {room.dtype: room}
+
+    def drop_operand(self) -> None:
+        self._kept = None
+
     def matmul_operand(self, dtype: torch.dtype) -> torch.Tensor:
         """`operand` for immediate use: with kernels, in a buffer that the next call overwrites."""
         if self._kept is not None:
@@ -187,7 +201,7 @@ class PackedLinear(torch.nn.Linear):
         kernel_weight = self.kernel_weight
         if kernel_weight is not None and not torch.is_grad_enabled():
             tokens = input.reshape(-1, self.in_features).contiguous()
-            few = decode.pays(kernel_weight, len(tokens), input.dtype)
+            few = decode.pays(kernel_weight, len(tokens), input.dtype, at_hand=self._kept is not None)
             if few and (adapter is None or isinstance(adapter, Adapter)):
                 return self._decode_gemm(kernel_weight, tokens, adapter).view(*input.shape[:-1], self.out_features)
         return packed_linear(input, self.matmul_operand, self.row_scales, self.bias, adapter)

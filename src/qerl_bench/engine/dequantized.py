@@ -1,0 +1,65 @@
+"""Packed weights in 16 bits as well, while a rollout decodes many rows.
+
+A step of few rows waits for its weights, and 4 bits arrive sooner. In a step of many rows decoding them takes longer
+than a library GEMM over the same weights in 16 bits (kernels/README.md). The copies hold the matmul operand, code x
+block scale, that training multiplies by, so the policy is the same. Small weights come first: by byte they gain most.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.quant.linear import PackedLinear
+
+log = logging.getLogger(__name__)
+
+Allocate = Callable[..., torch.Tensor]  # of a shape and dtype=
+
+
+class Dequantized:
+    """Copies of `layers` in `dtype` that take at most `gib` GiB, between `make` and `drop`."""
+
+    def __init__(self, layers: Iterable[PackedLinear], dtype: torch.dtype, gib: float) -> None:
+        found = sorted(layers, key=lambda layer: copy_bytes([layer], dtype))
+        self.of, self.dtype, self.made = len(found), dtype, False
+        self.layers: list[PackedLinear] = []
+        for layer in found:
+            if copy_bytes([*self.layers, layer], dtype) > gib * 2**30:
+                break
+            self.layers.append(layer)
+
+    @property
+    def bytes(self) -> int:
+        """What is in memory now."""
+        return copy_bytes(self.layers, self.dtype) if self.made else 0
+
+    def make(self, allocate: Allocate) -> None:
+        """Fill the copies. Raises ConfigError if there is no memory for them; then there are none."""
+        if self.made or not self.layers:
+            return
+        gib = copy_bytes(self.layers, self.dtype) / 2**30
+        try:
+            for layer in self.layers:
+                layer.keep_operand(allocate((layer.out_features, layer.in_features), dtype=self.dtype))
+        except torch.OutOfMemoryError as error:
+            self.drop()
+            raise ConfigError(
+                f"the GPU has no room for {gib:.1f} GiB of weights in 16 bits while sampling; make "
+                "engine.dequantized_gib smaller, or engine.cache_gib"
+            ) from error
+        self.made = True
+        log.debug("%d of %d packed layers are in memory in 16 bits as well: %.2f GiB", len(self.layers), self.of, gib)
+
+    def drop(self) -> None:
+        """Free the copies."""
+        for layer in self.layers:
+            layer.drop_operand()
+        self.made = False
+
+
+def copy_bytes(layers: Iterable[PackedLinear], dtype: torch.dtype) -> int:
+    return sum(layer.out_features * layer.in_features for layer in layers) * dtype.itemsize
