@@ -51,8 +51,8 @@ SLOW_TOKENS = 12  # tokens of a rollout through transformers
 ROWS = 256  # of a ragged rollout
 COLUMNS = (  # empty where a row has no such number
     "way", "dequantized_gib", "batch", "group", "prompt", "new", "tokens", "longest", "repeats", "read_s",
-    "first_record_s", "total_s", "step_ms", "step_ms_least", "step_ms_most", "decode_tok_s", "tok_s", "rows_used", "cache_gib", "cache_used_gib",
-    "peak_gib",
+    "first_record_s", "total_s", "step_ms", "step_ms_least", "step_ms_most", "decode_tok_s", "tok_s", "rows_used",
+    "cache_gib", "cache_used_gib", "peak_gib",
 )  # fmt: skip
 
 

@@ -80,9 +80,10 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     accuracy = f"{_either(points)} {'point' if len(points) == 1 else 'points'} of accuracy"
     yield f"One margin: 2% of entropy, 0.02 of reward, {accuracy}, 5% of a time or memory{mismatch}."
     paper = " Hollow diamonds: the paper." if any(one.claim.paper_effects for one in results) else ""
-    yield f"Grey band: less than that.{paper} Arrows: beyond the axis."
+    alike = " Claims of no difference hold in it." if any(one.claim.expected == "same" for one in results) else ""
+    yield f"Grey band: less than that.{alike}{paper} Arrows: beyond the axis."
     if any(effect.bases for effect in effects):
-        yield "Dots: single base models."
+        yield "Dots: single base models on the axis."
     elif effects:
         yield "All from one base model, for which alone the intervals speak."
 
@@ -110,8 +111,8 @@ def _mark(
         for end in ends:
             if abs(end) > reach:
                 _point(ax, y, end, kind, shade, reach, hollow=False)
-    for base in effect.bases.by_base if effect.bases else ():
-        ax.plot(max(-reach, min(reach, show(base.value))), y + 0.28, "o", color=shade, alpha=0.45, markersize=2)
+    inside = [x for base in (effect.bases.by_base if effect.bases else ()) if abs(x := show(base.value)) <= reach]
+    ax.plot(inside, [y + 0.28] * len(inside), "o", color=shade, alpha=0.45, markersize=2)
     _point(ax, y, show(whole.value), kind, shade, reach, hollow=whole.n == 1)
 
 

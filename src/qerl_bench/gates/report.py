@@ -4,9 +4,10 @@
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, bases.md a table by base; curves.svg, arms.svg,
-exploration.svg and pass_at_k.svg are the figures. Of many arms three of these are drawn once for
-each arm that others are compared with. Runs of several versions of the code are taken together,
-since no pair of runs is from two sessions.
+exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise of one
+shape in different sizes. Of many arms three of these are drawn once for each arm that others are
+compared with. Arms with random rewards are not in arms.svg, whose axes they would stretch. Runs
+of several versions of the code are taken together, since no pair of runs is from two sessions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES, page_table
 from qerl_bench.claims.report import markdown
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
+from qerl_bench.figures.dose import dose_response
 from qerl_bench.figures.effects import PlottedArm, dot_plot
 from qerl_bench.figures.exploration import entropy_and_accuracy, pass_at_k_curves
 from qerl_bench.figures.forest import all_claims, svg
@@ -39,6 +41,7 @@ from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import check_comparable
 
 MOST_LINES = 8  # arms in one figure of lines
+SIZES = 3  # of noise, from which a figure of dose and response is drawn
 MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
 
 
@@ -77,7 +80,11 @@ def figures(study: Sessions) -> dict[str, Figure]:
     Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them.
     """
     sampling = [arm for arm in study.arms if study.design.option(arm, "algo")["name"] != "sft"]
-    drawn = {"arms": dot_plot([*plotted(study, sampling, pairs=True).values()], MEASURES)}
+    graded = [arm for arm in sampling if study.design.option(arm, "reward")["name"] == "task"]
+    drawn = {"arms": dot_plot([*plotted(study, graded, pairs=True).values()], MEASURES)}
+    doses = [arm for arm in sampling if study.design.option(arm, "aqn")["name"] in ("exp", "matched")]
+    if len(doses) >= SIZES and len({control.name for arm in doses if (control := control_of(study, arm))}) == 1:
+        drawn["dose"] = dose_response([*plotted(study, doses).values()])
     for ending, (control, *arms) in by_figure(study).items():
         levels, pairs = (plotted(study, [control, *arms], pairs=labels) for labels in (False, True))
         levels[control.name] = level = replace(levels[control.name], control=())
