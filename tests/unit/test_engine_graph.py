@@ -13,6 +13,7 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine import hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.decoder_blocks import kv_bytes
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler, decode
@@ -98,7 +99,7 @@ def test_every_way_to_sample(policy: Policy, changed: dict[str, Any]) -> None:
 
 
 def _page_gib(policy: Policy) -> float:
-    return 64 * hf_graph.kv_bytes(policy) / 2**30
+    return 64 * kv_bytes(policy) / 2**30
 
 
 def test_pages_that_run_out_cost_time_but_change_nothing(policy: Policy) -> None:

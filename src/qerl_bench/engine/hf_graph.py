@@ -15,7 +15,7 @@ for layers that see a window only, and reading a long prompt in parts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,13 +23,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import DynamicCache
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.decoder_blocks import (
+    Attend,
+    Block,
+    adapted_layers,
+    blocks_of,
+    kv_bytes,
+    layers_of,
+    norms_of,
+    packed_layers,
+)
 from qerl_bench.engine.dequantized import Dequantized
 from qerl_bench.engine.hf_reference import Completion
-from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of, ropes_of
+from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of
 from qerl_bench.engine.rollout_queue import (
     Limits,
     Request,
@@ -40,12 +49,11 @@ from qerl_bench.engine.rollout_queue import (
     reading_chunks,
 )
 from qerl_bench.model.adapters import LoRAExperts
-from qerl_bench.model.kernels import FusedLinears, LoRALinear, fuse_linears
+from qerl_bench.model.kernels import FusedLinears, LoRALinear
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import bar
-from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels import decoder_layer as fused_operations
 from qerl_kernels import decoder_layer_reference, grouped
 from qerl_kernels.decode import few_tokens
@@ -76,23 +84,6 @@ class Size(NamedTuple):
     tokens: int  # of one completion
 
 
-class Block(NamedTuple):
-    """A transformer block, and what its part of the step needs besides its weights."""
-
-    module: Any
-    qkv: Any
-    gate_up: Any  # None if the MLP runs as the module it is
-    scales: dict[str, torch.Tensor]  # of its norms, by name
-    keys: torch.Tensor  # (pages, KV, PAGE, D)
-    values: torch.Tensor
-    cos: torch.Tensor  # (columns * PAGE, D)
-    sin: torch.Tensor
-    window: int | None  # how many keys a query sees; None: all
-
-
-Attend = Callable[[Block, torch.Tensor], torch.Tensor]  # queries (n, H, D) to mixed values (n, H * D)
-
-
 class Decoding:
     """Buffers for a batch of up to `size.rows` rows, the step that reads and writes them, and its recordings.
 
@@ -114,17 +105,19 @@ class Decoding:
         try:
             self.caches = [  # zeros, so that what no row has written is finite
                 [_memory((size.pages, heads, PAGE, layer.self_attn.head_dim), dtype, device).zero_() for _ in "kv"]
-                for layer in _layers(policy)
+                for layer in layers_of(policy)
             ]
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"the GPU has no room for the keys and values of a rollout: {size.pages} pages of {PAGE} tokens, "
                 f"{self.cache_bytes / 2**30:.1f} GiB; make engine.cache_gib smaller, or engine.max_num_seqs"
             ) from error
-        self.adapters = [(layer, layer.cast_adapter) for layer in _adapted(policy) if layer.cast_adapter is not None]
-        self.blocks = _blocks(policy, self.caches, size.columns * PAGE)
+        self.adapters = [
+            (layer, layer.cast_adapter) for layer in adapted_layers(policy) if layer.cast_adapter is not None
+        ]
+        self.blocks = blocks_of(policy, self.caches, size.columns * PAGE)
         self.few = few_tokens(device)
-        packed = chain.from_iterable(map(_packed, self.blocks)) if size.rows > self.few else ()
+        packed = chain.from_iterable(map(packed_layers, self.blocks)) if size.rows > self.few else ()
         self.dequantized = Dequantized(packed, dtype, limits.dequantized_gib)
         self.last_scale = self.decoder.norm.weight.float().clone()
         rows, places, columns = size.rows, size.rows + 1, size.tokens + 1
@@ -409,13 +402,13 @@ class Decoding:
             for fused in (block.qkv, block.gate_up):
                 if isinstance(fused, FusedLinears):
                     fused.refresh()
-            for name, norm in _norms(block.module).items():
+            for name, norm in norms_of(block.module).items():
                 block.scales[name].copy_(norm.weight)
         self.last_scale.copy_(self.decoder.norm.weight)
 
     def _baked(self) -> tuple[object, ...]:
         """Everything of the policy that is part of a recording: addresses, except of what is copied, and adapters."""
-        norms = [norm for layer in _layers(self.policy) for norm in _norms(layer).values()]
+        norms = [norm for layer in layers_of(self.policy) for norm in norms_of(layer).values()]
         copied = {id(norm.weight) for norm in (*norms, self.decoder.norm)}
         modules = [*self.policy.model.modules()]
         own = [tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors]
@@ -424,58 +417,6 @@ class Decoding:
         adapters = [(layer.disable_adapters, layer.merged, *layer.scaling.values()) for layer in layers]
         cast = [layer.cast_adapter is not None for layer in modules if isinstance(layer, LoRALinear | LoRAExperts)]
         return (*(tensor.data_ptr() for tensor in tensors if id(tensor) not in copied), *adapters, *cast)
-
-
-def kv_bytes(policy: Policy) -> int:
-    """Bytes of the keys and values of one token."""
-    config: Any = decoder_of(policy.model).config
-    layers = [layer.self_attn.head_dim for layer in _layers(policy)]
-    return 2 * config.num_key_value_heads * sum(layers) * policy.model.dtype.itemsize
-
-
-def _layers(policy: Policy) -> list[Any]:
-    decoder: Any = decoder_of(policy.model)
-    return list(decoder.layers)
-
-
-def _packed(block: Block) -> list[PackedLinear]:
-    """The packed layers that the step of a block multiplies by: joined ones, and those that are not joined."""
-    joined = [fused for fused in (block.qkv, block.gate_up) if isinstance(fused, FusedLinears)]
-    replaced = {id(module) for fused in joined for layer in fused.layers for module in layer.modules()}
-    bases = [fused.base for fused in joined]
-    own = [module for module in block.module.modules() if id(module) not in replaced]
-    return [module for module in (*bases, *own) if isinstance(module, PackedLinear)]
-
-
-def _adapted(policy: Policy) -> list[Any]:
-    return [module for module in policy.model.modules() if isinstance(module, LoRALinear | LoRAExperts)]
-
-
-def _norms(layer: Any) -> dict[str, Any]:
-    """The norms of a block by name, also those of queries and keys."""
-    attention = layer.self_attn
-    found = {name: module for name, module in layer.named_children() if name.endswith("layernorm")}
-    return found | {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-
-
-def _blocks(policy: Policy, caches: list[list[torch.Tensor]], width: int) -> list[Block]:
-    """The blocks of the policy, with rotary tables of `width` positions. Call this inside `adapters_cast_to`."""
-    decoder: Any = decoder_of(policy.model)
-    config = decoder.config
-    first = caches[0][0]
-    positions = torch.arange(width, device=first.device)[None]
-    tables = {kind: decoder.rotary_emb(first, positions, *([kind] if kind else [])) for kind in ropes_of(config)}
-    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=policy.model.config).layers]
-    kinds = [None] * len(caches) if None in tables else config.layer_types
-    blocks = []
-    for module, kind, (keys, values), window in zip(decoder.layers, kinds, caches, windows, strict=True):
-        attention, mlp = module.self_attn, module.mlp
-        qkv = fuse_linears([attention.q_proj, attention.k_proj, attention.v_proj])
-        gate_up = fuse_linears([mlp.gate_proj, mlp.up_proj]) if hasattr(mlp, "gate_proj") else None
-        scales = {name: norm.weight.float().clone() for name, norm in _norms(module).items()}
-        cos, sin = (angles[0].contiguous() for angles in tables[kind])
-        blocks.append(Block(module, qkv, gate_up, scales, keys, values, cos, sin, window))
-    return blocks
 
 
 def _causal(
