@@ -368,6 +368,20 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
     assert len(Blocks([done, done], 1, [], Deadline(0.6)).blocks) == 0  # nothing to do needs no time
 
 
+@pytest.mark.usefixtures("stub")
+def test_finished_runs_are_kept_on_the_way_once_there_are_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "PACK_EVERY_S", 0.0)
+    done: list[int] = []
+    sweep = Blocks([block(tmp_path, "a1", "a2")], 1, [], Deadline(10), lambda: done.append(sweep.done))
+    assert sweep.run() == [] and done == [1, 2]
+    done.clear()
+    monkeypatch.setattr(runner, "PACK_EVERY_S", 1000.0)
+    sweep = Blocks([block(tmp_path, "b1")], 1, [], Deadline(10), lambda: done.append(sweep.done))
+    assert sweep.run() == [] and done == []  # the end packs
+
+
 def test_a_block_of_which_most_is_done_needs_the_time_of_the_rest(tmp_path: Path) -> None:
     done = [replace(point, finished=True) for point in block(tmp_path, "a1", "a2", "a3")]
     for point, seconds in zip(done, (900, 100, 100), strict=True):

@@ -7,7 +7,7 @@ any. The gates then stop the arms that could decide nothing; despite=GATE lets t
 of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study;
 tiers=1 leaves other tiers out, and does without formats that only they need. What runs at the end of the time saves a
 checkpoint. The same command continues. Finished runs of the whole study and the gates are packed into `out`, which
-`qerl-bench claims` reads.
+`qerl-bench claims` reads: every five minutes, for a machine that may go, and at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ PACKING_S = 25.0  # kept for the gates and the packing at the end
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen
 STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
 GRACE_S = 10.0  # of these, in which runs that are nearly done may end
+PACK_EVERY_S = 300.0
 
 
 class Deadline:
@@ -66,12 +67,20 @@ class Blocks(Sweep):
     for it was estimated well; points that are not nearly done when the time is up are stopped with a checkpoint.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[Point]], slots: int, gpus: list[str], deadline: Deadline) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[Point]],
+        slots: int,
+        gpus: list[str],
+        deadline: Deadline,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
         points = [point for block in blocks for point in block]
         super().__init__([point for point in points if point.finished], slots, gpus)
         self.total = len(points)
         self.blocks = deque(block for block in blocks if block)
         self.deadline = deadline
+        self.keep, self.kept, self.kept_at = keep, 0, time.monotonic()
         self.took = [seconds_of(point) for point in points if point.finished]
         self.open_blocks()
 
@@ -98,6 +107,9 @@ class Blocks(Sweep):
             self.todo.clear()
             self.elsewhere.clear()
             self.stop_late()
+        elif self.done > self.kept and time.monotonic() - self.kept_at >= PACK_EVERY_S:
+            self.keep()
+            self.kept, self.kept_at = self.done, time.monotonic()
         self.open_blocks()
 
     def stop_late(self) -> None:
@@ -337,10 +349,20 @@ def main(arguments: list[str] | None = None) -> None:
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
     not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
     blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
-    failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
-    results = gates_so_far(design, probes)
-    pack(design, probes, results, stopped(results, options.despite), out)
-    print(render(results), flush=True)
+
+    def packed() -> list[Result]:
+        results = gates_so_far(design, probes)
+        pack(design, probes, results, stopped(results, options.despite), out)
+        return results
+
+    def keep() -> None:
+        try:
+            packed()
+        except OSError as error:  # the runs are worth more than a copy of them
+            log.warning("finished runs could not be packed into %s: %s", out, error)
+
+    failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()]
+    print(render(packed()), flush=True)
     left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
     log.info(
         "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
