@@ -1,0 +1,71 @@
+"""The effect of an arm on held-out accuracy over the bases of several studies that have the same two arms.
+
+    python analysis/pooled.py docs/studies/shortcut-2026-again docs/studies/shortcut-2026-doses \\
+        --arm nvfp4-noise --control nvfp4 --confidence 0.971
+
+Prints the mean over bases, in points, of each study and of all, with Student's t. A base counts once, whatever number
+of seeds it has. Whether studies may be pooled is for their protocols to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from qerl_bench.checks import require
+from qerl_bench.gates.assay import by_base, final
+from qerl_bench.gates.design import Arm
+from qerl_bench.gates.sessions import Sessions, read_study
+from qerl_bench.statistics import mean_ci, t_quantile
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", type=Path, nargs="+", help="folders with study.yaml and data/")
+    parser.add_argument("--arm", required=True, help="an arm that all of them have")
+    parser.add_argument("--control", required=True, help="what it is compared with")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the interval over all (default: 0.95)")
+    options = parser.parse_args(arguments)
+    require(0 < options.confidence < 1, f"--confidence must be between 0 and 1, got {options.confidence:g}")
+    studies = {folder.name: read_study(folder) for folder in options.studies}
+    arms = [[_arm(study, name) for study in studies.values()] for name in (options.arm, options.control)]
+    for same in arms:
+        words = {
+            name: " ".join([*studies[name].design.common, *arm.words]) for name, arm in zip(studies, same, strict=True)
+        }
+        require(
+            len({*words.values()}) == 1,
+            f"the arm {same[0].name} is not the same in all studies, so they cannot be pooled: {words}",
+        )
+    everything: list[float] = []
+    for (name, study), arm, control in zip(studies.items(), *arms, strict=True):
+        found = effects(study, arm, control)
+        print(row(name, found, 0.95))
+        everything += found
+    if len(studies) > 1:
+        print(row("all", everything, options.confidence))
+
+
+def effects(study: Sessions, arm: Arm, control: Arm) -> list[float]:
+    """Points of held-out accuracy that `arm` has more than `control`, on each base that has both."""
+    treated, plain = (by_base(study.runs, one, final) for one in (arm, control))
+    return [100 * (treated[base] - plain[base]) for base in treated if base in plain]
+
+
+def row(name: str, values: Sequence[float], confidence: float) -> str:
+    """Mean, interval and two-sided p-value of numbers, one for each base."""
+    mean = mean_ci(values)
+    reach = t_quantile((1 + confidence) / 2, mean.df) * mean.stderr
+    return (
+        f"{name}: {mean.value:+.1f} points, {100 * confidence:g} % [{mean.value - reach:+.1f}, "
+        f"{mean.value + reach:+.1f}], {mean.n} bases, p = {mean.p_outside(0.0):.2g}"
+    )
+
+
+def _arm(study: Sessions, name: str) -> Arm:
+    found = next((arm for arm in study.arms if arm.name == name), None)
+    have = ", ".join(arm.name for arm in study.arms)
+    require(found is not None, f"{study.design.path} has no runs of an arm {name}: it has {have}")
+    assert found is not None
+    return found
