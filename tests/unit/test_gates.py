@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.study.load import Run
+from qerl_bench.termination import Terminated
 
 if TYPE_CHECKING:
     from qerl_bench.experiment_spec import Experiment
@@ -489,6 +491,19 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
         runner.main([str(STUDY), "minutes=0.7"])
+
+
+def test_a_study_that_a_signal_ends_packs_what_was_done(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_: Blocks) -> list[tuple[Point, str]]:
+        raise Terminated(signal.SIGTERM)
+
+    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(Blocks, "run", end)
+    with pytest.raises(Terminated):
+        runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
+    assert {file.name for file in tmp_path.iterdir()} == {"study.yaml", "probes.json", "gates.json", "gates.md"}
 
 
 @pytest.mark.parametrize(

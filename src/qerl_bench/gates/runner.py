@@ -3,10 +3,11 @@
     qerl-bench study docs/studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
 
 Every base is pretrained and probed first (gates/probe.py), `slots` processes at a time, each on a GPU if there are
-any. The gates then stop the arms that could decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms
-of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study;
-tiers=1 leaves other tiers out, and does without formats that only they need. What runs at the end of the time saves a
-checkpoint. The same command continues. Finished runs of the whole study and the gates are packed into `out`, which
+any; no run begins before the last of them, because gates are about all bases. The gates then stop the arms that could
+decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
+that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
+without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
+Then, or when a signal ends the runs, finished runs of the whole study and the gates are packed into `out`, which
 `qerl-bench claims` reads.
 """
 
@@ -337,9 +338,11 @@ def main(arguments: list[str] | None = None) -> None:
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
     not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
     blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
-    failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
-    results = gates_so_far(design, probes)
-    pack(design, probes, results, stopped(results, options.despite), out)
+    try:
+        failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline).run()]
+    finally:  # a signal too: what is packed may be all that is left of this machine
+        results = gates_so_far(design, probes)
+        pack(design, probes, results, stopped(results, options.despite), out)
     print(render(results), flush=True)
     left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
     log.info(
