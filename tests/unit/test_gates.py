@@ -25,7 +25,7 @@ from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
 from qerl_bench.config import build, compose
 from qerl_bench.gates import command, runner
-from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
+from qerl_bench.gates.assay import Result, Runs, between, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
@@ -129,6 +129,8 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     assert good["control bf16-hot"].value == pytest.approx(0.0405) and good["control bf16-hot"].bases == 4
     flat, full, dull = judged(0.5, 0.0, 0.04), judged(0.9, 0.05, 0.04), judged(0.5, 0.05, 0.005)
     assert flat["rise in the last fifth"].passed is False and full["headroom"].passed is False
+    assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), surely=True).passed is False
+    assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
     assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}
     unlearned = judged(0.22, 0.05, 0.04)
     assert unlearned["gain on the longest questions"].passed is False
