@@ -20,8 +20,8 @@ INDENT = " " * 4  # of the lines in which a line that is too long goes on
 class KeyValueParser(argparse.ArgumentParser):
     """argparse, where out=DIR stands for --out DIR, metrics=a,b for --metrics a b, and csv=true for --csv.
 
-    Commas in brackets separate nothing, as in words=task.numbers=[3,4],steps=5. A command line is in one of the two
-    styles: behind a --key, an `a=b` is a value of it.
+    Commas in brackets separate nothing, as in words=task.numbers=[3,4],steps=5. Behind a --key, an `a=b` is a value of
+    it.
     """
 
     def __init__(self, description: str | None) -> None:
@@ -33,21 +33,27 @@ class KeyValueParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
-        if any(word.startswith("-") for word in words):
-            return super().parse_known_args(words, namespace)
-        flags = {word: self._flags(word) for word in words}
+        first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+        words, rest = words[:first], words[first:]
+        flags = {word: self._flags(word, strict=not rest) for word in words}
         plain = [word for word in words if flags[word] is None]
-        return super().parse_known_args([*plain, *(flag for word in words for flag in flags[word] or ())], namespace)
+        front = [*plain, *(flag for word in words for flag in flags[word] or ())]
+        return super().parse_known_args([*front, *rest], namespace)
 
-    def _flags(self, word: str) -> list[str] | None:
-        """The flag and values that `key=value` stands for; None if `word` is something else."""
+    def _flags(self, word: str, strict: bool) -> list[str] | None:
+        """The flag and values that `key=value` stands for; None if `word` is something else.
+
+        An unknown key is refused if `strict`: where there are flags, the word may be a pattern of folders.
+        """
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier() or Path(word).exists():
             return None
         option = f"--{key.replace('_', '-')}"
         action = self._option_string_actions.get(option)
-        if action is None:
+        if action is None and strict:
             self.error(f"there is no option {key}")
+        if action is None:
+            return None
         if action.nargs == 0:  # a switch
             if value not in ("true", "false"):
                 self.error(f"{key} must be true or false, got {value!r}")

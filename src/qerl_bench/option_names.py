@@ -213,8 +213,13 @@ def option(axis: str, name: str) -> Any:
     return make_option(axis, OmegaConf.to_container(load_option(own_options.folders(), axis, name), resolve=True))
 
 
+def choice_of(folders: Sequence[Path], axis: str, name: object) -> str | None:
+    """The word that chooses the option called `name`: small/25m for small-25m. None if no file in `folders` has it."""
+    return next((option for option in _options([*folders], axis) if _name_of(option) == name), None)
+
+
 @lru_cache(maxsize=1024)
 def _class(folder: Path, key: str, name: object) -> object:
     """The class of the option of that name; None if there is none."""
-    options = [option for option in _options([folder], key) if _name_of(option) == name]
-    return load_option([folder], key, options[0]).get("_target_") if options else None
+    option = choice_of([folder], key, name)
+    return None if option is None else load_option([folder], key, option).get("_target_")

@@ -133,6 +133,8 @@ def test_options_are_key_value_words_or_flags() -> None:
     for words in (
         ["a", "--out", "x=1", "--metrics", "m", "n", "--mixed-code"],
         ["out=x=1", "metrics=m,n", "mixed_code=true", "a"],
+        ["a", "out=x=1", "metrics=m,n", "--mixed-code"],
+        ["metrics=m,n", "a", "--mixed-code", "--out", "x=1"],
     ):
         assert vars(parser().parse_args(words)) == {
             "runs": ["a"],
@@ -141,6 +143,7 @@ def test_options_are_key_value_words_or_flags() -> None:
             "mixed_code": True,
         }
     assert parser().parse_args(["a", "mixed_code=false"]).mixed_code is False
+    assert parser().parse_args(["seed=*", "--mixed-code"]).runs == ["seed=*"]
     nested = parser().parse_args(["a", "metrics=m=[[3,4],[5,6]],n={k:1,l:2},o"])
     assert nested.metrics == ["m=[[3,4],[5,6]]", "n={k:1,l:2}", "o"]
 

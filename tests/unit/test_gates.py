@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +25,14 @@ from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
 from qerl_bench.config import build, compose
 from qerl_bench.gates import command, runner
-from qerl_bench.gates.assay import Result, Runs, gates, render, stopped, to_json
+from qerl_bench.gates.assay import Result, Runs, between, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
 from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.study.load import Run
+from qerl_bench.termination import Terminated
 
 if TYPE_CHECKING:
     from qerl_bench.experiment_spec import Experiment
@@ -127,6 +129,8 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     assert good["control bf16-hot"].value == pytest.approx(0.0405) and good["control bf16-hot"].bases == 4
     flat, full, dull = judged(0.5, 0.0, 0.04), judged(0.9, 0.05, 0.04), judged(0.5, 0.05, 0.005)
     assert flat["rise in the last fifth"].passed is False and full["headroom"].passed is False
+    assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), surely=True).passed is False
+    assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
     assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}
     unlearned = judged(0.22, 0.05, 0.04)
     assert unlearned["gain on the longest questions"].passed is False
@@ -503,6 +507,19 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
         runner.main([str(STUDY), "minutes=0.7"])
+
+
+def test_a_study_that_a_signal_ends_packs_what_was_done(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(_: Blocks) -> list[tuple[Point, str]]:
+        raise Terminated(signal.SIGTERM)
+
+    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(Blocks, "run", end)
+    with pytest.raises(Terminated):
+        runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
+    assert {file.name for file in tmp_path.iterdir()} == {"study.yaml", "probes.json", "gates.json", "gates.md"}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from qerl_bench import own_options
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.installation import CONF_DIR
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.tiny import TinyModel
 from qerl_bench.model.tokenizer import TAGS, byte_tokenizer
@@ -216,6 +219,32 @@ def test_other_weights_are_another_warm_start() -> None:
     names = {name(), name(seed=1), name(layers=3), name(warm_start_steps=71), name(intermediate_size=64)}
     assert len(names) == 5
     assert name(dtype="bfloat16", lr=1.0) == name()  # the same base weights for every way to compute with them
+
+
+@pytest.mark.parametrize("size", ["2m", "10m", "25m", "50m"])
+def test_a_small_base_is_pretrained_under_its_own_name_and_once_for_all_outliers(size: str) -> None:
+    def pretraining(*words: str) -> Experiment:
+        return build(compose(build(compose([f"model=small/{size}", *words])).model.warm_start_overrides()))
+
+    made, model = pretraining("model.seed=3"), build(compose([f"model=small/{size}", "model.seed=3"])).model
+    assert made.name.startswith(f"small-{size}-bf16-none-sft-")
+    assert vars(made.model) == {**vars(model), "warm_start_steps": 0}
+    assert pretraining("model.seed=3", "model.outliers=1.15", "model.dtype=bfloat16").name == made.name
+    if size == "10m":  # what earlier caches have
+        assert made.name == "small-10m-bf16-none-sft-r0-s0-c68813d5"
+
+
+def test_a_small_model_from_elsewhere_is_pretrained_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_options, "_in_use", [tmp_path])
+    (tmp_path / "model" / "own").mkdir(parents=True)
+    known = (CONF_DIR / "model" / "small" / "2m.yaml").read_text()
+    rough = known.replace("name: small-2m", "name: own-rough").replace("outliers: 0.0", "outliers: 2.0")
+    (tmp_path / "model" / "own" / "rough.yaml").write_text(rough.replace("dtype: float32", "dtype: bfloat16"))
+    here = own_options.words_in_use()
+    model = build(compose([*here, "model=own/rough"])).model
+    made = build(compose([*here, *(model.warm_start_overrides() or [])]))
+    assert made.name.startswith("own-rough-") and (made.model.name, made.model.dtype) == ("own-rough", "float32")
+    assert vars(made.model)["outliers"] == 0 and vars(model)["outliers"] == 2
 
 
 @pytest.mark.parametrize(

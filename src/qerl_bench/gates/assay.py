@@ -95,7 +95,8 @@ def between(
     estimate = mean_ci(values) if values else None
     passed = None
     if estimate is not None and not (surely and estimate.n < 2):
-        passed = bool(low <= (estimate.low if surely else estimate.value) and estimate.value <= high)
+        above = low < estimate.low if surely else low <= estimate.value
+        passed = bool(above and estimate.value <= high)
     return _result(gate, limit, estimate, passed, stops)
 
 

@@ -3,11 +3,12 @@
     qerl-bench study docs/studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
 
 Every base is pretrained and probed first (gates/probe.py), `slots` processes at a time, each on a GPU if there are
-any. The gates then stop the arms that could decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms
-of a tier on one base, and no block begins that would not end in time, so that an early end leaves a balanced study;
-tiers=1 leaves other tiers out, and does without formats that only they need. What runs at the end of the time saves a
-checkpoint. The same command continues. Finished runs of the whole study and the gates are packed into `out`, which
-`qerl-bench claims` reads: every five minutes, for a machine that may go, and at the end.
+any; no run begins before the last of them, because gates are about all bases. The gates then stop the arms that could
+decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
+that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
+without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
+Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads: every five
+minutes, for a machine that may go, and at the end, also when a signal makes it.
 """
 
 from __future__ import annotations
@@ -361,8 +362,14 @@ def main(arguments: list[str] | None = None) -> None:
         except OSError as error:  # the runs are worth more than a copy of them
             log.warning("finished runs could not be packed into %s: %s", out, error)
 
-    failed += [f"{p.run_dir}: {reason}" for p, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()]
-    print(render(packed()), flush=True)
+    try:
+        failed += [
+            f"{point.run_dir}: {reason}"
+            for point, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()
+        ]
+    finally:  # a signal too: what is packed may be all that is left of this machine
+        results = packed()
+    print(render(results), flush=True)
     left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
     log.info(
         "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl_bench import own_options
 from qerl_bench.checks import check_fields, learning_rate, number
 from qerl_bench.model.tiny import TinyModel
+from qerl_bench.option_names import choice_of
 from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
@@ -50,9 +52,14 @@ class SmallModel(TinyModel):
         )
 
     def warm_start_overrides(self) -> list[str] | None:
+        """Pretrained under the name of its own option, in FP32 and before `outliers` whatever that says."""
         words = super().warm_start_overrides()
+        if words is None:
+            return None
+        option = choice_of(own_options.folders(), "model", self.name)
+        named = [] if option is None else [f"model={option}", "model.dtype=float32", "model.outliers=0"]
         rates = [f"optim.lr={self.warm_start_lr}", f"optim.weight_decay={self.warm_start_weight_decay}"]
-        return None if words is None else [*words, *rates]
+        return [*named, *words, *rates]
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model, tokenizer = super().load(base, device)
