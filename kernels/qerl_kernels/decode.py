@@ -209,6 +209,7 @@ def _launch(
     shared = {
         "SPLIT": config.split,
         "RANK": 0 if b is None else max(_MIN_RANK, 1 << (own - 1).bit_length()),
+        "IN_SUMS": config.in_sums and b is not None and scaling != 0.0,
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
         **overlapping(x.device),
@@ -268,8 +269,8 @@ def launch_grouped(
         bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, 0, 0,
         0, n, len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
         XBUF=config.buffers, OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None,
-        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True, W=config.warps,
-        num_warps=config.warps, launch_pdl=True,
+        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True, IN_SUMS=False,
+        W=config.warps, num_warps=config.warps, launch_pdl=True,
     )  # fmt: skip
 
 

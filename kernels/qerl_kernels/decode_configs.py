@@ -36,6 +36,7 @@ class Config:
     registers: int | None = None  # limit, if the compiler's choice lets too few programs run concurrently
     overlap: bool = False  # wgmma: the tensor core may run into the next round: faster, but needs more registers
     kernel: str = WGMMA
+    in_sums: bool = False  # the adapter is added to the sums themselves, which takes fewer registers
 
     @property
     def shared(self) -> int:
@@ -95,7 +96,9 @@ def candidates(shape: tuple[int, int], tokens: int, kernel: str = WGMMA) -> Iter
         for split in sorted({_nearest(target / blocks, rounds) for target in (132, 264, 396, 528)}):
             for separate in (False, True) if split > 1 and size > 8 else (False,):
                 for overlap in (False, True) if size > 16 and wgmma else (False,):
-                    yield Config(rows, take, warps, split, ring, buffers, separate, registers, overlap, kernel)
+                    for in_sums in (False, True) if size > 32 and not separate else (False,):
+                        pipeline = (ring, buffers, separate, registers, overlap)
+                        yield Config(rows, take, warps, split, *pipeline, kernel, in_sums)
 
 
 def _nearest(split: float, rounds: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from qerl_kernels.decode_configs import Config, choose
 
 ARCHITECTURES = (90, 100)  # Hopper, Blackwell
 PAGED = (80, 89, 90, 100, 120)  # on which attention runs: A100, RTX 4090, H100, B200, RTX 5090
@@ -326,6 +328,33 @@ def test_a_kernel_that_spills_is_found() -> None:
         compiled(jit_loss_head.gradients, signature, {"WITH_ENTROPY": True}, 90, num_warps=1)
 
 
+def _decode(
+    config: Config, format_name: str, rank: int, grouped: bool = False, scaled: bool = True, even: bool = True
+) -> Compiled:
+    """The kernel of Hopper; `scaled`: with a scale for each row and a bias."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from qerl_kernels import jit_decode
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    signature = {"x_box": f"tensordesc<bf16[{config.tokens}, {64 * config.ring}],{layout!r}>"}
+    signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr", "items_ptr"), "*i32")
+    signature |= {"scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
+    signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
+    signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
+    signature |= dict.fromkeys(("factor", "scaling"), "fp32")
+    signature |= dict.fromkeys(
+        ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items"), "i32"
+    )
+    constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
+    constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": config.split, "SEPARATE": config.separate}
+    constants |= {"RANK": rank, "IN_SUMS": config.in_sums and rank > 0, "OVERLAP": config.overlap, "EVEN": even}
+    constants |= {"HAS_ROW_SCALE": scaled, "HAS_BIAS": scaled, "GROUPED": grouped, "PDL": True}
+    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
+    limit = {} if config.registers is None else {"maxnreg": config.registers}
+    return compiled(jit_decode.decode, signature, constants, 90, config.warps, aligned=aligned, **limit)
+
+
 @pytest.mark.parametrize(
     ("format_name", "tokens", "rank", "grouped", "bound"),
     [
@@ -340,26 +369,9 @@ def test_a_kernel_that_spills_is_found() -> None:
 )
 def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: float) -> None:
     """The loop over K: wgmma, 16-byte loads, and fewer instructions a weight than memory leaves time for (4.4)."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from qerl_kernels import jit_decode
-
     ring = 4 if tokens == 16 else 2
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    signature = {"x_box": f"tensordesc<bf16[{tokens}, {64 * ring}],{layout!r}>"}
-    signature |= dict.fromkeys(("words_ptr", "table_ptr", "counter_ptr", "items_ptr"), "*i32")
-    signature |= {"scales_ptr": {"nvfp4": "*i32", "mxfp4": "*i16", "nf4": "*fp32"}[format_name]}
-    signature |= dict.fromkeys(("row_scale_ptr", "partial_ptr"), "*fp32")
-    signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
-    signature |= dict.fromkeys(("factor", "scaling"), "fp32")
-    signature |= dict.fromkeys(
-        ("M", "N", "COLUMNS", "TILES", "rank", "own", "end1", "end2", "stride_ym", "items"), "i32"
-    )
-    constants: dict[str, Any] = {"FORMAT": format_name, "BM": 64, "BN": tokens, "RING": ring, "XBUF": 2, "W": 4}
-    constants |= {"SPLIT": 2, "RANK": rank, "OVERLAP": tokens > 16, "SEPARATE": False, "EVEN": True, "PDL": True}
-    constants |= {"HAS_ROW_SCALE": rank > 0 or grouped, "HAS_BIAS": rank > 0 or grouped, "GROUPED": grouped}
-    aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
-    built = compiled(jit_decode.decode, signature, constants, 90, num_warps=4, aligned=aligned)
+    config = Config(64, tokens, 4, 2, ring, 2, overlap=tokens > 16)
+    built = _decode(config, format_name, rank, grouped, scaled=rank > 0 or grouped)
     assert built.shared <= SHARED_LIMIT
     assert built.overlaps and built.waits_first == grouped  # others read weights before they wait
     loop = built.loop("HGMMA")
@@ -367,6 +379,22 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     assert sum("HGMMA" in text for text in loop) == 4 * ring
     assert sum("LDG" in text and ".128" in text for text in loop) == ring
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((37888, 3584), 128), ((4608, 3584), 256)])
+def test_an_adapter_in_the_sums_costs_no_program_of_a_processor(shape: tuple[int, int], tokens: int) -> None:
+    """Layers of a 7B model with the tiles of an H200: gate and up at 128 tokens, query, key and value at 256."""
+    config = choose("NVIDIA H200", shape, tokens)
+    assert not config.separate and not config.in_sums
+    without, beside = (_decode(config, "nvfp4", rank, scaled=False) for rank in (0, 32))
+    inside = _decode(replace(config, in_sums=True), "nvfp4", 32, scaled=False)
+
+    def programs(built: Compiled) -> int:
+        by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * config.warps)
+        return min(by_registers, SHARED_LIMIT // (built.shared + 1024))
+
+    assert programs(inside) == programs(without) == 3 and programs(beside) == 2
+    assert inside.stack == 0 and inside.count("HGMMA") == beside.count("HGMMA") == without.count("HGMMA") + 2
 
 
 def test_add_partials() -> None:
@@ -377,6 +405,7 @@ def test_add_partials() -> None:
     signature |= dict.fromkeys(("bias_ptr", "xa_ptr", "b_ptr", "y_ptr"), "*bf16")
     signature |= dict.fromkeys(("M", "N", "rank", "own", "end1", "end2", "stride_ym"), "i32")
     constants = {"BM": 64, "BN": 64, "PART": 16, "SPLIT": 2, "RANK": 32, "HAS_ROW_SCALE": True, "HAS_BIAS": True}
+    constants["IN_SUMS"] = False
     aligned = tuple(name for name in signature if name.endswith("_ptr") or name in ("N", "rank", "own", "stride_ym"))
     for arch, wgmma in ((90, True), (90, False), (80, False)):
         constants |= {"PDL": arch >= 90, "WGMMA": wgmma}
@@ -400,7 +429,7 @@ def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled
     signature |= dict.fromkeys(sizes, "i32")
     constants: dict[str, Any] = {"FORMAT": format_name, "BM": config.rows, "BN": config.tokens, "W": config.warps}
     constants |= {"RING": config.ring, "XBUF": config.buffers, "SPLIT": 2, "SEPARATE": False, "RANK": rank}
-    constants |= {"HAS_ROW_SCALE": rank > 0, "HAS_BIAS": rank > 0, "PDL": arch >= 90}
+    constants |= {"IN_SUMS": False, "HAS_ROW_SCALE": rank > 0, "HAS_BIAS": rank > 0, "PDL": arch >= 90}
     aligned = tuple(n for n in signature if n.endswith("_ptr") or n in ("N", "K", "rank", "own", "stride_ym"))
     return compiled(jit_decode_mma.decode, signature, constants, arch, config.warps, aligned=aligned)
 
