@@ -58,9 +58,11 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
         for ax, name in ((axes[0, 0], "difference, %"), (axes[1, 0], "difference, points")):
             ax.set_ylabel(name)
         for ax in axes[1]:
-            ax.set_xlabel("KL of sampler and trainer, nats a token, second tenth")
+            ax.set_xlabel("KL, nats a token")
         caption(
-            figure, f"An arm minus its control. {interval_note(arms[0].runs)}", f"Grey: ±{MARGIN:g} point of accuracy."
+            figure,
+            "An arm minus its control, against the KL of its sampler and its trainer over the second tenth of the "
+            f"steps. {interval_note(arms[0].runs)} Grey: ±{MARGIN:g} point of accuracy.",
         )
     return figure
 

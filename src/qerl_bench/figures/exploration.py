@@ -28,29 +28,30 @@ Points = Sequence[tuple[float, float]]  # change of entropy in per cent, of accu
 def entropy_and_accuracy(study: Sessions, arms: Sequence[PlottedArm]) -> Figure:
     """The change of entropy against the change of accuracy, a dot per base, a diamond for the mean with its interval.
 
-    Above: 4 bits before any training, at one sample and at as many as the probe drew. Below: `arms` minus their
-    controls after training, at one sample and at as many as the evaluation drew.
+    Above, in a study of several formats: 4 bits before any training, at one sample and at as many as the probe drew.
+    Below: `arms` minus their controls after training, at one sample and at as many as the evaluation drew.
     """
     reference, *formats = study.formats
     most = study.design.probe.samples
     with paper_style():
-        figure, axes = panels(2, 2, 4.6, FULL_WIDTH, sharex="row")
-        for ax, k in zip(axes[0], (1, most), strict=True):
+        rows = 2 if formats else 1
+        figure, axes = panels(rows, 2, 2.3 * rows, FULL_WIDTH, sharex="row")
+        for ax, k in zip(axes[0], (1, most), strict=True) if formats else ():
             for quant in formats:
                 _scatter(ax, _before(study, reference, quant, k), quant.upper(), color(quant))
             _label(ax, f"base, pass@{k}", "entropy of the base, difference in %")
-        for ax, k in zip(axes[1], (1, arms[0].runs[0].option("eval.samples")), strict=True):
+        for ax, k in zip(axes[-1], (1, arms[0].runs[0].option("eval.samples")), strict=True):
             for arm in arms:
                 _scatter(ax, _after(arm, k), arm.label, arm.shade)
             _label(ax, f"after training, pass@{k}", "entropy over the run, difference in %")
         for left, right in axes:
             left.set_ylabel("difference, points")
             right.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        before = f"Above: a base in 4 bits minus itself in {reference.upper()}, before training. Below: an arm"
         caption(
             figure,
-            f"Above: a base in 4 bits minus itself in {reference.upper()}, before training. Below: an arm minus its "
-            f"control, after training, the mean of its seeds. Dots: {len(study.probes)} base models; diamonds: mean "
-            f"and 95% interval (Student's t). Grey: ±{MARGIN:g} point.",
+            f"{before if formats else 'An arm'} minus its control, after training, the mean of its seeds. Dots: "
+            f"{len(study.probes)} base models; diamonds: mean and 95% interval (Student's t). Grey: ±{MARGIN:g} point.",
         )
     return figure
 

@@ -3,11 +3,12 @@
     python analysis/study_report.py docs/studies/worlds-2026
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
-literature.svg those on later papers, bases.md a table by base; curves.svg, arms.svg,
-exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise of one
-shape in different sizes. Of many arms three of these are drawn once for each arm that others are
-compared with. Arms with random rewards are not in arms.svg, whose axes they would stretch. Runs
-of several versions of the code are taken together, since no pair of runs is from two sessions.
+literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
+arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
+of one shape in different sizes. Of many arms three of these are drawn once for each arm that
+others are compared with. Arms with random rewards are not in arms.svg, whose axes they would
+stretch. Runs of several versions of the code are taken together, since no pair of runs is from
+two sessions.
 """
 
 from __future__ import annotations
@@ -64,14 +65,15 @@ def texts(study: Sessions) -> dict[str, str]:
     check_comparable(everything, mixed_code=True)
     ((scope, runs),) = by_scope(everything).items()  # all arms have one model and one task
     verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
-    return {
+    found = {
         "gates.md": render(gates(study.design, [*study.probes.values()], study.runs)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
-        "literature.md": page_table(later) + "\n",
-        "literature.svg": svg(all_claims(later, scope)),
         "bases.md": bases(study),
     }
+    if any(one.verdict != "incomplete" for one in later):
+        found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
+    return found
 
 
 def figures(study: Sessions) -> dict[str, Figure]:
