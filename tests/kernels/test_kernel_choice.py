@@ -197,7 +197,7 @@ def test_sampling_takes_the_decode_gemm(
     with torch.no_grad():
         wanted = policy.model(ids).logits
     monkeypatch.setattr(decode, "MAX_RANK", 8)
-    monkeypatch.setattr(decode, "pays", lambda weight, tokens, dtype: tokens <= 14)
+    monkeypatch.setattr(decode, "pays", lambda weight, tokens, dtype, at_hand: tokens <= 14)
     monkeypatch.setattr(kernel_choice, "kernel_of", lambda _: WGMMA)
     monkeypatch.setattr(projection, "MAX_ROWS", few)
     calls: list[int] = []
@@ -228,7 +228,7 @@ def test_joined_layers_tell_the_decode_gemm_their_parts(
     """So that it reads only the adapter of each, unless a layer has no adapter or too odd a size."""
     policy = make_policy("model.dtype=bfloat16", "lora.rank=4", adapted=True)
     monkeypatch.setattr(decode, "_MOST_ROWS", multiple)
-    monkeypatch.setattr(decode, "pays", lambda *_: True)
+    monkeypatch.setattr(decode, "pays", lambda *_, **__: True)
     monkeypatch.setattr(kernel_choice, "kernel_of", lambda _: WGMMA)
     monkeypatch.setattr(projection, "project", lambda x, a: x @ a.t())
     found: list[Any] = []

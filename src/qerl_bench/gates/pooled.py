@@ -1,10 +1,11 @@
-"""The effect of an arm on held-out accuracy over the bases of several studies that have the same two arms.
+"""The effect of an arm on held-out accuracy over the bases of several studies that have it.
 
-    python analysis/pooled.py docs/studies/shortcut-2026-again docs/studies/shortcut-2026-doses \\
+    cd docs/studies
+    python ../../analysis/pooled.py shortcut-2026-again shortcut-2026-doses \\
         --arm nvfp4-noise --control nvfp4 --confidence 0.971
 
-Prints the mean over bases, in points, of each study and of all, with Student's t. A base counts once, whatever number
-of seeds it has. Whether studies may be pooled is for their protocols to say.
+Prints the mean over bases, in points, of each study and of all, with Student's t. A base counts
+once, whatever number of seeds it has. Whether studies may be pooled is for their protocols to say.
 """
 
 from __future__ import annotations
