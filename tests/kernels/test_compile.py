@@ -381,8 +381,17 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     assert len(loop) * 32 * 4 / (64 * 64 * ring) <= bound
 
 
-@pytest.mark.parametrize(("shape", "tokens"), [((37888, 3584), 128), ((4608, 3584), 256)])
-def test_an_adapter_in_the_sums_costs_no_program_of_a_processor(shape: tuple[int, int], tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tokens", "registers"),
+    [
+        ((37888, 3584), 128, (123, 170, 123)),
+        ((37888, 3584), 256, (123, 170, 123)),
+        ((4608, 3584), 256, (144, 183, 140)),
+    ],
+)
+def test_an_adapter_in_the_sums_costs_no_program_of_a_processor(
+    shape: tuple[int, int], tokens: int, registers: tuple[int, ...]
+) -> None:
     """Layers of a 7B model with the tiles of an H200: gate and up at 128 tokens, query, key and value at 256."""
     config = choose("NVIDIA H200", shape, tokens)
     assert not config.separate and not config.in_sums
@@ -393,6 +402,7 @@ def test_an_adapter_in_the_sums_costs_no_program_of_a_processor(shape: tuple[int
         by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * config.warps)
         return min(by_registers, SHARED_LIMIT // (built.shared + 1024))
 
+    assert [one.registers for one in (without, beside, inside)] == pytest.approx(registers, abs=4)
     assert programs(inside) == programs(without) == 3 and programs(beside) == 2
     assert inside.stack == 0 and inside.count("HGMMA") == beside.count("HGMMA") == without.count("HGMMA") + 2
 

@@ -92,7 +92,7 @@ def test_completions_are_the_same_and_no_weight_is_rebuilt_in_a_step(
         assert _decoded(sampler) == plain
         assert sampler.kept is not None
         copies = sampler.kept.dequantized
-        assert len(rebuilt) == len({*rebuilt}) == len(copies.layers) == copies.of
+        assert len(rebuilt) == len({*rebuilt}) == len(copies.layers) == copies.packed
         assert often > 10 * len(rebuilt) > 0
         rebuilt.clear()
         first = sampler.kept
@@ -187,7 +187,7 @@ def test_recorded_steps_read_them_and_their_memory_comes_back(
         found = _decoded(sampler, temperature=4.0)
         agreeing = sum(one[0] == other[0] for one, other in zip(found, plain, strict=True))
         assert agreeing > len(KEYS) // 2  # rounding parts the rest
-        assert sampler.kept is not None and len(sampler.kept.dequantized.layers) == sampler.kept.dequantized.of > 0
+        assert sampler.kept is not None and len(sampler.kept.dequantized.layers) == sampler.kept.dequantized.packed > 0
         with_copies = {key[0] for key in sampler.kept.graphs}
         held = torch.cuda.memory_allocated()
         freed = sampler.kept.dequantized.bytes

@@ -49,8 +49,15 @@ def test_means_are_those_of_the_runs_in_the_order_of_their_dose(study: Sessions)
     assert all(2 < rise < 15 for rise in noisy)
 
 
-def test_a_study_with_one_size_of_noise_has_no_such_figure(study: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_bench.gates.report.plotted", lambda *_, **__: {})
+@pytest.mark.parametrize(("name", "drawn"), [("shortcut-2026-again", False), ("shortcut-2026-doses", True)])
+def test_only_a_study_with_three_sizes_of_noise_has_such_a_figure(
+    name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
     monkeypatch.setattr("qerl_bench.gates.report.by_figure", lambda study: {})
     monkeypatch.setattr("qerl_bench.gates.report.dot_plot", lambda arms, measures: Figure())
-    assert set(figures(study)) == {"arms"}
+    monkeypatch.setattr(
+        "qerl_bench.gates.report.dose_response", lambda arms: (shown.extend(arm.label for arm in arms), Figure())[1]
+    )
+    assert set(figures(read_study(STUDIES / name))) == ({"arms", "dose"} if drawn else {"arms"})
+    assert sorted(shown) == (["nvfp4-noise", "nvfp4-strong", "nvfp4-weak"] if drawn else [])

@@ -384,6 +384,26 @@ def test_finished_runs_are_kept_on_the_way_once_there_are_new_ones(
     monkeypatch.setattr(runner, "PACK_EVERY_S", 1000.0)
     sweep = Blocks([block(tmp_path, "b1")], 1, [], Deadline(10), lambda: done.append(sweep.done))
     assert sweep.run() == [] and done == []  # the end packs
+    monkeypatch.setattr(runner, "PACK_EVERY_S", 0.0)
+    sweep.kept = 0
+    assert sweep.is_time_to_keep()
+    sweep.deadline.end = time.monotonic() + runner.PACKING_S - 1
+    assert not sweep.is_time_to_keep()  # what is running would be stopped late
+
+
+def test_a_folder_that_cannot_be_written_stops_no_runs(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(blocks: Blocks) -> list[tuple[Point, str]]:
+        with monkeypatch.context() as full:
+            full.setattr(runner, "pack", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+            blocks.keep()
+        return []
+
+    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(Blocks, "run", run)
+    runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
+    assert "no space" in caplog.text and (tmp_path / "gates.md").exists()
 
 
 def test_a_block_of_which_most_is_done_needs_the_time_of_the_rest(tmp_path: Path) -> None:

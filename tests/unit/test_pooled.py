@@ -38,6 +38,7 @@ def test_the_interval_is_students_t() -> None:
         ("worlds-2026", ARMS, "nvfp4-noise is not the same in all studies.*worlds/outliers"),
         ("shortcut-2026", ["--arm", "noise", "--control", "nvfp4"], "no runs of an arm noise: it has bf16, nvfp4"),
         ("shortcut-2026", [*ARMS, "--confidence", "95"], "--confidence must be between 0 and 1, got 95"),
+        ("shortcut-2026-again", ARMS, r"have the bases \[16, 17, .*31\], and a base counts once"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(other: str, arms: list[str], message: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 import torch
 
@@ -25,12 +26,9 @@ class Dequantized:
 
     def __init__(self, layers: Iterable[PackedLinear], dtype: torch.dtype, gib: float) -> None:
         found = sorted(layers, key=lambda layer: copy_bytes([layer], dtype))
-        self.of, self.dtype, self.made = len(found), dtype, False
-        self.layers: list[PackedLinear] = []
-        for layer in found:
-            if copy_bytes([*self.layers, layer], dtype) > gib * 2**30:
-                break
-            self.layers.append(layer)
+        totals = accumulate(copy_bytes([layer], dtype) for layer in found)
+        self.layers = [layer for layer, total in zip(found, totals, strict=True) if total <= gib * 2**30]
+        self.packed, self.dtype, self.made = len(found), dtype, False
 
     @property
     def bytes(self) -> int:
@@ -52,7 +50,9 @@ class Dequantized:
                 "engine.dequantized_gib smaller, or engine.cache_gib"
             ) from error
         self.made = True
-        log.debug("%d of %d packed layers are in memory in 16 bits as well: %.2f GiB", len(self.layers), self.of, gib)
+        log.debug(
+            "%d of %d packed layers are in memory in 16 bits as well: %.2f GiB", len(self.layers), self.packed, gib
+        )
 
     def drop(self) -> None:
         """Free the copies."""

@@ -109,7 +109,7 @@ class HFEngine:
         return {}
 
     def sleep(self) -> dict[str, float]:
-        """Release the keys and values, and the graphs, unless they fit into `kept_gib`. Returns ENGINE_HF metrics."""
+        """Release 16-bit copies, and all else that does not fit into `kept_gib`. Returns ENGINE_HF metrics."""
         return {} if self.sampler is None else self.sampler.sleep()
 
     def record(self) -> dict[str, Any]:

@@ -165,7 +165,8 @@ class Decoding:
         self.rows_computed, self.changed = 0, False
         self._refresh()
         self._upload()
-        self.dequantized.make(partial(_memory, device=self.state.device))
+        if min(self.size.rows, len(requests)) > self.few:
+            self.dequantized.make(partial(_memory, device=self.state.device))
         started = time.perf_counter()
         if self.uses_graph:
             self._record()
@@ -175,6 +176,8 @@ class Decoding:
         """Free the weights in 16 bits, and the recordings that read them."""
         if self.dequantized.made:
             self.graphs = {key: graph for key, graph in self.graphs.items() if key[0] <= self.few}
+            if self.uses_graph and not self.graphs:  # their memory has gone with the last of them
+                self.pool, self.graph_bytes = torch.cuda.graph_pool_handle(), 0
         self.dequantized.drop()
 
     def run(self) -> Iterator[tuple[int, Completion]]:
@@ -266,7 +269,9 @@ class Decoding:
         """Record the step of every size that this rollout may use. Meanwhile all rows are idle."""
         sampling = self.sampling
         keys = {size: (size, self.shares, sampling.temperature, sampling.top_p) for size in self.sizes}
-        missing = [size for size in self.sizes if keys[size] not in self.graphs and size <= self.max_captured]
+        reads_copies = self.dequantized.made or not self.dequantized.layers  # as later recordings of many rows will
+        most = self.max_captured if reads_copies else min(self.few, self.max_captured)
+        missing = [size for size in self.sizes if keys[size] not in self.graphs and size <= most]
         for size in bar(missing, "recording") if missing else ():
             self._step(size)  # compiles and allocates what a capture needs
             before, graph = torch.cuda.memory_reserved(self.state.device), torch.cuda.CUDAGraph()

@@ -111,10 +111,10 @@ class Sampler:
             "kv_bytes_per_token": kv_bytes(self.policy),
             "cache_gib": f"{FREE_SHARE} of the free memory" if limits.cache_gib is None else limits.cache_gib,
             "dequantized_gib": limits.dequantized_gib,
-            "dequantized_above_rows": few_tokens(self.policy.device),
             "kept_gib": limits.kept_gib,
             "prefill_tokens": "one prompt" if limits.invariant else limits.prefill_tokens,
             "recorded_rows": [limits.rows] if limits.invariant else buckets(limits.rows)[::-1],
+            **({"dequantized_above_rows": few_tokens(self.policy.device)} if limits.dequantized_gib else {}),
         }
 
     def _size(self, requests: list[Request]) -> Size:

@@ -28,27 +28,30 @@ def dose_response(arms: Sequence[PlottedArm]) -> Figure:
     """
     arms = sorted(arms, key=_dose)
     samples = arms[0].runs[0].option("eval.samples")
+    early, late = mean_between("entropy", *DOSED), last_fifth_mean("entropy")
     responses: list[tuple[str, Callable[[PlottedArm], np.ndarray], bool]] = [
-        ("entropy, second tenth of steps", partial(_entropy, metric=mean_between("entropy", *DOSED)), False),
-        ("entropy, last fifth", partial(_entropy, metric=last_fifth_mean("entropy")), False),
-        *((f"pass@{k} after training", partial(_accuracy, k=k), True) for k in (1, samples)),
+        ("entropy, second tenth of steps", partial(_log_entropies, metric=early), True),
+        ("entropy, last fifth", partial(_log_entropies, metric=late), True),
+        *((f"pass@{k} after training", partial(_accuracies, k=k), False) for k in (1, samples)),
     ]
     with paper_style():
         figure, axes = panels(2, 2, 3.6, FULL_WIDTH, sharex=True)
-        for ax, (title, response, of_accuracy) in zip(axes.flat, responses, strict=True):
-            if of_accuracy:
+        for ax, (title, response, ratio) in zip(axes.flat, responses, strict=True):
+            if not ratio:
                 ax.axhspan(-MARGIN, MARGIN, color=BAND, linewidth=0, zorder=0)
             ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
             means = []
             for arm in arms:
-                points = response(arm)
-                estimate, at = mean_ci(points), _dose(arm)
-                reach = [[estimate.value - estimate.low], [estimate.high - estimate.value]]
+                found, at = response(arm), _dose(arm)
+                estimate = mean_ci(found)
+                shown = np.array([estimate.value, estimate.low, estimate.high, *found])
+                mean, low, high, *points = 100 * (np.expm1(shown) if ratio else shown)
                 ax.plot([at] * len(points), points, ".", color=arm.shade, alpha=0.4, markersize=3.5)
                 ax.errorbar(
-                    at, estimate.value, reach, fmt="D", color=arm.shade, markersize=4.5, elinewidth=1.2, label=arm.label
-                )
-                means.append((at, estimate.value))
+                    at, mean, [[mean - low], [high - mean]], fmt="D", color=arm.shade, markersize=4.5, elinewidth=1.2,
+                    label=arm.label,
+                )  # fmt: skip
+                means.append((at, mean))
             ax.plot(*zip(*means, strict=True), color=GRAY, linewidth=0.8, zorder=1)
             ax.set_xscale("log")
             ax.xaxis.set_major_formatter("{x:g}")
@@ -72,12 +75,11 @@ def _dose(arm: PlottedArm) -> float:
     return float(np.mean([mean_between("mismatch/kl", *DOSED)(run) for run in arm.runs]))
 
 
-def _entropy(arm: PlottedArm, metric: Callable[[Run], float]) -> np.ndarray:
-    """Differences in per cent, by base."""
-    logs = differences(arm.runs, arm.control, lambda run: float(np.log(metric(run)))).to_numpy()[0]
-    return 100 * np.expm1(logs)
+def _log_entropies(arm: PlottedArm, metric: Callable[[Run], float]) -> np.ndarray:
+    """Logarithms of the ratio of entropies, by base."""
+    return differences(arm.runs, arm.control, lambda run: float(np.log(metric(run)))).to_numpy()[0]
 
 
-def _accuracy(arm: PlottedArm, k: int) -> np.ndarray:
-    """Differences of pass@k in points, by base."""
-    return 100 * differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()
+def _accuracies(arm: PlottedArm, k: int) -> np.ndarray:
+    """Differences of pass@k, by base."""
+    return differences(arm.runs, arm.control, pass_curve).loc[k].to_numpy()

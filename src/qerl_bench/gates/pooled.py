@@ -29,29 +29,52 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--confidence", type=float, default=0.95, help="of the interval over all (default: 0.95)")
     options = parser.parse_args(arguments)
     require(0 < options.confidence < 1, f"--confidence must be between 0 and 1, got {options.confidence:g}")
-    studies = {folder.name: read_study(folder) for folder in options.studies}
-    arms = [[_arm(study, name) for study in studies.values()] for name in (options.arm, options.control)]
-    for same in arms:
+    pairs = [
+        (study, arm_of(study, options.arm), arm_of(study, options.control))
+        for study in map(read_study, options.studies)
+    ]
+    check_poolable(pairs)
+    found = [effects(*pair) for pair in pairs]
+    for folder, values in zip(options.studies, found, strict=True):
+        print(row(folder.name, values, 0.95))
+    if len(found) > 1:
+        print(row("all", [value for values in found for value in values], options.confidence))
+
+
+def arm_of(study: Sessions, name: str) -> Arm:
+    found = next((arm for arm in study.arms if arm.name == name), None)
+    have = ", ".join(arm.name for arm in study.arms)
+    require(found is not None, f"{study.design.path} has no runs of an arm {name}: it has {have}")
+    assert found is not None
+    return found
+
+
+def check_poolable(pairs: Sequence[tuple[Sessions, Arm, Arm]]) -> None:
+    """Raise ConfigError unless all studies have the same two arms, with noise of one dose, on bases of their own."""
+    for place in (1, 2):
         words = {
-            name: " ".join([*studies[name].design.common, *arm.words]) for name, arm in zip(studies, same, strict=True)
+            str(pair[0].design.path): " ".join([*pair[0].design.common, *pair[place].words])
+            + (f" with {pair[0].design.dose}" if pair[place].dosed else "")
+            for pair in pairs
         }
         require(
             len({*words.values()}) == 1,
-            f"the arm {same[0].name} is not the same in all studies, so they cannot be pooled: {words}",
+            f"the arm {pairs[0][place].name} is not the same in all studies, so they cannot be pooled: {words}",
         )
-    everything: list[float] = []
-    for (name, study), arm, control in zip(studies.items(), *arms, strict=True):
-        found = effects(study, arm, control)
-        print(row(name, found, 0.95))
-        everything += found
-    if len(studies) > 1:
-        print(row("all", everything, options.confidence))
+    bases = [base for study, *_ in pairs for base in study.probes]
+    twice = sorted({base for base in bases if bases.count(base) > 1})
+    require(not twice, f"several of these studies have the bases {twice}, and a base counts once: leave a study out")
 
 
 def effects(study: Sessions, arm: Arm, control: Arm) -> list[float]:
-    """Points of held-out accuracy that `arm` has more than `control`, on each base that has both."""
+    """Points of held-out accuracy that `arm` has more than `control`, on each base that has both.
+
+    Raises ConfigError if fewer than two have.
+    """
     treated, plain = (by_base(study.runs, one, final) for one in (arm, control))
-    return [100 * (treated[base] - plain[base]) for base in treated if base in plain]
+    found = [100 * (treated[base] - plain[base]) for base in treated if base in plain]
+    require(len(found) > 1, f"{study.design.path} has both arms on {len(found)} bases: an interval needs two")
+    return found
 
 
 def row(name: str, values: Sequence[float], confidence: float) -> str:
@@ -62,11 +85,3 @@ def row(name: str, values: Sequence[float], confidence: float) -> str:
         f"{name}: {mean.value:+.1f} points, {100 * confidence:g} % [{mean.value - reach:+.1f}, "
         f"{mean.value + reach:+.1f}], {mean.n} bases, p = {mean.p_outside(0.0):.2g}"
     )
-
-
-def _arm(study: Sessions, name: str) -> Arm:
-    found = next((arm for arm in study.arms if arm.name == name), None)
-    have = ", ".join(arm.name for arm in study.arms)
-    require(found is not None, f"{study.design.path} has no runs of an arm {name}: it has {have}")
-    assert found is not None
-    return found

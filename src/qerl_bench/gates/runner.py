@@ -8,7 +8,7 @@ decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a
 that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
 without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
 Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads: every five
-minutes, for a machine that may go, and at the end, also when a signal makes it.
+minutes, for a machine that may go, and when the runs end, which a signal may do.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Blocks(Sweep):
         self.total = len(points)
         self.blocks = deque(block for block in blocks if block)
         self.deadline = deadline
-        self.keep, self.kept, self.kept_at = keep, 0, time.monotonic()
+        self.keep, self.kept, self.kept_at = keep, self.done, time.monotonic()
         self.took = [seconds_of(point) for point in points if point.finished]
         self.open_blocks()
 
@@ -108,10 +108,15 @@ class Blocks(Sweep):
             self.todo.clear()
             self.elsewhere.clear()
             self.stop_late()
-        elif self.done > self.kept and time.monotonic() - self.kept_at >= PACK_EVERY_S:
+        elif self.is_time_to_keep():
             self.keep()
             self.kept, self.kept_at = self.done, time.monotonic()
         self.open_blocks()
+
+    def is_time_to_keep(self) -> bool:
+        """Whether there are new runs, a while has passed, and packing them makes nothing late."""
+        due = time.monotonic() - self.kept_at >= PACK_EVERY_S
+        return due and self.done > self.kept and self.deadline.left > PACKING_S
 
     def stop_late(self) -> None:
         """Stop the runs that would not have made their steps GRACE_S after the time is up."""
@@ -285,10 +290,16 @@ def pack(
     """Write the finished runs of the study, its probes, gates and design to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     as_run = yaml.safe_load(design.path.read_text()) | {"common": design.common}
-    (out / "study.yaml").write_text(yaml.safe_dump(as_run, sort_keys=False))
-    (out / "probes.json").write_text(json.dumps(probes))
-    (out / "gates.json").write_text(to_json(results, arms_stopped))
-    (out / "gates.md").write_text(render(results) + "\n")
+    texts = {
+        "study.yaml": yaml.safe_dump(as_run, sort_keys=False),
+        "probes.json": json.dumps(probes),
+        "gates.json": to_json(results, arms_stopped),
+        "gates.md": render(results) + "\n",
+    }
+    for name, text in texts.items():
+        writing = out / f".{name}.writing"
+        writing.write_text(text)
+        writing.replace(out / name)
     paths = [run.path for run in finished_runs(design, probes).values()]
     if paths:
         runs, _, rows, _ = write_study(paths, out, mixed_code=True, metrics=("study",))
@@ -359,7 +370,7 @@ def main(arguments: list[str] | None = None) -> None:
     def keep() -> None:
         try:
             packed()
-        except OSError as error:  # the runs are worth more than a copy of them
+        except (OSError, ValueError) as error:  # the runs are worth more than a copy of them
             log.warning("finished runs could not be packed into %s: %s", out, error)
 
     try:
@@ -367,9 +378,10 @@ def main(arguments: list[str] | None = None) -> None:
             f"{point.run_dir}: {reason}"
             for point, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()
         ]
-    finally:  # a signal too: what is packed may be all that is left of this machine
-        results = packed()
-    print(render(results), flush=True)
+    except BaseException:  # a signal too: what is packed may be all that is left of this machine
+        keep()
+        raise
+    print(render(packed()), flush=True)
     left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
     log.info(
         "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
