@@ -51,19 +51,21 @@ def arm_of(study: Sessions, name: str) -> Arm:
 
 def check_poolable(pairs: Sequence[tuple[Sessions, Arm, Arm]]) -> None:
     """Raise ConfigError unless all studies have the same two arms, with noise of one dose, on bases of their own."""
-    for place in (1, 2):
-        words = {
-            str(pair[0].design.path): " ".join([*pair[0].design.common, *pair[place].words])
-            + (f" with {pair[0].design.dose}" if pair[place].dosed else "")
-            for pair in pairs
-        }
+    for same in ([(study, arm) for study, arm, _ in pairs], [(study, control) for study, _, control in pairs]):
+        kinds = {str(study.design.path): _kind(study, arm) for study, arm in same}
         require(
-            len({*words.values()}) == 1,
-            f"the arm {pairs[0][place].name} is not the same in all studies, so they cannot be pooled: {words}",
+            len({*kinds.values()}) == 1,
+            f"the arm {same[0][1].name} is not the same in all studies, so they cannot be pooled: {kinds}",
         )
     bases = [base for study, *_ in pairs for base in study.probes]
     twice = sorted({base for base in bases if bases.count(base) > 1})
     require(not twice, f"several of these studies have the bases {twice}, and a base counts once: leave a study out")
+
+
+def _kind(study: Sessions, arm: Arm) -> str:
+    """What decides the runs of an arm, in words, but for base and seed."""
+    words = " ".join([*study.design.common, *arm.words])
+    return f"{words}, {study.design.dose}" if arm.dosed else words
 
 
 def effects(study: Sessions, arm: Arm, control: Arm) -> list[float]:
