@@ -100,6 +100,23 @@ def test_completions_are_the_same_and_no_weight_is_rebuilt_in_a_step(
         assert sampler.kept is first and copies.bytes == 0 and not any(one._kept for one in copies.layers)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_small_rollout_in_large_buffers_needs_none_unless_all_rows_are_computed(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, invariant: bool
+) -> None:
+    """With `invariant` the few must be multiplied like the many, or their company would decide their last bits."""
+    monkeypatch.setattr(hf_graph, "few_tokens", lambda device: 4)
+    sampler = Sampler(policy, Limits(rows=8, dequantized_gib=1.0, kept_gib=1.0, invariant=invariant))
+    made = []
+    for prompts in (4, 1):
+        with torch.inference_mode():
+            sampler.decode(_prompts(policy)[:prompts], _sampling(), KEYS[: prompts * SAMPLES])
+        assert sampler.kept is not None and sampler.kept.size.rows == 8
+        made.append(sampler.kept.dequantized.made)
+        sampler.sleep()
+    assert made == [True, invariant]
+
+
 def test_what_ends_a_rollout_frees_the_copies(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = Sampler(policy, Limits(rows=8, dequantized_gib=1.0))
     made: list[PackedLinear] = []

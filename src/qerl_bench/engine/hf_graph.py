@@ -165,7 +165,7 @@ class Decoding:
         self.rows_computed, self.changed = 0, False
         self._refresh()
         self._upload()
-        if min(self.size.rows, len(requests)) > self.few:
+        if self.limits.invariant or len(requests) > self.few:  # invariant: all rows are computed, whoever is in them
             self.dequantized.make(partial(_memory, device=self.state.device))
         started = time.perf_counter()
         if self.uses_graph:
