@@ -28,6 +28,7 @@ from qerl_bench.claims.match import match
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.claims.report import markdown, summary_text
 from qerl_bench.config import build, compose
+from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.report.study_page import evaluated, study_page
 from qerl_bench.statistics import holm
 from qerl_bench.study.load import Run, load_runs
@@ -623,7 +624,19 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     found = re.search(row, text)
     assert found is not None and f"<td>{escape(found[0].split(' | ')[4])}</td>" in html
     picture = (root.parent / "out" / "claims.svg").read_text()
-    assert picture.startswith("<?xml") and picture == (root.parent / "out" / "claims.svg").read_text()
+    assert picture.startswith("<?xml") and svg(all_claims(evaluate_claims(CLAIMS, runs), "tiny on arithmetic")) == picture
+
+
+def test_the_picture_leaves_out_claims_without_runs_but_not_all(study: Study) -> None:
+    def rows(runs: list[Run]) -> list[str]:
+        axis = all_claims(evaluate_claims(CLAIMS, runs), "").axes[0]
+        return [label.get_text() for label in axis.get_yticklabels()]
+
+    everything = rows(study(["quant=bf16"]))  # one arm: no claim has an effect
+    assert [row for row in everything if row.startswith(("5. ", "12. "))]
+    some = rows(study(["quant=nvfp4"]))
+    assert {row.split(". ")[0] for row in some if row[0].isdigit()} == {"1", "2", "3"}
+    assert set(some) < set(everything)
 
 
 @pytest.mark.parametrize("command", sorted({claim.command for claim in CLAIMS} | {claim.at_scale for claim in CLAIMS}))

@@ -25,9 +25,11 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
     """Every primary contrast on one axis, in margins of its claim; the direction that the paper claims is to the right.
 
     Small dots are single bases, if there are several; hollow diamonds are the paper's numbers; arrows point to marks
-    beyond the axis.
+    beyond the axis. Claims without runs are left out if others have some.
     """
-    lines = list(_lines(results))
+    numbered = list(enumerate(results, start=1))
+    shown = [(number, one) for number, one in numbered if _effects(one)] or numbered
+    lines = list(_lines(shown))
     with paper_style():
         figure, axes = panels(1, 1, 0.7 + ROW * len(lines), width=FULL_WIDTH)
         ax = axes[0, 0]
@@ -47,7 +49,8 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
         ax.set_xlim(-REACH, REACH)
         ax.set_xlabel("effect in margins, to the right as claimed")
         ax.set_title(scope, loc="left")
-        caption(figure, *_explained(results))
+        left_out = ["Claims without runs are left out."] if len(shown) < len(results) else []
+        caption(figure, *_explained([one for _, one in shown]), *left_out)
     return figure
 
 
@@ -59,9 +62,9 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue().decode()
 
 
-def _lines(results: Sequence[ClaimResult]) -> Iterator[tuple[str, ClaimResult, ContrastResult, bool]]:
+def _lines(numbered: Sequence[tuple[int, ClaimResult]]) -> Iterator[tuple[str, ClaimResult, ContrastResult, bool]]:
     """Label, claim and contrast of each row, and whether it is the first of its claim."""
-    for number, claim_result in enumerate(results, start=1):
+    for number, claim_result in numbered:
         for result in claim_result.voting:
             first = result is claim_result.voting[0]
             contrast = result.contrast.label if len(claim_result.voting) > 1 else ""
@@ -69,8 +72,12 @@ def _lines(results: Sequence[ClaimResult]) -> Iterator[tuple[str, ClaimResult, C
             yield ": ".join(filter(None, (head, contrast))), claim_result, result, first
 
 
+def _effects(claim_result: ClaimResult) -> list[Effect]:
+    return [one.primary.effect for one in claim_result.voting if one.primary and one.primary.effect]
+
+
 def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
-    effects = [r.primary.effect for j in results for r in j.voting if r.primary and r.primary.effect]
+    effects = [effect for one in results for effect in _effects(one)]
     origins = " or ".join(sorted({f"{effect.whole.n} {effect.unit}s" for effect in effects}))
     if effects:
         yield f"Diamonds: primary contrasts, with 95% intervals (Student's t over {origins}), grey where not testable."
