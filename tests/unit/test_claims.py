@@ -624,7 +624,9 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     found = re.search(row, text)
     assert found is not None and f"<td>{escape(found[0].split(' | ')[4])}</td>" in html
     picture = (root.parent / "out" / "claims.svg").read_text()
-    assert picture.startswith("<?xml") and svg(all_claims(evaluate_claims(CLAIMS, runs), "tiny on arithmetic")) == picture
+    assert (
+        picture.startswith("<?xml") and svg(all_claims(evaluate_claims(CLAIMS, runs), "tiny on arithmetic")) == picture
+    )
 
 
 def test_the_picture_leaves_out_claims_without_runs_but_not_all(study: Study) -> None:

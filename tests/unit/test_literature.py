@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 from omegaconf import OmegaConf
 
 from qerl_bench.claims import command
@@ -22,6 +23,7 @@ from qerl_bench.claims.gates import ManipulationCheck
 from qerl_bench.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
 from qerl_bench.claims.paper import NOISY_ENTROPY
 from qerl_bench.config import build, compose
+from qerl_bench.figures.forest import all_claims
 from qerl_bench.study.load import Run, load_runs
 
 ROOT = Path(__file__).parents[2]
@@ -286,7 +288,12 @@ def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys:
     assert "Rank 1 is enough: incomplete" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"literature.md", "literature.svg"}
     caption = " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "literature.svg").read_text()))
-    assert "0.02 of reward, 1 or 10 points of accuracy, 5% of a time or memory, a factor of 1.5 or 2 of a KL" in caption
+    assert "0.02 of reward, 1 point of accuracy, 5% of a time or memory. Grey band" in caption
+    figure = all_claims(evaluate_claims(CLAIMS, []), "")  # no claim has runs: all are shown
+    everything = " ".join(" ".join(text.get_text() for text in figure.findobj(Text)).split())
+    assert (
+        "0.02 of reward, 1 or 10 points of accuracy, 5% of a time or memory, a factor of 1.5 or 2 of a KL" in everything
+    )
     table = (tmp_path / "literature.md").read_text().split("\n\n", 1)[1]
     page = (ROOT / "docs" / "literature.md").read_text()
     (shown,) = re.findall(r"<!-- table of [^>]* -->\n(.*?)<!-- end of table -->", page, re.DOTALL)
