@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,46 @@ def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         with pytest.raises(SystemExit):
             importlib.import_module("decoding").main()
         assert wrong[0] in capsys.readouterr().err
+
+
+def test_a_step_of_trl_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load of task=shape, in which no group has equal rewards, through transformers instead of vLLM."""
+    pytest.importorskip("trl", reason="extra peers")
+    lengths = "rollout.prompts_per_step=2 task.prompt_tokens=5 task.completion_tokens=6 task.max_completion_tokens=6"
+    words = f"--shape tiny --rank 4 --steps 2 --fixed --words {lengths} --out {tmp_path / 'x.csv'}"
+    monkeypatch.setattr(sys, "argv", ["trl_step.py", *words.split()])
+    bench = importlib.import_module("trl_step")
+    seen: list[Any] = []
+    monkeypatch.setattr(bench, "print_rows", lambda rows: seen.extend(rows))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries
+        bench.main()
+    (row,) = seen
+    assert (row["shape"], row["rows"], row["steps"], row["lengths"]) == ("tiny", 4, 1, "fixed")
+    assert 0 < row["rollout_s"] < row["step_s"] == pytest.approx(row["rollout_s"] + row["rest_s"])
+    with (tmp_path / "x.csv").open() as file:
+        assert [one["sampler"] for one in csv.DictReader(file)] == ["transformers"]
+
+
+def test_vllm_is_told_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason="extra peers")
+
+    class Params:
+        max_tokens, min_tokens = 99, 0
+
+        def clone(self) -> Params:
+            return Params()
+
+    asked = []
+    generate = importlib.import_module("trl_step").with_lengths(
+        lambda prompts, sampling_params, use_tqdm: asked.extend(
+            (prompt, one.min_tokens, one.max_tokens) for prompt, one in zip(prompts, sampling_params, strict=True)
+        ),
+        iter([[3, 1], [2, 5]]),
+    )
+    for prompts in (["a", "b"], ["c", "d"]):
+        generate(prompts, sampling_params=Params(), use_tqdm=False)
+    assert asked == [("a", 3, 3), ("b", 1, 1), ("c", 2, 2), ("d", 5, 5)]
 
 
 @pytest.mark.parametrize(
