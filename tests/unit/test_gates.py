@@ -24,11 +24,12 @@ from qerl_bench.children import Child
 from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
 from qerl_bench.config import build, compose
-from qerl_bench.gates import command, runner
+from qerl_bench.gates import command, probing, runner
 from qerl_bench.gates.assay import Result, Runs, between, gates, render, stopped, to_json
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
-from qerl_bench.gates.runner import Blocks, Deadline, blocks_of
+from qerl_bench.gates.probing import Deadline
+from qerl_bench.gates.runner import Blocks, blocks_of
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.installation import CONF_DIR
 from qerl_bench.study.load import Run
@@ -462,9 +463,9 @@ def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
     design: Design, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
-    monkeypatch.setattr(runner, "start_probe", lambda *words: pytest.fail("a probe was started"))
+    monkeypatch.setattr(probing, "start_probe", lambda *words: pytest.fail("a probe was started"))
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
-        runner.probe(design, [], 2, Deadline(10), design.arms)
+        probing.probe(design, [], 2, Deadline(10), design.arms)
 
 
 def test_a_format_that_only_another_tier_needs_may_be_lacking(
@@ -484,7 +485,7 @@ def test_a_format_that_only_another_tier_needs_may_be_lacking(
         file.write_text(json.dumps(record))
         return Child([sys.executable, "-c", ""], environment)
 
-    monkeypatch.setattr(runner, "start_probe", start_probe)
+    monkeypatch.setattr(probing, "start_probe", start_probe)
     runner.main([str(STUDY), "bases=0,1", "tiers=1", "out=out"])
     assert len(started) == 2 * 2 * sum(arm.tier == 1 for arm in design.arms)
     results = {one["gate"]: one for one in json.loads(Path("out", "gates.json").read_text())["gates"]}
@@ -510,9 +511,9 @@ def test_a_failed_probe_is_told_and_one_without_time_is_none(design: Design, mon
             deadline.end = 0.0
         return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
 
-    monkeypatch.setattr(runner, "start_probe", start_probe)
-    monkeypatch.setattr(runner, "probed", lambda *_: False)
-    records, failed = runner.probe(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
+    monkeypatch.setattr(probing, "start_probe", start_probe)
+    monkeypatch.setattr(probing, "probed", lambda *_: False)
+    records, failed = probing.probe(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.gates.assay import gates, render, stopped, to_json
-from qerl_bench.gates.runner import gates_so_far, parsed, parser_of, prepared, probe
+from qerl_bench.gates.probing import probe
+from qerl_bench.gates.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.terminal import log_to_stderr
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import subprocess
 import sys
 import time
 from collections import deque
@@ -27,15 +26,15 @@ from typing import Any
 
 import yaml
 
-from hydra_plugins.process_launcher.launcher import POLL_S, Sweep, environment_of, visible_gpus
+from hydra_plugins.process_launcher.launcher import Sweep, visible_gpus
 from qerl_bench.arguments import KeyValueParser
 from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.children import Child, signal_of, stop
+from qerl_bench.children import stop
 from qerl_bench.cli import Point, check_points
-from qerl_bench.config import build, compose
 from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
-from qerl_bench.gates.design import Arm, Design, read_design
+from qerl_bench.gates.design import Design, read_design
+from qerl_bench.gates.probing import PACKING_S, STOP_S, Deadline, probe
 from qerl_bench.own_options import split_search_path
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
@@ -43,22 +42,9 @@ from qerl_bench.sweep_table import run_left, share_to_make, time_left
 from qerl_bench.terminal import log_to_stderr
 
 log = logging.getLogger(__name__)
-PACKING_S = 25.0  # kept for the gates and the packing at the end
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen
-STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
-GRACE_S = 10.0  # of these, in which runs that are nearly done may end
+GRACE_S = 10.0  # of STOP_S, in which runs that are nearly done may end
 PACK_EVERY_S = 300.0
-
-
-class Deadline:
-    """When what runs is stopped, in the seconds of time.monotonic(), so that a session of `minutes` ends in time."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes - STOP_S - PACKING_S
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
 
 
 class Blocks(Sweep):
@@ -135,95 +121,6 @@ def shares_to_make(block: Sequence[Point]) -> list[float]:
 def seconds_of(point: Point) -> float:
     """How long a finished run took."""
     return json.loads((point.run_dir / "done.json").read_text())["wall_s"]
-
-
-def probe(
-    design: Design, words: Sequence[str], slots: int, deadline: Deadline, arms: Collection[Arm]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The probes of all bases of the design, and what became of those that failed, in a line each.
-
-    Those that are missing or incomplete are made, `slots` at a time; formats that cannot run here are left to another
-    machine. Bases that could not be probed in time are left out with a warning. Raises ConfigError if one of `arms`,
-    which are to run, cannot run here.
-    """
-    formats = formats_here(design, arms)
-    gpus = visible_gpus()
-    failed: dict[int, str] = {}
-    todo = deque(base for base in design.bases if not probed(design, base, formats))
-    running: dict[int, tuple[int, Child]] = {}
-    try:
-        while (todo and deadline.left > 0) or running:
-            for slot in range(slots):
-                if slot in running and running[slot][1].poll() is not None:
-                    base, child = running.pop(slot)
-                    code = child.poll()
-                    log.info("probe of base %d ended with code %d", base, code)
-                    if code != 0:
-                        failed[base] = f"probe of base {base}: exit code {code}; {probe_log(design, base)} says why"
-                if slot not in running and todo and deadline.left > 0:
-                    base = todo.popleft()
-                    child = start_probe(design, words, base, formats, environment_of(slot, slots, gpus))
-                    running[slot] = base, child
-            if deadline.left <= 0:
-                stop([child for _, child in running.values()], signal.SIGTERM, STOP_S)
-                running.clear()
-            time.sleep(POLL_S)
-    except BaseException as error:
-        stop([child for _, child in running.values()], signal_of(error))
-        raise
-    missing = [base for base in design.bases if not probed(design, base, formats)]
-    if late := [base for base in missing if base not in failed]:
-        log.warning("no time for the probes of the bases %s", late)
-    probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
-    return probes, [failed[base] for base in sorted(failed)]
-
-
-def formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
-    """The formats of the design that can run on this machine, found before any base is pretrained.
-
-    Raises ConfigError if one of `arms` could not run.
-    """
-    device = "cuda" if visible_gpus() else "cpu"
-
-    def lacking(arm: Arm) -> str | None:
-        words = design.words(arm, design.bases[0], design.seeds[0], sigma=1.0 if arm.dosed else None)
-        return build(compose(words)).quant.unsupported_reason(device)
-
-    for arm in arms:
-        reason = lacking(arm) or lacking(design.plain(design.format_of(arm)))
-        require(
-            reason is None,
-            f"arm {arm.name} of {design.path} cannot run here: {reason} (tiers= leaves it out, which is of {arm.tier})",
-        )
-    reasons = {quant: lacking(design.plain(quant)) for quant in design.formats}
-    for quant, reason in reasons.items():
-        if reason is not None:
-            log.info("bases are not measured in %s, which arms of other tiers need: %s", quant, reason)
-    return [quant for quant, reason in reasons.items() if reason is None]
-
-
-def probed(design: Design, base: int, formats: Collection[str]) -> bool:
-    """Whether a base has been measured in these formats, and has a dose, or none, for each arm in them."""
-    file = design.probe_file(base)
-    if not file.is_file():
-        return False
-    record = json.loads(file.read_text())
-    arms = {arm.name for arm in design.arms if arm.dosed and design.format_of(arm) in formats}
-    return {*formats} <= record["formats"].keys() and arms <= record["doses"].keys()
-
-
-def probe_log(design: Design, base: int) -> Path:
-    return design.probe_file(base).parent / f"probe-{base}.log"
-
-
-def start_probe(
-    design: Design, words: Sequence[str], base: int, formats: Sequence[str], environment: dict[str, str]
-) -> Child:
-    file = probe_log(design, base)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "qerl_bench.gates.probe", str(design.path), str(base), ",".join(formats), *words]
-    with open(file, "ab") as output:
-        return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], list[str]]:
