@@ -2,7 +2,13 @@
 
 import sys
 
-from qerl_bench.__main__ import main
+try:
+    from qerl_bench.__main__ import main
+except ModuleNotFoundError as missing:  # in a checkout the package itself is found beside this file
+    sys.exit(
+        f"error: {sys.executable} has no module {missing.name}. If you ran `make run` or `make setup`, type "
+        "`source .venv/bin/activate` first; else `pip install -e .`"
+    )
 
 if __name__ == "__main__":
     sys.exit(main(["run", *sys.argv[1:]]))

@@ -147,3 +147,13 @@ def test_a_run_keeps_unused_packages_out(monkeypatch: pytest.MonkeyPatch) -> Non
     with hidden_packages(), pytest.raises(ImportError):
         import sklearn  # noqa: F401
     assert "sklearn" not in sys.modules and "sklearn" in UNUSED
+
+
+def test_another_python_is_told_to_activate_the_environment() -> None:
+    """-S hides what is installed, as if `make run` had been followed by the system's Python."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", SOURCES / "run.py", "quant=nvfp4"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert "no module hydra" in done.stderr and "source .venv/bin/activate" in done.stderr
