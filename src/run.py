@@ -4,7 +4,9 @@ import sys
 
 try:
     from qerl_bench.__main__ import main
-except ModuleNotFoundError as missing:  # in a checkout the package itself is found beside this file
+except ModuleNotFoundError as missing:
+    if (missing.name or "").split(".")[0] in ("qerl_bench", "hydra_plugins"):  # which lie beside this file
+        raise
     sys.exit(
         f"error: {sys.executable} has no module {missing.name}. If you ran `make run` or `make setup`, type "
         "`source .venv/bin/activate` first; else `pip install -e .`"

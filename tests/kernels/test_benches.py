@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.config import build, compose
 from qerl_kernels import decode_configs
 from qerl_kernels.decode_configs import Config
 
@@ -69,30 +70,49 @@ def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert wrong[0] in capsys.readouterr().err
 
 
-def test_a_step_of_trl_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load of task=shape, in which no group has equal rewards, through transformers instead of vLLM."""
+@pytest.mark.peers
+def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through transformers instead of vLLM; every group has unequal rewards, so every completion has a gradient."""
     pytest.importorskip("trl", reason="extra peers")
     lengths = "rollout.prompts_per_step=2 task.prompt_tokens=5 task.completion_tokens=6 task.max_completion_tokens=6"
     words = f"--shape tiny --rank 4 --steps 2 --fixed --words {lengths} --out {tmp_path / 'x.csv'}"
     monkeypatch.setattr(sys, "argv", ["trl_step.py", *words.split()])
-    bench = importlib.import_module("trl_step")
-    seen: list[Any] = []
-    monkeypatch.setattr(bench, "print_rows", lambda rows: seen.extend(rows))
+    bench, rewards = importlib.import_module("trl_step"), []
+    asked = bench.Load.reward
+    monkeypatch.setattr(bench.Load, "reward", lambda *args, **more: rewards.append(asked(*args, **more)) or rewards[-1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries
         bench.main()
-    (row,) = seen
-    assert (row["shape"], row["rows"], row["steps"], row["lengths"]) == ("tiny", 4, 1, "fixed")
-    assert 0 < row["rollout_s"] < row["step_s"] == pytest.approx(row["rollout_s"] + row["rest_s"])
+    assert [sorted(of_step) for of_step in rewards] == [[0.0] * 8 + [1.0] * 8] * 2
     with (tmp_path / "x.csv").open() as file:
-        assert [one["sampler"] for one in csv.DictReader(file)] == ["transformers"]
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["sampler"], row["lengths"], row["rows"]) for row in rows] == [
+        (step, "transformers", "fixed", "4") for step in "12"
+    ]
+    for row in rows:
+        assert row["sync_s"] == "" and min(float(row[name]) for name in ("rollout_s", "rest_s", "startup_s")) > 0
 
 
-def test_vllm_is_told_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.peers
+def test_trl_gets_the_lengths_and_rewards_of_our_load() -> None:
+    pytest.importorskip("trl", reason="extra peers")
+    experiment = build(compose(["experiment=speed/step", "model=shape/tiny", "rollout.prompts_per_step=2"]))
+    load = importlib.import_module("trl_step").Load(experiment, 2)
+    prompts = [prompt for step in (1, 2) for prompt in experiment.task.train_prompts(step, 2, experiment.seed)]
+    assert [row["prompt"].split() for row in load.rows] == [[str(one) for one in p.token_ids or ()] for p in prompts]
+    assert [length for of_step in load.lengths for length in of_step] == [
+        n for p in prompts for n in p.new_tokens or ()
+    ]
+    repeated = [row["right"] for row in load.rows for _ in range(load.group)]
+    assert load.reward(repeated) == [float(digit) for prompt in prompts for digit in prompt.answer]
+
+
+@pytest.mark.peers
+def test_vllm_is_told_each_length() -> None:
     pytest.importorskip("trl", reason="extra peers")
 
     class Params:
-        max_tokens, min_tokens = 99, 0
+        max_tokens = 99
 
         def clone(self) -> Params:
             return Params()
@@ -100,13 +120,13 @@ def test_vllm_is_told_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     generate = importlib.import_module("trl_step").with_lengths(
         lambda prompts, sampling_params, use_tqdm: asked.extend(
-            (prompt, one.min_tokens, one.max_tokens) for prompt, one in zip(prompts, sampling_params, strict=True)
+            (prompt, one.max_tokens) for prompt, one in zip(prompts, sampling_params, strict=True)
         ),
         iter([[3, 1], [2, 5]]),
     )
     for prompts in (["a", "b"], ["c", "d"]):
         generate(prompts, sampling_params=Params(), use_tqdm=False)
-    assert asked == [("a", 3, 3), ("b", 1, 1), ("c", 2, 2), ("d", 5, 5)]
+    assert asked == [("a", 3), ("b", 1), ("c", 2), ("d", 5)]
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from qerl_bench.cli import Point
 from qerl_bench.config import build, compose
 from qerl_bench.gates import command, probing, runner
 from qerl_bench.gates.assay import Result, Runs, between, gates, render, stopped, to_json
+from qerl_bench.gates.deadline import Deadline
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
-from qerl_bench.gates.probing import Deadline
 from qerl_bench.gates.runner import Blocks, blocks_of
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.installation import CONF_DIR
@@ -465,7 +465,7 @@ def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
     monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr(probing, "start_probe", lambda *words: pytest.fail("a probe was started"))
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
-        probing.probe(design, [], 2, Deadline(10), design.arms)
+        probing.probe_bases(design, [], 2, Deadline(10), design.arms)
 
 
 def test_a_format_that_only_another_tier_needs_may_be_lacking(
@@ -513,7 +513,7 @@ def test_a_failed_probe_is_told_and_one_without_time_is_none(design: Design, mon
 
     monkeypatch.setattr(probing, "start_probe", start_probe)
     monkeypatch.setattr(probing, "probed", lambda *_: False)
-    records, failed = probing.probe(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
+    records, failed = probing.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
 
 

@@ -161,11 +161,9 @@ def test_dag_demonstrations_are_right_in_every_step() -> None:
     task = dag(pretrain_operations=[3, 8])
     for demonstration in task.demonstrations(1, 300, 0):
         assert task.reward(demonstration.prompt, demonstration.completion).correct
-        known: set[str] = set()
         for step in demonstration.completion.removesuffix(" ;").split(" ; "):
             if calculation := re.fullmatch(r"\w = (\d+ [-+*] \d+) = (\d+)", step):
                 assert eval(calculation[1]) % MODULUS == int(calculation[2])
-            known.add(step[0])
 
 
 def test_dag_splits_share_no_calculation() -> None:
@@ -188,7 +186,12 @@ def test_dag_splits_share_no_calculation() -> None:
     ("completion", "correct", "answer"),
     [
         ("a = 7 ; b = 4 ; c = 7 * 4 = 5 ;", True, "5"),
-        ("c = 5 ;", True, "5"),
+        ("b = 4 ; a = 7 ; d = 4 - 4 = 0 ; c = 7 * 4 = 5 ;", True, "5"),  # a right step that is not needed
+        ("c = 5 ;", False, "5"),  # luck
+        ("a = 7 ; c = 7 * 4 = 5 ;", False, "5"),  # b was not worked out
+        ("a = 7 ; b = 4 ; c = 4 * 7 = 5 ;", False, "5"),  # not what is stated
+        ("a = 7 ; b = 5 ; c = 7 * 4 = 5 ;", False, "5"),
+        ("a = 7 ; e = 4 ; b = 4 ; c = 7 * 4 = 5 ;", False, "5"),  # nobody states an e
         ("a = 7 ; b = 4 ; c = 7 * 4 = 6 ;", False, "6"),
         ("a = 5 ;", False, None),  # another value than the one asked for
         ("c = 7 * 4 = 5", False, None),
@@ -196,9 +199,10 @@ def test_dag_splits_share_no_calculation() -> None:
     ],
 )
 def test_dag_reward(completion: str, correct: bool, answer: str | None) -> None:
-    prompt = Prompt(id="x", messages=(), answer="5", question="c = a * b . a = 7 . b = 4 . ? c :")
+    prompt = Prompt(id="x", messages=(), answer="5", question="c = a * b . a = 7 . d = b - b . b = 4 . ? c :")
     reward = dag().reward(prompt, completion)
     assert (reward.correct, reward.total, reward.answer) == (correct, float(correct), answer)
+    assert reward.parts == {"correct": float(correct), "answer": float(answer == "5")}
 
 
 @pytest.mark.parametrize(

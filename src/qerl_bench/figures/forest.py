@@ -25,7 +25,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
     """Every primary contrast on one axis, in margins of its claim; the direction that the paper claims is to the right.
 
     Small dots are single bases, if there are several; hollow diamonds are the paper's numbers; arrows point to marks
-    beyond the axis. Claims without runs are left out if others have some.
+    beyond the axis. Claims without an effect to show are left out if others have one.
     """
     numbered = list(enumerate(results, start=1))
     shown = [(number, one) for number, one in numbered if _effects(one)] or numbered
@@ -49,7 +49,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
         ax.set_xlim(-REACH, REACH)
         ax.set_xlabel("effect in margins, to the right as claimed")
         ax.set_title(scope, loc="left")
-        left_out = ["Claims without runs are left out."] if len(shown) < len(results) else []
+        left_out = ["Claims without an effect to show are left out."] if len(shown) < len(results) else []
         caption(figure, *_explained([one for _, one in shown]), *left_out)
     return figure
 

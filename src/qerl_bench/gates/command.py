@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.gates.assay import gates, render, stopped, to_json
-from qerl_bench.gates.probing import probe
+from qerl_bench.gates.probing import probe_bases
 from qerl_bench.gates.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.terminal import log_to_stderr
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         study = read_sessions(design, options.runs)
         results = gates(design, [*study.probes.values()], study.runs)
     else:
-        probes, failed = probe(design, options.words, slots, deadline, design.arms)
+        probes, failed = probe_bases(design, options.words, slots, deadline, design.arms)
         results = gates_so_far(design, probes)
     arms_stopped = stopped(results, options.despite)
     out = options.out or (options.runs[0] if options.runs else design.root / "study")

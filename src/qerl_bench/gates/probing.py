@@ -17,25 +17,13 @@ from hydra_plugins.process_launcher.launcher import POLL_S, environment_of, visi
 from qerl_bench.checks import require
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.config import build, compose
+from qerl_bench.gates.deadline import STOP_S, Deadline
 from qerl_bench.gates.design import Arm, Design
 
 log = logging.getLogger(__name__)
-PACKING_S = 25.0  # kept for the gates and the packing at the end
-STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
 
 
-class Deadline:
-    """When what runs is stopped, in the seconds of time.monotonic(), so that a session of `minutes` ends in time."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes - STOP_S - PACKING_S
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
-
-def probe(
+def probe_bases(
     design: Design, words: Sequence[str], slots: int, deadline: Deadline, arms: Collection[Arm]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The probes of all bases of the design, and what became of those that failed, in a line each.
@@ -44,7 +32,7 @@ def probe(
     machine. Bases that could not be probed in time are left out with a warning. Raises ConfigError if one of `arms`,
     which are to run, cannot run here.
     """
-    formats = formats_here(design, arms)
+    formats = _formats_here(design, arms)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base, formats))
@@ -57,7 +45,7 @@ def probe(
                     code = child.poll()
                     log.info("probe of base %d ended with code %d", base, code)
                     if code != 0:
-                        failed[base] = f"probe of base {base}: exit code {code}; {probe_log(design, base)} says why"
+                        failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
                 if slot not in running and todo and deadline.left > 0:
                     base = todo.popleft()
                     child = start_probe(design, words, base, formats, environment_of(slot, slots, gpus))
@@ -76,7 +64,7 @@ def probe(
     return probes, [failed[base] for base in sorted(failed)]
 
 
-def formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
+def _formats_here(design: Design, arms: Collection[Arm]) -> list[str]:
     """The formats of the design that can run on this machine, found before any base is pretrained.
 
     Raises ConfigError if one of `arms` could not run.
@@ -110,14 +98,14 @@ def probed(design: Design, base: int, formats: Collection[str]) -> bool:
     return {*formats} <= record["formats"].keys() and arms <= record["doses"].keys()
 
 
-def probe_log(design: Design, base: int) -> Path:
+def _probe_log(design: Design, base: int) -> Path:
     return design.probe_file(base).parent / f"probe-{base}.log"
 
 
 def start_probe(
     design: Design, words: Sequence[str], base: int, formats: Sequence[str], environment: dict[str, str]
 ) -> Child:
-    file = probe_log(design, base)
+    file = _probe_log(design, base)
     file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "qerl_bench.gates.probe", str(design.path), str(base), ",".join(formats), *words]
     with open(file, "ab") as output:

@@ -33,8 +33,9 @@ from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
+from qerl_bench.gates.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
 from qerl_bench.gates.design import Design, read_design
-from qerl_bench.gates.probing import PACKING_S, STOP_S, Deadline, probe
+from qerl_bench.gates.probing import probe_bases
 from qerl_bench.own_options import split_search_path
 from qerl_bench.study.collect import write_study
 from qerl_bench.study.load import Run, find_runs, load_run
@@ -43,7 +44,6 @@ from qerl_bench.terminal import log_to_stderr
 
 log = logging.getLogger(__name__)
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen
-GRACE_S = 10.0  # of STOP_S, in which runs that are nearly done may end
 PACK_EVERY_S = 300.0
 
 
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
     out = options.out or design.root / "study"
     arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
-    probes, failed = probe(design, options.words, slots, deadline, arms)
+    probes, failed = probe_bases(design, options.words, slots, deadline, arms)
     results = gates_so_far(design, probes)
     arms_stopped = stopped(results, options.despite)
     log.info("before the runs\n%s", render(results))

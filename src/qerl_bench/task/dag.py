@@ -63,12 +63,17 @@ class Dag(SymbolicTask):
         return random_graph(draw, draw.choice(self.pretrain_operations), draw.choice(self.distractors))
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """1 if the last step gives the value that was asked for."""
-        asked = prompt.question.split()[-2]
-        last = FINAL.search(" ".join(completion.split()))
+        """1 if every step follows and the last gives the value that was asked for.
+
+        A right value alone may be luck: one of 23 is, and 0 answers a tenth of all problems.
+        """
+        asked, steps = prompt.question.split()[-2], " ".join(completion.split())
+        last = FINAL.search(steps)
         answer = last[2] if last is not None and last[1] == asked else None
-        correct = answer == prompt.answer
-        return Reward(total=float(correct), correct=correct, parts={"correct": float(correct)}, answer=answer)
+        right = answer == prompt.answer
+        correct = right and follows(prompt.question, steps)
+        parts = {"correct": float(correct), "answer": float(right)}
+        return Reward(total=float(correct), correct=correct, parts=parts, answer=answer)
 
 
 def random_graph(draw: random.Random, operations: int, distractors: int) -> tuple[SymbolicProblem, str]:
@@ -108,6 +113,28 @@ def random_graph(draw: random.Random, operations: int, distractors: int) -> tupl
     question = f"{' '.join(statements)} ? {asked} :"
     problem = SymbolicProblem(question=question, answer=str(values[asked]), key=str(calculations[asked]))
     return problem, " ".join(steps)
+
+
+def follows(question: str, steps: str) -> bool:
+    """Whether each step states what the question says, with the right numbers, which earlier steps worked out."""
+    statements = (statement.split() for statement in question.split(" ? ")[0].removesuffix(" .").split(" . "))
+    stated = {name: words for name, _, *words in statements}
+    values: dict[str, int] = {}
+    for step in steps.removesuffix(" ;").split(" ; "):
+        name = step.split(" ", 1)[0]
+        words = stated.get(name, ())
+        if len(words) == 1:
+            values[name] = int(words[0])
+            expected = f"{name} = {words[0]}"
+        elif len(words) == 3 and words[0] in values and words[2] in values:
+            left, op, right = values[words[0]], words[1], values[words[2]]
+            values[name] = calculate(left, op, right) % MODULUS
+            expected = f"{name} = {left} {op} {right} = {values[name]}"
+        else:
+            return False
+        if step != expected:
+            return False
+    return True
 
 
 def worked_through(definitions: dict[str, Definition], operation: Callable[[int, str, int], int]) -> dict[str, int]:
