@@ -162,6 +162,7 @@ def test_another_python_is_told_to_activate_the_environment() -> None:
 def test_a_module_of_our_own_that_is_missing_keeps_its_traceback(tmp_path: Path) -> None:
     shutil.copy(SOURCES / "run.py", tmp_path)
     (tmp_path / "qerl_bench").mkdir()
+    (tmp_path / "qerl_bench" / "__init__.py").touch()
     (tmp_path / "qerl_bench" / "__main__.py").write_text("import qerl_bench.gone\n")
     done = subprocess.run([sys.executable, tmp_path / "run.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" in done.stderr and "No module named 'qerl_bench.gone'" in done.stderr
