@@ -401,7 +401,7 @@ def test_a_folder_that_cannot_be_written_stops_no_runs(
             blocks.keep()
         return []
 
-    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design)[:1], []))
     monkeypatch.setattr(Blocks, "run", run)
     runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
     assert "no space" in caplog.text and (tmp_path / "gates.md").exists()
@@ -520,7 +520,7 @@ def test_a_failed_probe_is_told_and_one_without_time_is_none(design: Design, mon
 def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design, lost=0)[:1], ["probe of base 9"]))
+    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design, lost=0)[:1], ["probe of base 9"]))
     monkeypatch.setattr(Blocks, "run", lambda _: [])
     with pytest.raises(TrainingStopped, match="base 9"):
         runner.main([str(STUDY), "bases=0", "despite=damage", f"out={tmp_path}"])
@@ -536,7 +536,7 @@ def test_a_study_that_a_signal_ends_packs_what_was_done(
     def end(_: Blocks) -> list[tuple[Point, str]]:
         raise Terminated(signal.SIGTERM)
 
-    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design)[:1], []))
     monkeypatch.setattr(Blocks, "run", end)
     with pytest.raises(Terminated):
         runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
@@ -550,7 +550,7 @@ def test_only_arms_of_the_chosen_tiers_run(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], tiers: set[int], runs: int
 ) -> None:
     started: list[Point] = []
-    monkeypatch.setattr(runner, "probe", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design)[:1], []))
     monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
     runner.main([str(STUDY), "bases=0", f"out={tmp_path}", *words])
     others = {arm.name for arm in design.arms if arm.tier not in tiers}
