@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from qerl_bench.config import build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
+from qerl_bench.environment import versions
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.records import Prompt
 
@@ -163,16 +163,6 @@ def uses_vllm(device: str) -> bool:
     return device == "cuda" and find_spec("vllm") is not None
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = ""
-    return found
-
-
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     words = ["experiment=speed/step", f"model=shape/{options.shape}", "quant=bf16", *options.words]
     experiment = build(compose([*words, *(["task.lengths=fixed"] if options.fixed else [])]))
@@ -186,7 +176,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         trainer.train()
     about = {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "sampler": "vllm" if uses_vllm(device) else "transformers", **versions(), "shape": options.shape,
+        "sampler": "vllm" if uses_vllm(device) else "transformers", **versions(LIBRARIES), "shape": options.shape,
         "rank": options.rank, "lengths": "fixed" if options.fixed else "geometric", "rows": options.rows,
         "checkpointing": options.checkpointing, "attention": options.attention, "startup_s": startup,
     }  # fmt: skip
@@ -204,7 +194,8 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa", help="transformers' attention implementation")
     parser.add_argument("--vllm-memory", type=float, default=0.3, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--words", nargs="*", default=[], help="of another load: rollout.prompts_per_step=8")
-    print_rows(write_rows(iter(measure(options := parser.parse_args())), options.out))
+    options = parser.parse_args()
+    print_rows(write_rows(measure(options), options.out))
 
 
 if __name__ == "__main__":

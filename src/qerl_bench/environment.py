@@ -22,11 +22,11 @@ ONLY_READ_RUNS = ("study", "claims", "figures", "publish")  # packages whose cod
 
 
 @cache
-def versions() -> dict[str, str | None]:
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     """Versions of the packages that affect the numbers; None for a package that is not installed. Read once: an
     upgrade does not change what a process has loaded."""
-    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
+    installed: dict[str, str | None] = dict.fromkeys(packages)
+    for name in packages:
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     return installed

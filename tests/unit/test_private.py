@@ -17,7 +17,7 @@ TOKEN = "hf_" + "aB3" * 12
         ("/home/alice/models/qwen", "<path>/qwen"),
         ("/home/bob", "<path>"),
         ("/root", "<path>"),
-        ("/root/work/x.py", "<path>/x.py"),
+        ("/root/code/x.py", "<path>/x.py"),
         ("file:///data/mine/options", "<path>/options"),
         ("--config-dir=/Users/carol/opts", "--config-dir=<path>/opts"),
         ("run-of-alice_2", "run-of-<user>_2"),
