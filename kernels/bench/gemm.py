@@ -176,9 +176,7 @@ def search(layers: dict[str, tuple[int, int]], buckets: list[int], path: Path, r
     """Write the fastest configuration of each layer and bucket, with an adapter of `rank`, to the table `path`."""
     ranks = {name: concatenated_rank(name, rank) for name in layers}
     plan = {
-        (name, m): list(decode_configs.candidates(shape, m, kernel, rank > 0))
-        for name, shape in layers.items()
-        for m in buckets
+        (name, m): list(decode_configs.candidates(shape, m, kernel)) for name, shape in layers.items() for m in buckets
     }
     jobs = [("nvfp4", layers[name], m, c, ranks[name]) for (name, m), configs in plan.items() for c in configs]
     failed = compile_all(jobs)

@@ -202,14 +202,13 @@ def _launch(
     separate = config.separate or blocks > COUNTERS
     row_scale = scale if isinstance(scale, torch.Tensor) else None
     factor = 2.0**weight.exponent * (1.0 if isinstance(scale, torch.Tensor) else scale)
-    xa, b, scaling = lora or (None, None, 0.0)
+    xa, b, scaling = lora if lora and lora[2] else (None, None, 0.0)  # the kernels divide by it
     rank = 0 if b is None else b.shape[1]
     own = rank // (len(parts) or 1)
     ends = [*accumulate(parts[:-1]), n, n][:2]
     shared = {
         "SPLIT": config.split,
         "RANK": 0 if b is None else max(_MIN_RANK, 1 << (own - 1).bit_length()),
-        "IN_SUMS": config.in_sums and b is not None and scaling != 0.0,
         "HAS_ROW_SCALE": row_scale is not None,
         "HAS_BIAS": bias is not None,
         **overlapping(x.device),
@@ -269,7 +268,7 @@ def launch_grouped(
         bias, None, None, y, partial, counters, items, 2.0**weight.exponent, 0.0, 0, n, columns, tiles, 0, 0, 0,
         0, n, len(items), FORMAT=weight.format, BM=config.rows, BN=config.tokens, SPLIT=split, RING=config.ring,
         XBUF=config.buffers, OVERLAP=config.overlap, SEPARATE=False, RANK=0, HAS_ROW_SCALE=scale is not None,
-        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True, IN_SUMS=False,
+        HAS_BIAS=bias is not None, EVEN=columns % config.ring == 0, PDL=True, GROUPED=True,
         W=config.warps, num_warps=config.warps, launch_pdl=True,
     )  # fmt: skip
 

@@ -36,7 +36,6 @@ class Config:
     registers: int | None = None  # limit, if the compiler's choice lets too few programs run concurrently
     overlap: bool = False  # wgmma: the tensor core may run into the next round: faster, but needs more registers
     kernel: str = WGMMA
-    in_sums: bool = False  # the adapter is added to the sums themselves, which takes fewer registers
 
     @property
     def shared(self) -> int:
@@ -67,8 +66,8 @@ def by_rule(shape: tuple[int, int], tokens: int, kernel: str = WGMMA) -> Config:
     return Config(64, take, 4, split, ring, 2, separate=size > 32 and split > 1, kernel=kernel)
 
 
-def candidates(shape: tuple[int, int], tokens: int, kernel: str = WGMMA, adapted: bool = True) -> Iterator[Config]:
-    """What a search tries, with 1 to 4 programs per processor of an H200; `adapted`: beside an adapter.
+def candidates(shape: tuple[int, int], tokens: int, kernel: str = WGMMA) -> Iterator[Config]:
+    """What a search tries, with 1 to 4 programs per processor of an H200.
 
     For wgmma the tiles that were best for some shape there, for mma_v2 variations of its rule.
     """
@@ -96,9 +95,7 @@ def candidates(shape: tuple[int, int], tokens: int, kernel: str = WGMMA, adapted
         for split in sorted({_nearest(target / blocks, rounds) for target in (132, 264, 396, 528)}):
             for separate in (False, True) if split > 1 and size > 8 else (False,):
                 for overlap in (False, True) if size > 16 and wgmma else (False,):
-                    for in_sums in (False, True) if adapted and size > 32 and not separate else (False,):
-                        pipeline = (ring, buffers, separate, registers, overlap)
-                        yield Config(rows, take, warps, split, *pipeline, kernel, in_sums)
+                    yield Config(rows, take, warps, split, ring, buffers, separate, registers, overlap, kernel)
 
 
 def _nearest(split: float, rounds: int) -> int:

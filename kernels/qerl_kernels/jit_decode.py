@@ -83,7 +83,6 @@ def decode(
     OVERLAP: gl.constexpr,  # the tensor core may run into the next round
     SEPARATE: gl.constexpr,  # `add_partials` follows
     RANK: gl.constexpr,  # `own`, rounded up to a power of two of at least 16; 0: no adapter
-    IN_SUMS: gl.constexpr,  # the adapter is added to the sums themselves
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     EVEN: gl.constexpr,  # COLUMNS is a multiple of RING
@@ -185,5 +184,5 @@ def decode(
     finish(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,
         factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK,
-        IN_SUMS, HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, PRIVATE, W,
+        HAS_ROW_SCALE and not GROUPED, HAS_BIAS, ACC, PRIVATE, W,
     )  # fmt: skip

@@ -274,11 +274,11 @@ def grid_dependency(WHAT: gl.constexpr):
 
 
 @gluon.jit
-def _low_rank(
-    low, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own,
+def _add_low_rank(
+    acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own,
     BM: gl.constexpr, BN: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """`low` (BM, BN) + B XA^T for rows n0.. of B and m0.. of XA, of `own` columns from `first` on."""
+    """`acc` (BM, BN) + B XA^T for rows n0.. of B and m0.. of XA, of `own` columns from `first` on."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     if LAYOUT.version[0] == 3:
         b = _columns(b_ptr, n0, N, rank, first, own, BM, RANK, OPERAND)
@@ -288,7 +288,7 @@ def _low_rank(
         shared = gl.allocate_shared_memory(gl.bfloat16, [BN, RANK], SHARED, xa)
         fence_async_shared()
         barrier()
-        return warpgroup_mma(b, shared.permute((1, 0)), low)
+        return warpgroup_mma(b, shared.permute((1, 0)), acc)
     else:
         TOKENS: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=LAYOUT, k_width=2)
         m = m0 + gl.arange(0, BN, layout=gl.SliceLayout(0, TOKENS))
@@ -297,8 +297,8 @@ def _low_rank(
             b = _columns(b_ptr, n0, N, rank, first + i, own - i, BM, 16, OPERAND)
             keep = gl.expand_dims(m < M, 0) & gl.expand_dims(k < own - i, 1)
             at = xa_ptr + gl.expand_dims(m * rank + first + i, 0) + gl.expand_dims(k, 1)
-            low = mma_v2(b, gl.load(at, mask=keep, other=0.0), low)
-        return low
+            acc = mma_v2(b, gl.load(at, mask=keep, other=0.0), acc)
+        return acc
 
 
 @gluon.jit
@@ -334,7 +334,6 @@ def _write(
     BM: gl.constexpr,
     BN: gl.constexpr,
     RANK: gl.constexpr,
-    IN_SUMS: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -342,24 +341,19 @@ def _write(
 ):
     """y[m0:, n0:] = acc^T * factor * row scale + (XA B^T) * scaling + bias, rounded once.
 
-    Of XA and B it reads the columns of its part of the rows. If IN_SUMS, XA B^T is added to acc, which was divided by
-    `scaling` and is multiplied by it afterwards: there are no second accumulators.
+    Of XA and B it reads the columns of its part of the rows. XA B^T is added to acc itself, which is divided by
+    `scaling` before and multiplied by it after: second accumulators would leave room for fewer programs.
     """
     n = n0 + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-    if IN_SUMS:
+    if RANK > 0:
         factor /= scaling
     acc = acc * factor
     if HAS_ROW_SCALE:
         acc = acc * gl.expand_dims(gl.load(row_scale_ptr + n, mask=n < N, other=0.0), 1)
     if RANK > 0:
         first = own * ((n0 >= end1).to(gl.int32) + (n0 >= end2).to(gl.int32))
-        if IN_SUMS:
-            acc = _low_rank(acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, LAYOUT, W)
-            acc = acc * scaling
-        else:
-            low = gl.zeros([BM, BN], gl.float32, layout=LAYOUT)
-            low = _low_rank(low, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, LAYOUT, W)
-            acc += low * scaling
+        acc = _add_low_rank(acc, xa_ptr, b_ptr, n0, m0, M, N, rank, first, own, BM, BN, RANK, LAYOUT, W)
+        acc = acc * scaling
     if HAS_BIAS:
         acc += gl.expand_dims(gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32), 1)
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, W], [0, 1])
@@ -375,14 +369,13 @@ def finish(
     acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, n0, m0, factor,
     scaling, M, N, rank, own, end1, end2, stride_ym,
     BM: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, SEPARATE: gl.constexpr, RANK: gl.constexpr,
-    IN_SUMS: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, LAYOUT: gl.constexpr,
-    PRIVATE: gl.constexpr, W: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, LAYOUT: gl.constexpr, PRIVATE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Write y; if programs split K, partial sums, of which the last program to finish makes y unless SEPARATE."""
     if SPLIT == 1:
         _write(
             acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
-            end2, stride_ym, BM, BN, RANK, IN_SUMS, HAS_ROW_SCALE, HAS_BIAS, LAYOUT, W,
+            end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE, HAS_BIAS, LAYOUT, W,
         )  # fmt: skip
     else:
         part = partial_ptr + block * (SPLIT * BM * BN) + private_offsets(BM, BN, PRIVATE, BN)
@@ -397,7 +390,7 @@ def finish(
                 gl.atomic_xchg(counter_ptr + block, 0, sem="relaxed", scope="gpu")
                 _write(
                     _from_private(total, BM, BN, LAYOUT), row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0,
-                    factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, RANK, IN_SUMS, HAS_ROW_SCALE,
+                    factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, RANK, HAS_ROW_SCALE,
                     HAS_BIAS, LAYOUT, W,
                 )  # fmt: skip
 
@@ -424,7 +417,6 @@ def add_partials(
     PART: gl.constexpr,  # tokens per program
     SPLIT: gl.constexpr,
     RANK: gl.constexpr,
-    IN_SUMS: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
@@ -448,5 +440,5 @@ def add_partials(
     acc = _from_private(total, 64, PART, ACC)
     _write(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, n0, m0, factor, scaling, M, N, rank, own, end1,
-        end2, stride_ym, 64, PART, RANK, IN_SUMS, HAS_ROW_SCALE, HAS_BIAS, ACC, 4,
+        end2, stride_ym, 64, PART, RANK, HAS_ROW_SCALE, HAS_BIAS, ACC, 4,
     )  # fmt: skip

@@ -67,7 +67,6 @@ def decode(
     XBUF: gl.constexpr,
     SEPARATE: gl.constexpr,
     RANK: gl.constexpr,
-    IN_SUMS: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PDL: gl.constexpr,
@@ -141,6 +140,6 @@ def decode(
 
     finish(
         acc, row_scale_ptr, bias_ptr, xa_ptr, b_ptr, y_ptr, partial_ptr, counter_ptr, block, split, row_block * BM, m0,
-        factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK, IN_SUMS, HAS_ROW_SCALE,
-        HAS_BIAS, ACC, PRIVATE, W,
+        factor, scaling, M, N, rank, own, end1, end2, stride_ym, BM, BN, SPLIT, SEPARATE, RANK, HAS_ROW_SCALE, HAS_BIAS,
+        ACC, PRIVATE, W,
     )  # fmt: skip

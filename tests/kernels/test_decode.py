@@ -6,7 +6,6 @@ covered by the compile gate only. On Hopper both kernels run.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -109,15 +108,12 @@ def test_gemm_is_that_of_float64(format_name: str, m: int, kernel: str) -> None:
 def test_adapter_bias_and_row_scale(m: int, rank: int, kernel: str) -> None:
     n, k = 200, 1024
     weight, x, more = random_weight("nvfp4", n, k, "cuda"), activations(m, k, "cuda"), extras(m, n, rank, "cuda")
-    for split, separate, in_sums in itertools.product((1, 2), (False, True), (False, True)):
-        rule = by_rule((n, k), m, kernel)
-        y = run(x, weight, replace(rule, split=split, separate=separate, in_sums=in_sums), **more)
+    rule, (xa, b, scaling) = by_rule((n, k), m, kernel), more["lora"]
+    for split, separate, by in ((1, False, scaling), (2, False, scaling), (2, True, scaling), (1, False, 0.0)):
+        more["lora"] = xa, b, by
+        y = run(x, weight, replace(rule, split=split, separate=separate), **more)
         want, allowed = expected(x, weight, **more)
-        assert bool(((y.double() - want).abs() <= allowed).all()), (split, separate, in_sums)
-    more["lora"] = more["lora"][0], more["lora"][1], 0.0
-    y = run(x, weight, replace(by_rule((n, k), m, kernel), in_sums=True), **more)  # which divides by the scaling
-    want, allowed = expected(x, weight, **more)
-    assert bool(((y.double() - want).abs() <= allowed).all())
+        assert bool(((y.double() - want).abs() <= allowed).all()), (split, separate, by)
 
 
 @each_kernel
@@ -132,10 +128,10 @@ def test_joined_layers_read_their_own_adapter(m: int, parts: tuple[int, ...], ra
     own = torch.block_diag(*(torch.ones(size, rank, device="cuda") for size in parts)) > 0
     want, allowed = expected(x, weight, **more | {"lora": (xa, b.where(own, 0), 0.5)})
     more["lora"] = xa, b.where(own, torch.nan), 0.5
-    for rows, split, separate, in_sums in ((64, 1, False, True), (128, 2, False, False), (64, 2, True, True)):
+    for rows, split, separate in ((64, 1, False), (128, 2, False), (64, 2, True)):
         config = replace(by_rule((n, k), m, kernel), rows=rows, warps=rows // 16, split=split, separate=separate)
-        y = run(x, weight, replace(config, in_sums=in_sums), parts=parts, **more)
-        assert bool(((y.double() - want).abs() <= allowed).all()), (rows, split, separate, in_sums)
+        y = run(x, weight, config, parts=parts, **more)
+        assert bool(((y.double() - want).abs() <= allowed).all()), (rows, split, separate)
 
 
 @each_kernel
