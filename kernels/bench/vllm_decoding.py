@@ -1,0 +1,191 @@
+"""Tokens a second that vLLM samples with random weights, on the loads of decoding.py and in its columns.
+
+    python kernels/bench/vllm_decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32]
+        [--batches 1 8 32] [--group 8 --group-batches 64] [--ragged 512 1024] [--rows 1024] [--memory 0.85]
+
+NVFP4 and MXFP4 are compressed-tensors checkpoints without values (`load_format="dummy"`), whose kernels take as long as
+with them; the adapter is a real one, of random numbers. vLLM keeps its defaults, with graphs and compilation, but
+forgets its prompts before each rollout, so that it reads the prompt of a group once and not never. It may sample --rows
+completions at a time. Batches of equal length are medians of several repeats, after a first that is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from decoding import COLUMNS, SHAPES, ragged_task
+from peft import LoraConfig
+from safetensors.torch import save_file
+from timing import argument_parser, print_rows, write_rows
+
+from qerl_bench.config import build, compose
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.quant.export import config_entry
+from qerl_bench.task.shape import IDS
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Vllm:
+    """A vLLM with random weights in the shape of a model, which samples completions of given lengths."""
+
+    def __init__(self, experiment: Experiment, rank: int, folder: Path, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        model: Any = experiment.model
+        write_config(experiment, folder)
+        self.request = adapter_request(model.without_weights(), rank, folder / "adapter") if rank > 0 else None
+        lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": max(rank, 8), "max_loras": 1} if rank > 0 else {}
+        longest = max(options.new, options.limit if options.ragged else 0)
+        self.llm: Any = LLM(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=options.prompt + longest,
+            gpu_memory_utilization=options.memory, max_num_seqs=options.rows, enable_prefix_caching=True, **lora,
+        )  # fmt: skip
+
+    def seconds(self, prompts: list[list[int]], lengths: list[int]) -> float:
+        """Of one rollout, of which `lengths` has the samples of a prompt side by side."""
+        from vllm import SamplingParams
+
+        samples = len(lengths) // len(prompts)
+        asked = [{"prompt_token_ids": ids} for ids in prompts for _ in range(samples)]
+        wanted = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+        assert self.llm.reset_prefix_cache(), "vLLM still uses its prompts"
+        started = time.perf_counter()
+        outputs = self.llm.generate(asked, wanted, lora_request=self.request, use_tqdm=False)
+        taken = time.perf_counter() - started
+        assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+        return taken
+
+
+def write_config(experiment: Experiment, folder: Path) -> None:
+    """A checkpoint without weights."""
+    model: Any = experiment.model
+    config = model.transformers_config()
+    config.architectures = [type(model.without_weights()).__name__]
+    entries = config.to_dict() | {"dtype": "bfloat16"}
+    if experiment.quant.name != "bf16":
+        entries["quantization_config"] = config_entry(experiment.quant, ["lm_head"], "bfloat16")
+    (folder / "config.json").write_text(json.dumps(entries))
+
+
+def adapter_request(model: torch.nn.Module, rank: int, folder: Path) -> Any:
+    """An adapter for all linear layers of the blocks of `model`, whose parameters may be on the meta device."""
+    from vllm.lora.request import LoRARequest
+
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in LINEAR:
+            rows, columns = module.weight.shape
+            key = f"base_model.model.{name}"
+            tensors[f"{key}.lora_A.weight"] = 0.01 * torch.randn(rank, columns, dtype=torch.bfloat16)
+            tensors[f"{key}.lora_B.weight"] = 0.01 * torch.randn(rows, rank, dtype=torch.bfloat16)
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LINEAR), task_type="CAUSAL_LM")
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return LoRARequest("random", 1, str(folder))
+
+
+def measure(
+    vllm: Vllm, batches: Sequence[tuple[int, int]], prompt: int, new: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Batches of (completions, group), each completion of `new` tokens."""
+    for batch, group in batches:
+        count = batch // group
+        ids = torch.randint(IDS, (count, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
+        vllm.seconds(ids, [new] * batch)
+        rounds = [[vllm.seconds(ids, [n] * batch) for n in (1, new)] for _ in range(repeats)]
+        steps = [(total - read) / (new - 1) for read, total in rounds]
+        yield {
+            "batch": batch,
+            "group": group,
+            "prompt": prompt,
+            "new": new,
+            "repeats": repeats,
+            "read_s": median(read for read, _ in rounds),
+            "total_s": median(total for _, total in rounds),
+            "step_ms": 1e3 * median(steps),
+            "step_ms_least": 1e3 * min(steps),
+            "step_ms_most": 1e3 * max(steps),
+            "decode_tok_s": batch / median(steps),
+        }
+
+
+def measure_ragged(vllm: Vllm, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rollouts of completions whose lengths task=shape draws."""
+    task = ragged_task(options)
+    for count in options.ragged:
+        prompts = task.train_prompts(1, count // task.group_size, seed=0)
+        ids = [list(prompt.token_ids or ()) for prompt in prompts]
+        lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
+        total = median(vllm.seconds(ids, lengths) for _ in range(options.ragged_repeats))
+        yield {
+            "batch": count,
+            "group": task.group_size,
+            "prompt": task.prompt_tokens,
+            "tokens": sum(lengths),
+            "longest": max(lengths),
+            "repeats": options.ragged_repeats,
+            "total_s": total,
+            "tok_s": sum(lengths) / total,
+        }
+
+
+def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    import vllm
+
+    about = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "vllm": vllm.__version__}
+    started = time.perf_counter()
+    batches = [(batch, 1) for batch in options.batches]
+    batches += [(batch, options.group) for batch in options.group_batches]
+    for shape, name, rank in itertools.product(options.shape, options.formats, options.ranks):
+        experiment = build(compose([f"quant={name}", f"model=shape/{shape}", "task=shape", "eval=none"]))
+        with tempfile.TemporaryDirectory() as folder:
+            engine = Vllm(experiment, rank, Path(folder), options)
+            rows = measure(engine, batches, options.prompt, options.new, options.repeats)
+            for row in itertools.chain(rows, measure_ragged(engine, options)):
+                print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
+                yield {
+                    "shape": shape,
+                    "format": name,
+                    "rank": rank,
+                    **about,
+                    **dict.fromkeys(COLUMNS),
+                    "way": "vllm",
+                } | row
+            del engine
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["7b"])
+    parser.add_argument("--formats", nargs="+", choices=("bf16", "nvfp4", "mxfp4"), default=["nvfp4"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--group", type=int, default=8, help="completions of one prompt in --group-batches")
+    parser.add_argument("--group-batches", type=int, nargs="*", default=[64, 128, 256], help="batches of groups")
+    parser.add_argument("--ragged", type=int, nargs="*", default=[512, 1024], help="completions of ragged rollouts")
+    parser.add_argument("--ragged-repeats", type=int, default=1, help="of a ragged rollout, which takes a minute")
+    parser.add_argument("--mean", type=int, default=600, help="tokens of a ragged completion")
+    parser.add_argument("--limit", type=int, default=4096, help="most tokens of a ragged completion")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=1024, help="completions that vLLM may sample at a time")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory that vLLM takes")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if options.new < 2 or any(count % 8 for count in options.ragged):
+        parser.error("--new must be above 1, and --ragged multiples of 8, the size of a group")
+    print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "vllm"))
+
+
+if __name__ == "__main__":
+    main()
