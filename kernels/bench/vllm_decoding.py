@@ -147,7 +147,9 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     batches = [(batch, 1) for batch in options.batches]
     batches += [(batch, options.group) for batch in options.group_batches]
     for shape, name, rank in itertools.product(options.shape, options.formats, options.ranks):
-        experiment = build(compose([f"quant={name}", f"model=shape/{shape}", "task=shape", "eval=none"]))
+        experiment = build(
+            compose([f"quant={name}", f"model=shape/{shape}", "task=shape", "eval=none", *options.words])
+        )
         with tempfile.TemporaryDirectory() as folder:
             engine = Vllm(experiment, rank, Path(folder), options)
             rows = measure(engine, batches, options.prompt, options.new, options.repeats)
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="completions that vLLM may sample at a time")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--words", nargs="*", default=[], help="of another model: model.layers=2")
     options = parser.parse_args()
     if options.new < 2 or any(count % 8 for count in options.ragged):
         parser.error("--new must be above 1, and --ragged multiples of 8, the size of a group")
