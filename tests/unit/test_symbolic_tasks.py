@@ -12,7 +12,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.model.words import END_ID, UNKNOWN, WORDS, word_tokenizer
 from qerl_bench.records import Prompt
 from qerl_bench.task.countdown import Countdown, problem_of, random_chain
-from qerl_bench.task.dag import MODULUS, Dag
+from qerl_bench.task.dag import MODULUS, Dag, operations_needed, random_graph
 from qerl_bench.task.symbolic import SymbolicTask
 
 
@@ -224,3 +224,11 @@ def test_bad_options_are_refused(make: Any, changed: dict[str, Any], message: st
 def test_too_few_problems_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"task=countdown cannot make 500 .*max_number=2"):
         countdown(numbers=[2], max_number=2).train_prompts(1, 500, 0)
+
+
+def test_dag_questions_tell_how_many_operations_they_need() -> None:
+    """Whatever the order of the statements and however many are not needed."""
+    draw = random.Random(0)
+    for operations in range(1, 17):
+        for distractors in (0, 1, 8):
+            assert operations_needed(random_graph(draw, operations, distractors)[0].question) == operations

@@ -137,6 +137,20 @@ def follows(question: str, steps: str) -> bool:
     return True
 
 
+def operations_needed(question: str) -> int:
+    """How many operations the answer of a question needs."""
+    statements, _, asked = question.removesuffix(" :").rpartition(" ? ")
+    stated = {name: words for name, _, *words in (one.split() for one in statements.removesuffix(" .").split(" . "))}
+    needed, open_names = set[str](), [asked]
+    while open_names:
+        name = open_names.pop()
+        if name not in needed and len(stated[name]) == 3:
+            needed.add(name)
+            left, _, right = stated[name]
+            open_names += [left, right]
+    return len(needed)
+
+
 def worked_through(definitions: dict[str, Definition], operation: Callable[[int, str, int], int]) -> dict[str, int]:
     """What each name becomes if `operation` joins what its operands became; a definition uses only names before it."""
     results: dict[str, int] = {}

@@ -1,0 +1,108 @@
+"""Which numbers of operations of task=dag bases can learn from: what they do with each, and with five in a row.
+
+    python analysis/rungs.py docs/studies/dag-2026/rungs.yaml
+
+Reads the probes that `qerl-bench gates` left of the bases of a design. Prints two tables in Markdown: each number of
+operations by itself, and each five consecutive ones as RL would draw them, equally often. Of those that pass the gates
+of difficulty it names the one whose share of groups without success is nearest to the middle of what is allowed. Means
+are over bases; k of pass@k are all samples of a probe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qerl_bench.checks import require
+from qerl_bench.config import build, compose
+from qerl_bench.gates.assay import NO_SUCCESS, PASS_AT_1, PASS_AT_K, Probe, pass_at
+from qerl_bench.gates.design import Design, read_design
+from qerl_bench.seeding import derive
+from qerl_bench.task.dag import Dag, operations_needed
+
+TOGETHER = 5  # consecutive numbers of operations in a study
+Rung = Mapping[str, float]  # what a base does with problems of so many operations
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="a design of task=dag whose bases have been probed")
+    design = read_design(parser.parse_args(arguments).study)
+    bases = [json.loads(file.read_text()) for base in design.bases if (file := design.probe_file(base)).is_file()]
+    require(bool(bases), f"no base of {design.path} was probed; run qerl-bench gates {design.path}")
+    print(report(by_rung(design, bases), len(bases)))
+
+
+def by_rung(design: Design, probes: Sequence[Probe]) -> dict[int, Rung]:
+    """By number of operations: the means over bases, and how many questions each base was asked."""
+    task: Any = build(compose(design.base_words(design.reference, design.bases[0]))).task
+    require(isinstance(task, Dag), f"{design.path} has task={task.name}; rungs are those of task=dag")
+    asked = [operations_needed(one.question) for one in task.train_prompts(1, design.probe.questions, derive("probe"))]
+    found = {}
+    for rung in sorted(set(asked)):
+        measured = [numbers(design, only(probe, [count == rung for count in asked])) for probe in probes]
+        found[rung] = {key: fmean(one[key] for one in measured) for key in measured[0]}
+        found[rung] |= {"questions": asked.count(rung)}
+    return found
+
+
+def only(probe: Probe, chosen: Sequence[bool]) -> Probe:
+    """A probe as if only some of its questions had been asked."""
+    formats = {
+        name: {**counts, "correct": [n for n, keep in zip(counts["correct"], chosen, strict=True) if keep]}
+        for name, counts in probe["formats"].items()
+    }
+    return {**probe, "formats": formats}
+
+
+def numbers(design: Design, probe: Probe) -> dict[str, float]:
+    """What the gates of difficulty look at, and what each other format costs."""
+    reference, *others = design.formats
+    once = pass_at(probe, reference, 1)
+    found = {
+        "pass@1": once,
+        "pass@k": pass_at(probe, reference, design.probe.samples),
+        "no success": 1 - pass_at(probe, reference, design.samples_per_group),
+    }
+    return found | {f"damage by {quant}": once - pass_at(probe, quant, 1) for quant in others}
+
+
+def windows(rungs: Mapping[int, Rung]) -> dict[tuple[int, ...], Rung]:
+    """Means over each five consecutive numbers of operations."""
+    together = [tuple(range(first, first + TOGETHER)) for first in rungs]
+    complete = [one for one in together if rungs.keys() >= {*one}]
+    keys = [key for key in next(iter(rungs.values())) if key != "questions"]
+    return {one: {key: fmean(rungs[rung][key] for rung in one) for key in keys} for one in complete}
+
+
+def fits(window: Rung) -> bool:
+    limits = {"pass@1": PASS_AT_1, "pass@k": (PASS_AT_K, 1.0), "no success": NO_SUCCESS}
+    return all(low <= window[key] <= high for key, (low, high) in limits.items())
+
+
+def chosen(together: Mapping[tuple[int, ...], Rung]) -> tuple[int, ...] | None:
+    """Five numbers of operations that pass the gates of difficulty, or None."""
+    fitting = [one for one, window in together.items() if fits(window)]
+    return min(fitting, key=lambda one: abs(together[one]["no success"] - fmean(NO_SUCCESS)), default=None)
+
+
+def report(rungs: Mapping[int, Rung], bases: int) -> str:
+    together = windows(rungs)
+    best = chosen(together)
+    words = "none fits" if best is None else f"task.operations={list(best)}".replace(" ", "")
+    single = table("operations", {str(rung): one for rung, one in rungs.items()})
+    five = table("operations", {f"{one[0]} to {one[-1]}": window for one, window in together.items()})
+    return f"{bases} bases\n\n{single}\n\n{five}\n\n{words}"
+
+
+def table(first: str, rows: Mapping[str, Rung]) -> str:
+    keys = list(next(iter(rows.values()), {}))
+    lines = [f"| {first} | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
+    for name, row in rows.items():
+        cells = [f"{row[key]:.0f}" if key == "questions" else f"{row[key]:.3f}" for key in keys]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
