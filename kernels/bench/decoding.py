@@ -1,7 +1,7 @@
 """Tokens a second that engine=hf samples with random weights in the shape of a model.
 
     python kernels/bench/decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32] [--slow 64]
-        [--ragged 512 1024] [--group 8] [--dequantized 0 16]
+        [--ragged 512 1024] [--group 8] [--dequantized 0 16] [--profile FILE]
 
 Steps replayed as CUDA graphs are compared with sampling through transformers in the same process. A model whose step
 the engine cannot record is sampled through transformers alone. `resident_gib` is what model and adapter take. A router
@@ -15,7 +15,7 @@ rollout, prompts included; `rows_used` is the share of computed rows whose token
 for keys and values with all lengths known, `cache_used_gib` the most that was in use. Graphs are recorded in a first
 rollout that also compiles; that takes `first_record_s` and is in no other number. With --dequantized (GiB, as
 engine.dequantized_gib) those of many rows are recorded in each rollout, which counts in ragged rollouts alone. Numbers
-are medians of several repeats.
+are medians of several repeats. --profile writes how long each kernel ran in one more rollout of each batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -76,6 +78,20 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     return Policy(model, tokenizer, reports, structure, noise, adapter, kernel=experiment.kernel, **options)
 
 
+def kernels_of(rollout: Callable[[], object], device: str) -> list[dict[str, Any]]:
+    """Milliseconds that each kernel of a rollout ran, its share of all, and its calls; the longest first."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        rollout()
+    spans = {
+        event.key: ((event.self_device_time_total if device == "cuda" else event.self_cpu_time_total), event.count)
+        for event in profile.key_averages()
+    }
+    total = sum(us for us, _ in spans.values())
+    longest = sorted(spans.items(), key=lambda item: -item[1][0])
+    return [{"ms": us / 1e3, "share": us / total, "calls": calls, "kernel": name} for name, (us, calls) in longest]
+
+
 class Way:
     """One way to decode: recorded steps, which stay recorded, or transformers."""
 
@@ -109,8 +125,9 @@ def measure(
     repeats: int,
     group: int = 1,
     dequantized_gib: float = 0.0,
+    profiled: list[dict[str, Any]] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Batches of completions of `new` tokens."""
+    """Batches of completions of `new` tokens. With `profiled`, which gets the kernels of one more rollout of each."""
     for batch in batches:
         samples = min(group, batch)
         way = Way(name, policy, batch, dequantized_gib)
@@ -118,6 +135,9 @@ def measure(
         ids = torch.randint(IDS, (count, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
         _, first = way.seconds(ids, [new] * (count * samples), new)  # compiles and records, with room for `new`
         rounds = [[way.seconds(ids, [n] * (count * samples), new) for n in (1, new)] for _ in range(repeats)]
+        if profiled is not None:
+            kernels = kernels_of(partial(way.seconds, ids, [new] * (count * samples), new), policy.device.type)
+            profiled += [{"way": name, "batch": count * samples, "group": samples} | row for row in kernels]
         replayed = [[taken - report.get("time/recording_s", 0.0) for taken, report in two] for two in rounds]
         steps = [(total - read) / (new - 1) for read, total in replayed]
         step = median(steps)
@@ -172,7 +192,8 @@ def measure_ragged(
         }
 
 
-def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure_all(options: argparse.Namespace, profiled: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A row for each batch; `profiled` gets the kernels of each if --profile is given."""
     device = resolve_device("auto")
     gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -188,15 +209,18 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             print(f"{shape} {name}: through transformers alone, because {reason}")
             plan = [("transformers", options.batches, SLOW_TOKENS, 0.0)]
         rows: list[Iterator[dict[str, Any]]] = []
+        kernels: list[dict[str, Any]] | None = None if options.profile is None else []
+        case = {"shape": shape, "format": name, "rank": rank}
         for way, batches, new, gib in plan:
             new = min(new, options.new)
-            rows.append(measure(policy, way, batches, options.prompt, new, options.repeats, options.group, gib))
+            more = (options.prompt, new, options.repeats, options.group, gib, kernels)
+            rows.append(measure(policy, way, batches, *more))
             if way == "recorded":
                 rows.append(measure_ragged(policy, options.ragged, ragged_task(options), options.repeats, gib))
         for row in itertools.chain(*rows):
             print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
-            about = {"shape": shape, "format": name, "rank": rank, "resident_gib": resident}
-            yield about | {"gpu": gpu, **versions} | dict.fromkeys(COLUMNS) | row
+            yield case | {"resident_gib": resident, "gpu": gpu, **versions} | dict.fromkeys(COLUMNS) | row
+        profiled += [case | row for row in kernels or []]
         del policy
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -228,10 +252,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", type=Path, help="CSV file for the kernels of a rollout of each batch")
     options = parser.parse_args()
     if options.new < 2 or options.repeats < 1 or any(count % 8 for count in options.ragged):
         parser.error("--new must be above 1, --repeats at least 1, and --ragged multiples of 8, the size of a group")
-    print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "torch", "transformers"))
+    profiled: list[dict[str, Any]] = []
+    print_rows(write_rows(measure_all(options, profiled), options.out), leave_out=("gpu", "torch", "transformers"))
+    if options.profile is not None:
+        write_rows(profiled, options.profile)
 
 
 if __name__ == "__main__":

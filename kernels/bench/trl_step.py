@@ -50,6 +50,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.records import Prompt
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+UNKNOWN, END = "<unknown>", "<end>"
 LIBRARIES = ("trl", "vllm", "transformers", "torch")
 
 
@@ -103,11 +104,14 @@ class Load:
 
 
 def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A token id for each number, so that a prompt of numbers is its own token ids."""
-    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0"))
+    """A token id for each number, so that a prompt of numbers is its own token ids.
+
+    The last two ids are special, and no numbers: special tokens are cut out of the middle of other words.
+    """
+    words = {str(number): number for number in range(vocabulary - 2)} | {UNKNOWN: vocabulary - 2, END: vocabulary - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    last = str(vocabulary - 1)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=last, pad_token=last, unk_token="0")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token=UNKNOWN)
 
 
 def with_lengths(generate: Callable[..., Any], lengths: Iterator[list[int]]) -> Callable[..., Any]:
@@ -145,10 +149,12 @@ def trainer_of(experiment: Experiment, options: argparse.Namespace, folder: Path
     if on_vllm:
         rollouts: Any = import_module("trl.generation.vllm_generation")
         rollouts.LLM = partial(rollouts.LLM, load_format="dummy", skip_tokenizer_init=True)
+    tokenizer = number_tokenizer(model.config.vocab_size)
+    assert {len(tokenizer(row["prompt"])["input_ids"]) for row in load.rows} == {load.prompt_tokens}
     adapter = LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=LINEAR, task_type="CAUSAL_LM")
     trainer = GRPOTrainer(
         model=model, reward_funcs=load.reward, args=arguments, train_dataset=Dataset.from_list(load.rows),
-        processing_class=number_tokenizer(model.config.vocab_size), peft_config=adapter, callbacks=[clock],
+        processing_class=tokenizer, peft_config=adapter, callbacks=[clock],
     )  # fmt: skip
     if on_vllm:
         made = trainer.vllm_generation

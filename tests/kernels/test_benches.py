@@ -53,10 +53,15 @@ def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.Monke
 def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape tiny --formats nvfp4 --ranks 4 --batches 2 --slow --prompt 5 --new 6 --repeats 1"
     ragged = "--ragged 8 --mean 5 --limit 9"
-    monkeypatch.setattr(sys, "argv", ["decoding.py", *words.split(), *ragged.split(), "--out", str(tmp_path / "x.csv")])
+    files = ["--out", str(tmp_path / "x.csv"), "--profile", str(tmp_path / "profile.csv")]
+    monkeypatch.setattr(sys, "argv", ["decoding.py", *words.split(), *ragged.split(), *files])
     importlib.import_module("decoding").main()
     with (tmp_path / "x.csv").open() as file:
         even, ragged_row = csv.DictReader(file)
+    with (tmp_path / "profile.csv").open() as file:
+        kernels = [*csv.DictReader(file)]
+    assert {(row["format"], row["way"], row["batch"]) for row in kernels} == {("nvfp4", "recorded", "2")}
+    assert sum(float(row["share"]) for row in kernels) == pytest.approx(1) and float(kernels[0]["ms"]) > 0
     assert (even["shape"], even["batch"], even["new"]) == ("tiny", "2", "6") and float(even["total_s"]) > 0
     assert (ragged_row["way"], ragged_row["batch"], ragged_row["group"]) == ("ragged", "8", "8")
     tokens = int(ragged_row["tokens"])
@@ -94,6 +99,14 @@ def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.peers
+def test_prompts_of_numbers_are_their_own_token_ids() -> None:
+    """None of them is cut at a zero."""
+    pytest.importorskip("trl", reason="extra peers")
+    tokenizer = importlib.import_module("trl_step").number_tokenizer(300)
+    assert tokenizer("10 0 255 100 299")["input_ids"] == [10, 0, 255, 100, 298]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (299, 299)
+
+
 def test_trl_gets_the_lengths_and_rewards_of_our_load() -> None:
     pytest.importorskip("trl", reason="extra peers")
     experiment = build(compose(["experiment=speed/step", "model=shape/tiny", "rollout.prompts_per_step=2"]))
