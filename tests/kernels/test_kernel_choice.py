@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 
@@ -131,6 +130,7 @@ def test_what_the_kernels_cannot_do_stays_with_the_reference(
 
 def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Called for each layer, fused kernels or not, and with the scores and gradients of the reference."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
     ids, mask = _ids(2, 9), (torch.arange(9) > 0).expand(2, 9)  # nothing predicts the first token
     own, theirs = (
         make_policy("model.dtype=bfloat16", f"quant.backend={name}", quant="nf4", width=64, adapted=True)

@@ -203,6 +203,8 @@ def test_recorded_steps_read_them_and_their_memory_comes_back(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
     """Recorded steps with and without copies sample what the trainer finds as likely; a rollout leaves no memory."""
+    if quant == "nf4":
+        pytest.importorskip("bitsandbytes")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     words = ("device=cuda", "model.dtype=bfloat16", "model.heads=4", "model.kv_heads=2", "model.intermediate_size=256")

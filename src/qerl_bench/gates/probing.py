@@ -58,8 +58,9 @@ def probe_bases(
         stop([child for _, child in running.values()], signal_of(error))
         raise
     missing = [base for base in design.bases if not probed(design, base, formats)]
-    if late := [base for base in missing if base not in failed]:
-        log.warning("no time for the probes of the bases %s", late)
+    for base in missing:
+        if base not in failed:
+            log.warning("no time for the probe of base %d: %s", base, _last_said(_probe_log(design, base)))
     probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
     return probes, [failed[base] for base in sorted(failed)]
 
@@ -100,6 +101,12 @@ def probed(design: Design, base: int, formats: Collection[str]) -> bool:
 
 def _probe_log(design: Design, base: int) -> Path:
     return design.probe_file(base).parent / f"probe-{base}.log"
+
+
+def _last_said(output: Path) -> str:
+    lines = output.read_text(errors="replace").splitlines() if output.is_file() else []
+    said = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return "not begun" if said is None else f"{said} (the last line of {output}; the same command goes on from there)"
 
 
 def start_probe(
