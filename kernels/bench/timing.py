@@ -13,6 +13,7 @@ import torch
 
 from qerl_kernels.layout import BLOCK, INPUTS, ROWS, KernelWeight
 
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # layers with an adapter
 LAYERS = {  # Qwen2.5, N x K; query, key and value are one matrix, and gate and up
     "7B qkv": (4608, 3584),
     "7B o": (3584, 3584),

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from timing import argument_parser, print_rows, write_rows
+from timing import LINEAR, argument_parser, print_rows, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
@@ -49,7 +49,6 @@ from qerl_bench.environment import versions
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.records import Prompt
 
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 UNKNOWN, END = "<unknown>", "<end>"
 LIBRARIES = ("trl", "vllm", "transformers", "torch")
 

@@ -9,6 +9,8 @@ forgets its prompts before each rollout, so that it reads the prompt of a group 
 completions at a time. Batches of equal length are medians of several repeats, after a first that is left out.
 """
 
+# vLLM is installed in an environment without a type checker.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -25,14 +27,12 @@ import torch
 from decoding import COLUMNS, SHAPES, ragged_task
 from peft import LoraConfig
 from safetensors.torch import save_file
-from timing import argument_parser, print_rows, write_rows
+from timing import LINEAR, argument_parser, print_rows, write_rows
 
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.quant.export import config_entry
 from qerl_bench.task.shape import IDS
-
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Vllm:
@@ -77,7 +77,7 @@ def write_config(experiment: Experiment, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(entries))
 
 
-def adapter_request(model: torch.nn.Module, rank: int, folder: Path) -> Any:
+def adapter_request(model: Any, rank: int, folder: Path) -> Any:
     """An adapter for all linear layers of the blocks of `model`, whose parameters may be on the meta device."""
     from vllm.lora.request import LoRARequest
 
@@ -88,7 +88,7 @@ def adapter_request(model: torch.nn.Module, rank: int, folder: Path) -> Any:
             key = f"base_model.model.{name}"
             tensors[f"{key}.lora_A.weight"] = 0.01 * torch.randn(rank, columns, dtype=torch.bfloat16)
             tensors[f"{key}.lora_B.weight"] = 0.01 * torch.randn(rows, rank, dtype=torch.bfloat16)
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LINEAR), task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=LINEAR, task_type="CAUSAL_LM")
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors")
     return LoRARequest("random", 1, str(folder))
