@@ -96,7 +96,7 @@ def report(rungs: Mapping[int, Rung], bases: int) -> str:
     words = "none fits" if best is None else f"task.operations={list(best)}".replace(" ", "")
     single = table("operations", {str(rung): one for rung, one in rungs.items()})
     five = table("operations", {f"{one[0]} to {one[-1]}": window for one, window in together.items()})
-    return f"{bases} bases\n\n{single}\n\n{five}\n\n{words}"
+    return f"{bases} base{'s' * (bases != 1)}\n\n{single}\n\n{five}\n\n{words}"
 
 
 def table(first: str, rows: Mapping[str, Rung]) -> str:
