@@ -1,11 +1,12 @@
-"""Which numbers of operations of task=dag bases can learn from: what they do with each, and with five in a row.
+"""Which numbers of operations of task=dag bases can learn from: each, and five in a row.
 
     python analysis/rungs.py docs/studies/dag-2026/rungs.yaml
 
-Reads the probes that `qerl-bench gates` left of the bases of a design. Prints two tables in Markdown: each number of
-operations by itself, and each five consecutive ones as RL would draw them, equally often. Of those that pass the gates
-of difficulty it names the one whose share of groups without success is nearest to the middle of what is allowed. Means
-are over bases; k of pass@k are all samples of a probe.
+Reads the probes that `qerl-bench gates` left of the bases of a design. Prints two tables in
+Markdown: each number of operations by itself, and each five consecutive ones as RL would draw
+them, equally often. Of those that pass the gates of difficulty it names the one whose share of
+groups without success is nearest to the middle of what is allowed, of two that are equally near
+the one with fewer operations. Means are over bases; k of pass@k are all samples of a probe.
 """
 
 from __future__ import annotations
