@@ -88,7 +88,7 @@ def kernels_of(rollout: Callable[[], object], device: str) -> list[dict[str, Any
         for event in profile.key_averages()
     }
     total = sum(us for us, _ in spans.values())
-    longest = sorted(spans.items(), key=lambda item: -item[1][0])
+    longest = sorted(((name, span) for name, span in spans.items() if span[0] > 0), key=lambda item: -item[1][0])
     return [{"ms": us / 1e3, "share": us / total, "calls": calls, "kernel": name} for name, (us, calls) in longest]
 
 
@@ -137,7 +137,8 @@ def measure(
         rounds = [[way.seconds(ids, [n] * (count * samples), new) for n in (1, new)] for _ in range(repeats)]
         if profiled is not None:
             kernels = kernels_of(partial(way.seconds, ids, [new] * (count * samples), new), policy.device.type)
-            profiled += [{"way": name, "batch": count * samples, "group": samples} | row for row in kernels]
+            batch_of = {"way": name, "dequantized_gib": dequantized_gib, "batch": count * samples, "group": samples}
+            profiled += [batch_of | row for row in kernels]
         replayed = [[taken - report.get("time/recording_s", 0.0) for taken, report in two] for two in rounds]
         steps = [(total - read) / (new - 1) for read, total in replayed]
         step = median(steps)

@@ -1,12 +1,12 @@
 """Tokens a second that vLLM samples with random weights, on the loads of decoding.py and in its columns.
 
-    python kernels/bench/vllm_decoding.py [--out FILE] [--shape 7b] [--formats nvfp4 bf16] [--ranks 32]
+    python kernels/bench/vllm_decoding.py [--out FILE] [--shape 7b] [--format nvfp4] [--rank 32]
         [--batches 1 8 32] [--group 8 --group-batches 64] [--ragged 512 1024] [--rows 1024] [--memory 0.85]
 
 NVFP4 and MXFP4 are compressed-tensors checkpoints without values (`load_format="dummy"`), whose kernels take as long as
 with them; the adapter is a real one, of random numbers. vLLM keeps its defaults, with graphs and compilation, but
 forgets its prompts before each rollout, so that it reads the prompt of a group once and not never. It may sample --rows
-completions at a time. Batches of equal length are medians of several repeats, after a first that is left out.
+completions at a time. Numbers are medians of repeats, after a first that is left out.
 """
 
 # vLLM is installed in an environment without a type checker.
@@ -126,6 +126,7 @@ def measure_ragged(vllm: Vllm, options: argparse.Namespace) -> Iterator[dict[str
         prompts = task.train_prompts(1, count // task.group_size, seed=0)
         ids = [list(prompt.token_ids or ()) for prompt in prompts]
         lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
+        vllm.seconds(ids, lengths)
         total = median(vllm.seconds(ids, lengths) for _ in range(options.ragged_repeats))
         yield {
             "batch": count,
@@ -142,35 +143,26 @@ def measure_ragged(vllm: Vllm, options: argparse.Namespace) -> Iterator[dict[str
 def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     import vllm
 
-    about = {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "vllm": vllm.__version__}
     started = time.perf_counter()
+    case = {"shape": options.shape, "format": options.format, "rank": options.rank}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    about = case | {"gpu": gpu, "vllm": vllm.__version__} | dict.fromkeys(COLUMNS) | {"way": "vllm"}
+    words = [f"quant={options.format}", f"model=shape/{options.shape}", "task=shape", "eval=none", *options.words]
     batches = [(batch, 1) for batch in options.batches]
     batches += [(batch, options.group) for batch in options.group_batches]
-    for shape, name, rank in itertools.product(options.shape, options.formats, options.ranks):
-        experiment = build(
-            compose([f"quant={name}", f"model=shape/{shape}", "task=shape", "eval=none", *options.words])
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            engine = Vllm(experiment, rank, Path(folder), options)
-            rows = measure(engine, batches, options.prompt, options.new, options.repeats)
-            for row in itertools.chain(rows, measure_ragged(engine, options)):
-                print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
-                yield {
-                    "shape": shape,
-                    "format": name,
-                    "rank": rank,
-                    **about,
-                    **dict.fromkeys(COLUMNS),
-                    "way": "vllm",
-                } | row
-            del engine
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Vllm(build(compose(words)), options.rank, Path(folder), options)
+        rows = measure(engine, batches, options.prompt, options.new, options.repeats)
+        for row in itertools.chain(rows, measure_ragged(engine, options)):
+            print(f"[{time.perf_counter() - started:.0f} s]", row, flush=True)
+            yield about | row
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["7b"])
-    parser.add_argument("--formats", nargs="+", choices=("bf16", "nvfp4", "mxfp4"), default=["nvfp4"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[32], help="of the adapter, 0 for none")
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--format", choices=("bf16", "nvfp4", "mxfp4"), default="nvfp4")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapter, 0 for none")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--group", type=int, default=8, help="completions of one prompt in --group-batches")
     parser.add_argument("--group-batches", type=int, nargs="*", default=[64, 128, 256], help="batches of groups")
@@ -185,8 +177,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--words", nargs="*", default=[], help="of another model: model.layers=2")
     options = parser.parse_args()
-    if options.new < 2 or any(count % 8 for count in options.ragged):
-        parser.error("--new must be above 1, and --ragged multiples of 8, the size of a group")
+    if min(options.new - 1, options.repeats, options.ragged_repeats, options.group) < 1:
+        parser.error("--new must be above 1; --repeats, --ragged-repeats and --group at least 1")
+    if any(count % 8 for count in options.ragged) or any(batch % options.group for batch in options.group_batches):
+        parser.error("--ragged must be multiples of 8, --group-batches of --group")
     print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "vllm"))
 
 

@@ -107,6 +107,25 @@ def test_prompts_of_numbers_are_their_own_token_ids() -> None:
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (299, 299)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--group-batches 10", "--group-batches of --group"),
+        ("--ragged 4", "--ragged must be multiples of 8"),
+        ("--repeats 0", "at least 1"),
+        ("--new 1", "--new must be above 1"),
+    ],
+)
+def test_sizes_that_vllm_cannot_be_asked_for(
+    wrong: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vllm_decoding.py", *wrong.split()])
+    with pytest.raises(SystemExit):
+        importlib.import_module("vllm_decoding").main()
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.peers
 def test_trl_gets_the_lengths_and_rewards_of_our_load() -> None:
     pytest.importorskip("trl", reason="extra peers")
     experiment = build(compose(["experiment=speed/step", "model=shape/tiny", "rollout.prompts_per_step=2"]))

@@ -513,7 +513,9 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
             deadline.end = 0.0
             output = design.probe_file(0).with_name("probe-0.log")
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text("step 1/500  loss 5.6\rstep 412/500  loss 1.3  left 0:33\n\n")
+            output.write_text(
+                "step 1/500  loss 5.6\rstep 412/500  loss 1.3  left 0:33\n07:59:12 SIGTERM: a checkpoint follows\n"
+            )
         return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
 
     monkeypatch.setattr(probing, "start_probe", start_probe)
@@ -521,7 +523,7 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
     records, failed = probing.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
     told = [record.getMessage() for record in caplog.records if "no time" in record.getMessage()]
-    assert "base 0: step 412/500  loss 1.3  left 0:33 (the last line of " in told[0] and "probe-0.log" in told[0]
+    assert "base 0: step 412/500  loss 1.3  left 0:33 (" in told[0] and "probe-0.log" in told[0]
     assert told[1] == "no time for the probe of base 2: not begun" and len(told) == 2
 
 

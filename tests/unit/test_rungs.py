@@ -34,6 +34,12 @@ def test_of_five_in_a_row_that_fit_the_middle_one_is_chosen() -> None:
     assert list(gap) == [(6, 7, 8, 9, 10)] and chosen({}) is None
 
 
+def test_of_two_that_are_equally_near_the_one_with_fewer_operations_is_chosen() -> None:
+    easy, hard = (2, 3, 4, 5, 6), (3, 4, 5, 6, 7)
+    for first, second in ((0.3, 0.4), (0.4, 0.3)):
+        assert chosen({hard: _rung(0.2, 0.9, second), easy: _rung(0.2, 0.9, first)}) == easy
+
+
 @pytest.mark.parametrize(
     "wrong",
     [_rung(0.41, 0.9, 0.3), _rung(0.09, 0.9, 0.3), _rung(0.2, 0.79, 0.3), _rung(0.2, 0.9, 0.19), _rung(0.2, 0.9, 0.51)],
@@ -45,15 +51,17 @@ def test_each_gate_of_difficulty_counts(wrong: dict[str, float]) -> None:
 def test_probes_are_read_by_number_of_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two bases; about n tenths of the problems of n operations are right once in 64 samples, the others 25 times."""
+    """Four bases; about n tenths of the problems of n operations are right once in 64 samples, the others 25 times."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"no base of .*rungs.yaml was probed; run qerl-bench gates"):
+    with pytest.raises(
+        ConfigError, match=r"the bases \[60, 61, 62, 63\] were not probed; run qerl-bench gates .*rungs.yaml"
+    ):
         main([str(RUNGS)])
     design = read_design(RUNGS)
     task: Any = build(compose(design.base_words(design.reference, 60))).task
     prompts = task.train_prompts(1, design.probe.questions, derive("probe"))
     right = [1 if place % 10 < operations_needed(one.question) else 25 for place, one in enumerate(prompts)]
-    for base in design.bases[:2]:
+    for base in design.bases:
         file = design.probe_file(base)
         file.parent.mkdir(parents=True, exist_ok=True)
         counts = {"bf16": right, "nvfp4": [n - 1 for n in right]}
@@ -61,7 +69,7 @@ def test_probes_are_read_by_number_of_operations(
         file.write_text(json.dumps({"base": base, "formats": formats, "doses": {}}))
     main([str(RUNGS)])
     bases, single, five, words = capsys.readouterr().out.split("\n\n")
-    assert bases == "2 bases" and words.strip() == "task.operations=[2,3,4,5,6]"
+    assert bases == "4 bases" and words.strip() == "task.operations=[2,3,4,5,6]"
     header, _, *lines = single.splitlines()
     assert header == "| operations | pass@1 | pass@k | no success | damage by nvfp4 | questions |"
     rows = [line.strip("| ").split(" | ") for line in lines]

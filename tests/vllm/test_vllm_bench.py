@@ -16,7 +16,7 @@ def test_even_batches_groups_and_ragged_rollouts(tmp_path: Path) -> None:
     """Each completion has the length that was asked for, or the bench ends."""
     sizes = "--batches 2 --group-batches 8 --ragged 8 --mean 5 --limit 9 --prompt 5 --new 6 --rows 8 --repeats 1"
     model = (
-        "--shape tiny --formats bf16 --ranks 4 --memory 0.2 --words model.hidden_size=64 model.heads=1 model.kv_heads=1"
+        "--shape tiny --format bf16 --rank 4 --memory 0.2 --words model.hidden_size=64 model.heads=1 model.kv_heads=1"
     )
     command = [sys.executable, str(BENCH), *sizes.split(), *model.split(), "--out", str(tmp_path / "x.csv")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from qerl_bench.gates.deadline import STOP_S, Deadline
 from qerl_bench.gates.design import Arm, Design
 
 log = logging.getLogger(__name__)
+STEP = re.compile(r"step \d+/\d+")  # how a run reports its progress
 
 
 def probe_bases(
@@ -60,7 +62,7 @@ def probe_bases(
     missing = [base for base in design.bases if not probed(design, base, formats)]
     for base in missing:
         if base not in failed:
-            log.warning("no time for the probe of base %d: %s", base, _last_said(_probe_log(design, base)))
+            log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
     probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
     return probes, [failed[base] for base in sorted(failed)]
 
@@ -103,10 +105,11 @@ def _probe_log(design: Design, base: int) -> Path:
     return design.probe_file(base).parent / f"probe-{base}.log"
 
 
-def _last_said(output: Path) -> str:
+def _last_step(output: Path) -> str:
+    """The last line about a step of pretraining; being stopped is told after it."""
     lines = output.read_text(errors="replace").splitlines() if output.is_file() else []
-    said = next((line.strip() for line in reversed(lines) if line.strip()), None)
-    return "not begun" if said is None else f"{said} (the last line of {output}; the same command goes on from there)"
+    said = next((line.strip() for line in reversed(lines) if STEP.match(line)), None)
+    return "not begun" if said is None else f"{said} ({output}; the same command goes on from there)"
 
 
 def start_probe(

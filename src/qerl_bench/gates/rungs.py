@@ -22,6 +22,7 @@ from qerl_bench.checks import require
 from qerl_bench.config import build, compose
 from qerl_bench.gates.assay import NO_SUCCESS, PASS_AT_1, PASS_AT_K, Probe, pass_at
 from qerl_bench.gates.design import Design, read_design
+from qerl_bench.gates.probing import probed
 from qerl_bench.seeding import derive
 from qerl_bench.task.dag import Dag, operations_needed
 
@@ -33,9 +34,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="a design of task=dag whose bases have been probed")
     design = read_design(parser.parse_args(arguments).study)
-    bases = [json.loads(file.read_text()) for base in design.bases if (file := design.probe_file(base)).is_file()]
-    require(bool(bases), f"no base of {design.path} was probed; run qerl-bench gates {design.path}")
-    print(report(by_rung(design, bases), len(bases)))
+    missing = [base for base in design.bases if not probed(design, base, design.formats)]
+    require(not missing, f"the bases {missing} were not probed; run qerl-bench gates {design.path}")
+    probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases]
+    print(report(by_rung(design, probes), len(probes)))
 
 
 def by_rung(design: Design, probes: Sequence[Probe]) -> dict[int, Rung]:
@@ -87,8 +89,12 @@ def fits(window: Rung) -> bool:
 
 def chosen(together: Mapping[tuple[int, ...], Rung]) -> tuple[int, ...] | None:
     """Five numbers of operations that pass the gates of difficulty, or None."""
+
+    def distance(one: tuple[int, ...]) -> float:
+        return round(abs(together[one]["no success"] - fmean(NO_SUCCESS)), 9)  # .30 and .40 are equally far from .35
+
     fitting = [one for one, window in together.items() if fits(window)]
-    return min(fitting, key=lambda one: abs(together[one]["no success"] - fmean(NO_SUCCESS)), default=None)
+    return min(fitting, key=lambda one: (distance(one), one), default=None)
 
 
 def report(rungs: Mapping[int, Rung], bases: int) -> str:
