@@ -189,6 +189,7 @@ with exit_in_words("stopped"):
 """
 
 
+@pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_runs_end_with_the_launcher(tmp_path: Path, signum: signal.Signals) -> None:
     code = "import os; (folder / 'pid').write_text(str(os.getpid())); " + WAITS
