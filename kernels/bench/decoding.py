@@ -132,7 +132,7 @@ def measure(
         samples = min(group, batch)
         way = Way(name, policy, batch, dequantized_gib)
         count = batch // samples
-        ids = torch.randint(IDS, (count, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
+        ids = even_prompts(count, prompt, batch)
         _, first = way.seconds(ids, [new] * (count * samples), new)  # compiles and records, with room for `new`
         rounds = [[way.seconds(ids, [n] * (count * samples), new) for n in (1, new)] for _ in range(repeats)]
         if profiled is not None:
@@ -140,26 +140,56 @@ def measure(
             batch_of = {"way": name, "dequantized_gib": dequantized_gib, "batch": count * samples, "group": samples}
             profiled += [batch_of | row for row in kernels]
         replayed = [[taken - report.get("time/recording_s", 0.0) for taken, report in two] for two in rounds]
-        steps = [(total - read) / (new - 1) for read, total in replayed]
-        step = median(steps)
-        yield {
+        yield even_row(count * samples, samples, prompt, new, replayed) | {
             "way": name,
             "dequantized_gib": dequantized_gib,
-            "batch": count * samples,
-            "group": samples,
-            "prompt": prompt,
-            "new": new,
-            "repeats": repeats,
-            "read_s": median(read for read, _ in replayed),
             "first_record_s": first.get("time/recording_s"),
-            "total_s": median(total for _, total in replayed),
-            "step_ms": 1e3 * step,
-            "step_ms_least": 1e3 * min(steps),
-            "step_ms_most": 1e3 * max(steps),
-            "decode_tok_s": count * samples / step,
             "cache_gib": first.get("memory/cache_gib"),
             "peak_gib": max(report["peak_gib"] for _, (_, report) in rounds),
         }
+
+
+def even_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    return torch.randint(IDS, (count, tokens), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def even_row(batch: int, group: int, prompt: int, new: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Of completions of `new` tokens: the seconds of `rounds` are those of a rollout of one token and of all."""
+    steps = [(total - read) / (new - 1) for read, total in rounds]
+    return {
+        "batch": batch,
+        "group": group,
+        "prompt": prompt,
+        "new": new,
+        "repeats": len(rounds),
+        "read_s": median(read for read, _ in rounds),
+        "total_s": median(total for _, total in rounds),
+        "step_ms": 1e3 * median(steps),
+        "step_ms_least": 1e3 * min(steps),
+        "step_ms_most": 1e3 * max(steps),
+        "decode_tok_s": batch / median(steps),
+    }
+
+
+def ragged_load(task: Shape, count: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and the length of each completion, the samples of a prompt side by side."""
+    prompts = task.train_prompts(1, count // task.group_size, seed=0)
+    lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
+    return [list(prompt.token_ids or ()) for prompt in prompts], lengths
+
+
+def ragged_row(task: Shape, lengths: Sequence[int], rounds: Sequence[float]) -> dict[str, Any]:
+    """Of rollouts of completions of these lengths, by their seconds."""
+    return {
+        "batch": len(lengths),
+        "group": task.group_size,
+        "prompt": task.prompt_tokens,
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "repeats": len(rounds),
+        "total_s": median(rounds),
+        "tok_s": sum(lengths) / median(rounds),
+    }
 
 
 def measure_ragged(
@@ -168,24 +198,14 @@ def measure_ragged(
     """Rollouts of completions whose lengths `task` draws."""
     for count in counts:
         way = Way("recorded", policy, ROWS, dequantized_gib)
-        prompts = task.train_prompts(1, count // task.group_size, seed=0)
-        ids = [list(prompt.token_ids or ()) for prompt in prompts]
-        lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
+        ids, lengths = ragged_load(task, count)
         _, first = way.seconds(ids, lengths, task.max_completion_tokens)
         rounds = [way.seconds(ids, lengths, task.max_completion_tokens) for _ in range(repeats)]
-        total, report = median(seconds for seconds, _ in rounds), rounds[-1][1]
-        yield {
+        report = rounds[-1][1]
+        yield ragged_row(task, lengths, [seconds for seconds, _ in rounds]) | {
             "way": "ragged",
             "dequantized_gib": dequantized_gib,
-            "batch": len(lengths),
-            "group": task.group_size,
-            "prompt": task.prompt_tokens,
-            "tokens": sum(lengths),
-            "longest": max(lengths),
-            "repeats": repeats,
             "first_record_s": first["time/recording_s"],
-            "total_s": total,
-            "tok_s": sum(lengths) / total,
             "rows_used": (sum(lengths) - len(lengths)) / report["rollout/rows_computed"],
             "cache_gib": report["memory/cache_gib"],
             "cache_used_gib": report["memory/cache_used_gib"],

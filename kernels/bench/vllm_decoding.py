@@ -20,11 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from decoding import COLUMNS, SHAPES, ragged_task
+from decoding import COLUMNS, SHAPES, even_prompts, even_row, ragged_load, ragged_row, ragged_task
 from peft import LoraConfig
 from safetensors.torch import save_file
 from timing import LINEAR, argument_parser, print_rows, write_rows
@@ -32,7 +31,6 @@ from timing import LINEAR, argument_parser, print_rows, write_rows
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.quant.export import config_entry
-from qerl_bench.task.shape import IDS
 
 
 class Vllm:
@@ -99,45 +97,19 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Batches of (completions, group), each completion of `new` tokens."""
     for batch, group in batches:
-        count = batch // group
-        ids = torch.randint(IDS, (count, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
+        ids = even_prompts(batch // group, prompt, batch)
         vllm.seconds(ids, [new] * batch)
         rounds = [[vllm.seconds(ids, [n] * batch) for n in (1, new)] for _ in range(repeats)]
-        steps = [(total - read) / (new - 1) for read, total in rounds]
-        yield {
-            "batch": batch,
-            "group": group,
-            "prompt": prompt,
-            "new": new,
-            "repeats": repeats,
-            "read_s": median(read for read, _ in rounds),
-            "total_s": median(total for _, total in rounds),
-            "step_ms": 1e3 * median(steps),
-            "step_ms_least": 1e3 * min(steps),
-            "step_ms_most": 1e3 * max(steps),
-            "decode_tok_s": batch / median(steps),
-        }
+        yield even_row(batch, group, prompt, new, rounds)
 
 
 def measure_ragged(vllm: Vllm, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rollouts of completions whose lengths task=shape draws."""
     task = ragged_task(options)
     for count in options.ragged:
-        prompts = task.train_prompts(1, count // task.group_size, seed=0)
-        ids = [list(prompt.token_ids or ()) for prompt in prompts]
-        lengths = [length for prompt in prompts for length in prompt.new_tokens or ()]
+        ids, lengths = ragged_load(task, count)
         vllm.seconds(ids, lengths)
-        total = median(vllm.seconds(ids, lengths) for _ in range(options.ragged_repeats))
-        yield {
-            "batch": count,
-            "group": task.group_size,
-            "prompt": task.prompt_tokens,
-            "tokens": sum(lengths),
-            "longest": max(lengths),
-            "repeats": options.ragged_repeats,
-            "total_s": total,
-            "tok_s": sum(lengths) / total,
-        }
+        yield ragged_row(task, lengths, [vllm.seconds(ids, lengths) for _ in range(options.ragged_repeats)])
 
 
 def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -115,10 +115,16 @@ def random_graph(draw: random.Random, operations: int, distractors: int) -> tupl
     return problem, " ".join(steps)
 
 
+def read_question(question: str) -> tuple[dict[str, list[str]], str]:
+    """The words that define each name, and the name that is asked for."""
+    statements, _, asked = question.removesuffix(" :").rpartition(" ? ")
+    split = (statement.split() for statement in statements.removesuffix(" .").split(" . "))
+    return {name: words for name, _, *words in split}, asked
+
+
 def follows(question: str, steps: str) -> bool:
     """Whether each step states what the question says, with the right numbers, which earlier steps worked out."""
-    statements = (statement.split() for statement in question.split(" ? ")[0].removesuffix(" .").split(" . "))
-    stated = {name: words for name, _, *words in statements}
+    stated, _ = read_question(question)
     values: dict[str, int] = {}
     for step in steps.removesuffix(" ;").split(" ; "):
         name = step.split(" ", 1)[0]
@@ -139,8 +145,7 @@ def follows(question: str, steps: str) -> bool:
 
 def operations_needed(question: str) -> int:
     """How many operations the answer of a question needs."""
-    statements, _, asked = question.removesuffix(" :").rpartition(" ? ")
-    stated = {name: words for name, _, *words in (one.split() for one in statements.removesuffix(" .").split(" . "))}
+    stated, asked = read_question(question)
     needed, open_names = set[str](), [asked]
     while open_names:
         name = open_names.pop()
