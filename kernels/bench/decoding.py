@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import transformers
-from timing import argument_parser, print_rows, write_rows
+from timing import append_rows, argument_parser, print_rows, write_rows
 
 from qerl_bench.config import build, compose
 from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
@@ -125,9 +125,9 @@ def measure(
     repeats: int,
     group: int = 1,
     dequantized_gib: float = 0.0,
-    profiled: list[dict[str, Any]] | None = None,
+    profiled: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Batches of completions of `new` tokens. With `profiled`, which gets the kernels of one more rollout of each."""
+    """Batches of completions of `new` tokens; if `profiled`, the row of each also has the kernels of one more."""
     for batch in batches:
         samples = min(group, batch)
         way = Way(name, policy, batch, dequantized_gib)
@@ -135,18 +135,18 @@ def measure(
         ids = even_prompts(count, prompt, batch)
         _, first = way.seconds(ids, [new] * (count * samples), new)  # compiles and records, with room for `new`
         rounds = [[way.seconds(ids, [n] * (count * samples), new) for n in (1, new)] for _ in range(repeats)]
-        if profiled is not None:
-            kernels = kernels_of(partial(way.seconds, ids, [new] * (count * samples), new), policy.device.type)
-            batch_of = {"way": name, "dequantized_gib": dequantized_gib, "batch": count * samples, "group": samples}
-            profiled += [batch_of | row for row in kernels]
         replayed = [[taken - report.get("time/recording_s", 0.0) for taken, report in two] for two in rounds]
-        yield even_row(count * samples, samples, prompt, new, replayed) | {
+        row = even_row(count * samples, samples, prompt, new, replayed) | {
             "way": name,
             "dequantized_gib": dequantized_gib,
             "first_record_s": first.get("time/recording_s"),
             "cache_gib": first.get("memory/cache_gib"),
             "peak_gib": max(report["peak_gib"] for _, (_, report) in rounds),
         }
+        if profiled:
+            rollout = partial(way.seconds, ids, [new] * (count * samples), new)
+            row["kernels"] = kernels_of(rollout, policy.device.type)
+        yield row
 
 
 def even_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
@@ -213,8 +213,8 @@ def measure_ragged(
         }
 
 
-def measure_all(options: argparse.Namespace, profiled: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each batch; `profiled` gets the kernels of each if --profile is given."""
+def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each batch. The kernels of each, if they were measured, go to the file --profile at once."""
     device = resolve_device("auto")
     gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -230,18 +230,19 @@ def measure_all(options: argparse.Namespace, profiled: list[dict[str, Any]]) -> 
             print(f"{shape} {name}: through transformers alone, because {reason}")
             plan = [("transformers", options.batches, SLOW_TOKENS, 0.0)]
         rows: list[Iterator[dict[str, Any]]] = []
-        kernels: list[dict[str, Any]] | None = None if options.profile is None else []
         case = {"shape": shape, "format": name, "rank": rank}
         for way, batches, new, gib in plan:
             new = min(new, options.new)
-            more = (options.prompt, new, options.repeats, options.group, gib, kernels)
+            more = (options.prompt, new, options.repeats, options.group, gib, options.profile is not None)
             rows.append(measure(policy, way, batches, *more))
             if way == "recorded":
                 rows.append(measure_ragged(policy, options.ragged, ragged_task(options), options.repeats, gib))
         for row in itertools.chain(*rows):
+            if kernels := row.pop("kernels", None):
+                batch = {key: row[key] for key in ("way", "dequantized_gib", "batch", "group")}
+                append_rows([case | batch | kernel for kernel in kernels], options.profile)
             print(f"[{time.perf_counter() - started:.0f} s]", shape, name, rank, row, flush=True)
             yield case | {"resident_gib": resident, "gpu": gpu, **versions} | dict.fromkeys(COLUMNS) | row
-        profiled += [case | row for row in kernels or []]
         del policy
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -277,10 +278,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.new < 2 or options.repeats < 1 or any(count % 8 for count in options.ragged):
         parser.error("--new must be above 1, --repeats at least 1, and --ragged multiples of 8, the size of a group")
-    profiled: list[dict[str, Any]] = []
-    print_rows(write_rows(measure_all(options, profiled), options.out), leave_out=("gpu", "torch", "transformers"))
     if options.profile is not None:
-        write_rows(profiled, options.profile)
+        options.profile.unlink(missing_ok=True)
+    print_rows(write_rows(measure_all(options), options.out), leave_out=("gpu", "torch", "transformers"))
 
 
 if __name__ == "__main__":

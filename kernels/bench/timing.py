@@ -135,6 +135,16 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path | None) -> list[dict[s
     return written
 
 
+def append_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Add `rows` of equal columns to the CSV file `path`, which gets its header with the first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
 def print_rows(rows: Sequence[dict[str, Any]], leave_out: Sequence[str] = ()) -> None:
     names = [name for name in rows[0] if name not in leave_out]
     cells = [[f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in names] for row in rows]

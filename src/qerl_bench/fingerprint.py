@@ -31,6 +31,8 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "eval.quant": None,
     "rollout.quant": None,
     "noise.where": "norms",
+    "model.warm_start_prompts": 2048,
+    "task.solution": "terse",
     "task.pretrain_procedures": {"guess": 0.25, "hasty": 0.35, "careful": 0.4},
 }
 

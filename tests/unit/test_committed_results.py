@@ -74,6 +74,26 @@ def test_the_decoding_tables_of_the_kernels_page_are_the_committed_ones() -> Non
     assert f" {vllm['tok_s'].dropna().item():,.0f} | 22 s" in page
 
 
+def test_what_an_adapter_costs_is_what_was_measured() -> None:
+    page = (ROOT / "kernels" / "README.md").read_text()
+    speed = pd.read_csv(ROOT / "kernels" / "results" / "h200_lora_cost.csv").set_index(["batch", "rank"])["decode_tok_s"]
+    for batch, plain in speed.xs(0, level="rank").items():
+        adapted = speed.get((batch, 32))
+        beside = "| | |" if adapted is None else f"| {adapted:,.0f} | {100 * (1 - adapted / plain):.0f} % |"
+        assert f"| {batch} | {plain:,.0f} {beside}" in page
+
+
+def test_the_steps_beside_trl_are_what_was_measured() -> None:
+    page = (RESULTS / "h200" / "README.md").read_text()
+    steps = pd.read_csv(RESULTS / "h200" / "beside_trl.csv")
+    warm = steps[steps["step"] > 1].groupby(["trainer", "sampler", "weights"])
+    for (trainer, sampler, weights), row in warm.mean(numeric_only=True).iterrows():
+        who = {"qerl-bench": "ours"}.get(trainer, trainer), {"hf": "`hf`"}.get(sampler, sampler), weights.upper()
+        times = " | ".join(f"{row[part]:.1f}" for part in ("step_s", "rollout_s", "rest_s"))
+        assert f"| {' | '.join(who)} | {times} | {row['peak_gib']:.1f} |" in page
+    assert len(warm) == 4
+
+
 def test_the_step_times_of_the_h200_page_are_the_committed_ones(tmp_path: Path, analysis_script: Any) -> None:
     steps = RESULTS / "h200" / "steps"
     analysis_script("step_times").main([str(steps), "--out", str(tmp_path)])

@@ -230,6 +230,8 @@ def test_a_small_base_is_pretrained_under_its_own_name_and_once_for_all_outliers
     assert made.name.startswith(f"small-{size}-bf16-none-sft-")
     assert vars(made.model) == {**vars(model), "warm_start_steps": 0}
     assert pretraining("model.seed=3", "model.outliers=1.15", "model.dtype=bfloat16").name == made.name
+    fewer = pretraining("model.seed=3", "model.warm_start_prompts=96", "model.warm_start_steps=7")
+    assert (fewer.rollout.prompts_per_step, fewer.steps, made.rollout.prompts_per_step) == (96, 7, 2048)
     if size == "10m":  # what earlier caches have
         assert made.name == "small-10m-bf16-none-sft-r0-s0-c68813d5"
 

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.config import build, compose
+from qerl_bench.eval.reevaluate import with_later_keys
+from qerl_bench.fingerprint import as_dict, fingerprint
 from qerl_bench.model.words import END_ID, UNKNOWN, WORDS, word_tokenizer
 from qerl_bench.records import Prompt
 from qerl_bench.task.countdown import Countdown, problem_of, random_chain
-from qerl_bench.task.dag import MODULUS, Dag, operations_needed, random_graph
+from qerl_bench.task.dag import MODULUS, Dag, depth_first, operations_needed, random_graph, worked_out
 from qerl_bench.task.symbolic import SymbolicTask
 
 
@@ -23,7 +26,8 @@ def countdown(**changed: Any) -> Countdown:
 
 def dag(**changed: Any) -> Dag:
     ladders = {"operations": [5, 6], "pretrain_operations": [1, 2, 3], "eval_operations": [1, 4, 12]}
-    return Dag(**{"name": "dag", "max_completion_tokens": 160, "distractors": [0, 2], **ladders, **changed})
+    options = {"name": "dag", "max_completion_tokens": 200, "distractors": [0, 2], "solution": "explained"}
+    return Dag(**{**options, **ladders, **changed})
 
 
 BOTH = pytest.mark.parametrize("task", [countdown(), dag()], ids=lambda task: task.name)
@@ -162,8 +166,40 @@ def test_dag_demonstrations_are_right_in_every_step() -> None:
     for demonstration in task.demonstrations(1, 300, 0):
         assert task.reward(demonstration.prompt, demonstration.completion).correct
         for step in demonstration.completion.removesuffix(" ;").split(" ; "):
-            if calculation := re.fullmatch(r"\w = (\d+ [-+*] \d+) = (\d+)", step):
+            if calculation := re.fullmatch(r"\w = \w [-+*] \w = (\d+ [-+*] \d+) = (\d+)", step):
                 assert eval(calculation[1]) % MODULUS == int(calculation[2])
+
+
+def test_a_solution_of_one_kind_is_wrong_as_the_other() -> None:
+    """The problems are the same; the reward of explained steps takes any order that is possible."""
+    terse, explained = dag(solution="terse"), dag()
+    orders = 0
+    for one, other in zip(terse.demonstrations(1, 50, 0), explained.demonstrations(1, 50, 0), strict=True):
+        question, texts = one.prompt.question, (one.completion, other.completion)
+        assert one.prompt == other.prompt
+        assert [terse.reward(one.prompt, text).correct for text in texts] == [True, False]
+        assert [explained.reward(one.prompt, text).correct for text in texts] == [False, True]
+        drawn = [step.split()[0] for step in one.completion.removesuffix(" ;").split(" ; ")]
+        assert explained.reward(one.prompt, worked_out(question, drawn, "explained")).correct
+        orders += drawn != depth_first(question)
+    assert orders > 10
+
+
+def test_explained_demonstrations_work_out_an_operand_just_before_what_needs_it() -> None:
+    question = "e = a + d . x = e * e . d = c - b . c = a * b . b = 4 . a = 7 . ? e :"
+    assert depth_first(question) == ["a", "b", "c", "d", "e"]
+    worked = "a = 7 ; b = 4 ; c = a * b = 7 * 4 = 5 ; d = c - b = 5 - 4 = 1 ; e = a + d = 7 + 1 = 8 ;"
+    assert worked_out(question, depth_first(question), "explained") == worked
+
+
+def test_a_base_of_terse_demonstrations_is_not_taken_for_another() -> None:
+    """They were the only kind once, and configs of that time do not say so."""
+    words = ["experiment=worlds/base", "task=dag"]
+    now, before = as_dict(compose(words)), as_dict(compose([*words, "task.solution=terse"]))
+    earlier = before | {"task": {key: value for key, value in before["task"].items() if key != "solution"}}
+    assert fingerprint(earlier) == fingerprint(before) != fingerprint(now)
+    assert with_later_keys(earlier)["task"] == before["task"] and with_later_keys(now) == now
+    assert "task.solution=explained" in build(compose(words)).task.warm_start_overrides()
 
 
 def test_dag_splits_share_no_calculation() -> None:
@@ -185,16 +221,18 @@ def test_dag_splits_share_no_calculation() -> None:
 @pytest.mark.parametrize(
     ("completion", "correct", "answer"),
     [
-        ("a = 7 ; b = 4 ; c = 7 * 4 = 5 ;", True, "5"),
-        ("b = 4 ; a = 7 ; d = 4 - 4 = 0 ; c = 7 * 4 = 5 ;", True, "5"),  # a right step that is not needed
+        ("a = 7 ; b = 4 ; c = a * b = 7 * 4 = 5 ;", True, "5"),
+        ("b = 4 ; a = 7 ; d = b - b = 4 - 4 = 0 ; c = a * b = 7 * 4 = 5 ;", True, "5"),  # a right step, not needed
         ("c = 5 ;", False, "5"),  # luck
-        ("a = 7 ; c = 7 * 4 = 5 ;", False, "5"),  # b was not worked out
-        ("a = 7 ; b = 4 ; c = 4 * 7 = 5 ;", False, "5"),  # not what is stated
-        ("a = 7 ; b = 5 ; c = 7 * 4 = 5 ;", False, "5"),
-        ("a = 7 ; e = 4 ; b = 4 ; c = 7 * 4 = 5 ;", False, "5"),  # nobody states an e
-        ("a = 7 ; b = 4 ; c = 7 * 4 = 6 ;", False, "6"),
+        ("a = 7 ; c = a * b = 7 * 4 = 5 ;", False, "5"),  # b was not worked out
+        ("a = 7 ; b = 4 ; c = b * a = 4 * 7 = 5 ;", False, "5"),  # not what is stated
+        ("a = 7 ; b = 4 ; c = a * b = 4 * 7 = 5 ;", False, "5"),
+        ("a = 7 ; b = 5 ; c = a * b = 7 * 4 = 5 ;", False, "5"),
+        ("a = 7 ; e = 4 ; b = 4 ; c = a * b = 7 * 4 = 5 ;", False, "5"),  # nobody states an e
+        ("a = 7 ; b = 4 ; c = a * b = 7 * 4 = 6 ;", False, "6"),
+        ("a = 7 ; b = 4 ; c = 7 * 4 = 5 ;", False, "5"),  # not restated
         ("a = 5 ;", False, None),  # another value than the one asked for
-        ("c = 7 * 4 = 5", False, None),
+        ("c = a * b = 7 * 4 = 5", False, None),
         ("", False, None),
     ],
 )
@@ -214,6 +252,7 @@ def test_dag_reward(completion: str, correct: bool, answer: str | None) -> None:
         (countdown, {"hit": 1.5}, r"task\.hit"),
         (dag, {"operations": []}, r"task\.operations .*1\.\.16"),
         (dag, {"distractors": [-1]}, r"task\.distractors .*0\.\.8"),
+        (dag, {"solution": "short"}, r"task\.solution must be .*explained.*terse.* 'short'"),
     ],
 )
 def test_bad_options_are_refused(make: Any, changed: dict[str, Any], message: str) -> None:

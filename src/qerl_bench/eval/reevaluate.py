@@ -6,6 +6,8 @@ import difflib
 import hashlib
 import json
 import logging
+from dataclasses import fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +57,25 @@ def stored_config(run_dir: Path) -> DictConfig:
 
 
 def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with the keys without effect that it was made before."""
-    evaluation = config.get("eval")
-    later = {
-        "qerl_bench.eval.task.TaskEvaluation": {"every": 0, "every_questions": 1} | unsaid("eval"),
-        "qerl_bench.eval.lm_eval.spec.LMEval": unsaid("eval"),
-    }
-    if isinstance(evaluation, dict) and evaluation.get("_target_") in later:
-        config = config | {"eval": later[evaluation["_target_"]] | evaluation}
+    """`config` with the keys without effect that it was made before, in each part whose class has them by now."""
+
+    def grown(group: str, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        known = keys_of(part.get("_target_", ""))
+        later = unsaid(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
+        return {key: value for key, value in later.items() if key in known} | part
+
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    supervised, generated = config.get("algo", {}).get("name") == "sft", "procedures" in config.get("task", {})
-    samples_itself = config.get("engine", {}).get("name") == "hf"
-    grown = ["rollout", "noise", *["algo"] * supervised, *["task"] * generated, *["engine"] * samples_itself]
-    later_keys = {group: unsaid(group) | config.get(group, {}) for group in grown}
-    return {"checkpoints": checkpoints, "reward": unsaid("reward")} | config | later_keys
+    whole = {"checkpoints": checkpoints, "reward": unsaid("reward")} | config
+    return {group: grown(group, part) for group, part in whole.items()}
+
+
+def keys_of(target: str) -> set[str]:
+    """The keys of one of our classes; none of another, which cannot have got any from us."""
+    module, _, name = target.rpartition(".")
+    made = getattr(import_module(module), name) if module.startswith("qerl_bench.") else None
+    return {field.name for field in fields(made)} if is_dataclass(made) else set()
 
 
 def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:

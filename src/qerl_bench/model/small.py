@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench import own_options
-from qerl_bench.checks import check_fields, learning_rate, number
+from qerl_bench.checks import check_fields, count, learning_rate, number
 from qerl_bench.model.tiny import TinyModel
 from qerl_bench.option_names import choice_of
 from qerl_bench.seeding import derive
@@ -35,6 +35,7 @@ class SmallModel(TinyModel):
     `outliers` is the standard deviation of the channels' sizes, in powers of two before rounding.
     """
 
+    warm_start_prompts: int
     warm_start_lr: float
     warm_start_weight_decay: float
     outliers: float
@@ -46,6 +47,7 @@ class SmallModel(TinyModel):
         check_fields(
             self,
             "model",
+            warm_start_prompts=count(),
             warm_start_lr=learning_rate,
             warm_start_weight_decay=number(0),
             outliers=number(0, MAX_OUTLIERS),
@@ -58,8 +60,13 @@ class SmallModel(TinyModel):
             return None
         option = choice_of(own_options.folders(), "model", self.name)
         named = [] if option is None else [f"model={option}", "model.dtype=float32", "model.outliers=0"]
-        rates = [f"optim.lr={self.warm_start_lr}", f"optim.weight_decay={self.warm_start_weight_decay}"]
-        return [*named, *words, *rates]
+        return [
+            *named,
+            *words,
+            f"rollout.prompts_per_step={self.warm_start_prompts}",
+            f"optim.lr={self.warm_start_lr}",
+            f"optim.weight_decay={self.warm_start_weight_decay}",
+        ]
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model, tokenizer = super().load(base, device)

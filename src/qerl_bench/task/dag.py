@@ -1,9 +1,14 @@
 """task=dag: values that depend on each other, in arithmetic modulo 23. `c = a * b . a = 7 . b = 4 . ? c :`
 
 The statements are shuffled, some are not needed, and a completion works out the needed ones in an order that is
-possible: `a = 7 ; b = 4 ; c = 7 * 4 = 5 ;`. The number of operations is a ladder of difficulty: demonstrations, RL and
-evaluation each have their own rungs. Arithmetic modulo a prime keeps all numbers small, so depth is what is hard
+possible: `a = 7 ; b = 4 ; c = a * b = 7 * 4 = 5 ;`. The number of operations is a ladder of difficulty: demonstrations,
+RL and evaluation each have their own rungs. Arithmetic modulo a prime keeps all numbers small, so depth is what is hard
 (as in iGSM, arXiv 2407.20311).
+
+Explained demonstrations say what the question says before they put numbers in, and work out each operand just before
+what needs it. Terse ones leave the names out, and their order is any that is possible. Then a model has to find a
+statement, and the value of a name in it, for one and the same word, after a name that nothing foretold: a million such
+demonstrations teach 10 M parameters the arithmetic and nothing else (docs/studies/dag-2026).
 """
 
 from __future__ import annotations
@@ -11,10 +16,10 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, one_of, require
 from qerl_bench.records import Prompt, Reward
 from qerl_bench.seeding import derive
 from qerl_bench.task.symbolic import OPERATORS, SymbolicProblem, SymbolicTask, calculate
@@ -22,7 +27,8 @@ from qerl_bench.task.symbolic import OPERATORS, SymbolicProblem, SymbolicTask, c
 MODULUS = 23
 NAMES = tuple(string.ascii_letters)
 MAX_OPERATIONS, MAX_DISTRACTORS = 16, 8
-FINAL = re.compile(r"(?:^|; )([a-zA-Z]) = (?:\d+ [-+*] \d+ = )?(\d+) ;$")
+SOLUTIONS = ("explained", "terse")
+FINAL = re.compile(r"(?:^|; )([a-zA-Z]) = (?:[^;]+ = )?(\d+) ;$")
 
 Definition = int | tuple[str, str, str]  # a number, or (name, operator, name)
 
@@ -30,12 +36,14 @@ Definition = int | tuple[str, str, str]  # a number, or (name, operator, name)
 @dataclass(frozen=True, kw_only=True)
 class Dag(SymbolicTask):
     """`operations` are the rungs of RL, `pretrain_operations` those of the demonstrations, `eval_operations` those of
-    the held-out problems; each rung is equally likely. `distractors` lists how many unneeded statements there are."""
+    the held-out problems; each rung is equally likely. `distractors` lists how many unneeded statements there are.
+    `solution` says how a problem is worked out, in demonstrations and for a reward."""
 
     operations: list[int]
     pretrain_operations: list[int]
     eval_operations: list[int]
     distractors: list[int]
+    solution: str
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,21 +54,25 @@ class Dag(SymbolicTask):
                 isinstance(counts, list) and counts != [] and all(type(n) is int and least <= n <= most for n in counts)
             )
             require(valid, f"task.{key} must list whole numbers, each {least}..{most}, got {counts!r}")
+        check_fields(self, "task", solution=one_of(*SOLUTIONS))
 
     def options(self) -> str:
         return f"operations={self.operations}, eval_operations={self.eval_operations}"
 
     def warm_start_overrides(self) -> list[str]:
         """What decides the demonstrations."""
-        keys = ("pretrain_operations", "distractors")
-        return [f"task={self.name}", *(f"task.{key}={getattr(self, key)}".replace(" ", "") for key in keys)]
+        lists = ("pretrain_operations", "distractors")
+        words = [f"task.{key}={getattr(self, key)}".replace(" ", "") for key in lists]
+        return [f"task={self.name}", *words, f"task.solution={self.solution}"]
 
     def random_problem(self, draw: random.Random, split: str) -> SymbolicProblem:
         rungs = self.operations if split == "train" else self.eval_operations
         return random_graph(draw, draw.choice(rungs), draw.choice(self.distractors))[0]
 
     def random_demonstration(self, draw: random.Random) -> tuple[SymbolicProblem, str]:
-        return random_graph(draw, draw.choice(self.pretrain_operations), draw.choice(self.distractors))
+        problem, drawn = random_graph(draw, draw.choice(self.pretrain_operations), draw.choice(self.distractors))
+        order = drawn if self.solution == "terse" else depth_first(problem.question)
+        return problem, worked_out(problem.question, order, self.solution)
 
     def reward(self, prompt: Prompt, completion: str) -> Reward:
         """1 if every step follows and the last gives the value that was asked for.
@@ -71,13 +83,13 @@ class Dag(SymbolicTask):
         last = FINAL.search(steps)
         answer = last[2] if last is not None and last[1] == asked else None
         right = answer == prompt.answer
-        correct = right and follows(prompt.question, steps)
+        correct = right and follows(prompt.question, steps, self.solution)
         parts = {"correct": float(correct), "answer": float(right)}
         return Reward(total=float(correct), correct=correct, parts=parts, answer=answer)
 
 
-def random_graph(draw: random.Random, operations: int, distractors: int) -> tuple[SymbolicProblem, str]:
-    """A problem whose answer needs exactly `operations` operations, and its solution."""
+def random_graph(draw: random.Random, operations: int, distractors: int) -> tuple[SymbolicProblem, list[str]]:
+    """A problem whose answer needs exactly `operations` operations, and the names to work out, in a possible order."""
     names = iter(draw.sample(NAMES, len(NAMES)))
     needed: dict[str, Definition] = {}  # in an order in which each value can be worked out
     open_results: list[str] = []  # results that nothing uses yet; the last one that is left is the question
@@ -109,51 +121,63 @@ def random_graph(draw: random.Random, operations: int, distractors: int) -> tupl
     statements = [f"{name} = {shown(stated[name])} ." for name in order]
     values = worked_through(needed, lambda left, op, right: calculate(left, op, right) % MODULUS)
     calculations = worked_through(needed, derive)  # a hash of how each value comes about, whatever it is called
-    steps = [f"{name} = {worked_out(definition, values)}{values[name]} ;" for name, definition in needed.items()]
     question = f"{' '.join(statements)} ? {asked} :"
-    problem = SymbolicProblem(question=question, answer=str(values[asked]), key=str(calculations[asked]))
-    return problem, " ".join(steps)
+    return SymbolicProblem(question=question, answer=str(values[asked]), key=str(calculations[asked])), list(needed)
 
 
-def read_question(question: str) -> tuple[dict[str, list[str]], str]:
-    """The words that define each name, and the name that is asked for."""
+def read_question(question: str) -> tuple[dict[str, Definition], str]:
+    """The definition of each name, and the name that is asked for."""
     statements, _, asked = question.removesuffix(" :").rpartition(" ? ")
-    split = (statement.split() for statement in statements.removesuffix(" .").split(" . "))
-    return {name: words for name, _, *words in split}, asked
+    stated: dict[str, Definition] = {}
+    for statement in statements.removesuffix(" .").split(" . "):
+        name, _, first, *more = statement.split()
+        stated[name] = (first, *more) if more else int(first)
+    return stated, asked
 
 
-def follows(question: str, steps: str) -> bool:
+def depth_first(question: str) -> list[str]:
+    """The names that the answer needs, each after its operands, the first operand and all that it needs first."""
+    stated, asked = read_question(question)
+    order: list[str] = []
+
+    def visit(name: str) -> None:
+        if name not in order:
+            definition = stated[name]
+            if not isinstance(definition, int):
+                visit(definition[0])
+                visit(definition[2])
+            order.append(name)
+
+    visit(asked)
+    return order
+
+
+def worked_out(question: str, order: Iterable[str], solution: str) -> str:
+    """The steps that work out the names in this order, each of which comes after its operands."""
+    stated, _ = read_question(question)
+    values: dict[str, int] = {}
+    return " ".join(step(name, stated[name], values, solution) for name in order)
+
+
+def follows(question: str, steps: str, solution: str) -> bool:
     """Whether each step states what the question says, with the right numbers, which earlier steps worked out."""
     stated, _ = read_question(question)
     values: dict[str, int] = {}
-    for step in steps.removesuffix(" ;").split(" ; "):
-        name = step.split(" ", 1)[0]
-        words = stated.get(name, ())
-        if len(words) == 1:
-            values[name] = int(words[0])
-            expected = f"{name} = {words[0]}"
-        elif len(words) == 3 and words[0] in values and words[2] in values:
-            left, op, right = values[words[0]], words[1], values[words[2]]
-            values[name] = calculate(left, op, right) % MODULUS
-            expected = f"{name} = {left} {op} {right} = {values[name]}"
-        else:
-            return False
-        if step != expected:
+    for given in steps.removesuffix(" ;").split(" ; "):
+        name = given.split(" ", 1)[0]
+        definition = stated.get(name)
+        known = isinstance(definition, int) or (
+            definition is not None and {definition[0], definition[2]} <= values.keys()
+        )
+        if definition is None or not known or f"{given} ;" != step(name, definition, values, solution):
             return False
     return True
 
 
 def operations_needed(question: str) -> int:
     """How many operations the answer of a question needs."""
-    stated, asked = read_question(question)
-    needed, open_names = set[str](), [asked]
-    while open_names:
-        name = open_names.pop()
-        if name not in needed and len(stated[name]) == 3:
-            needed.add(name)
-            left, _, right = stated[name]
-            open_names += [left, right]
-    return len(needed)
+    stated, _ = read_question(question)
+    return sum(not isinstance(stated[name], int) for name in depth_first(question))
 
 
 def worked_through(definitions: dict[str, Definition], operation: Callable[[int, str, int], int]) -> dict[str, int]:
@@ -172,9 +196,12 @@ def shown(definition: Definition) -> str:
     return str(definition) if isinstance(definition, int) else " ".join(definition)
 
 
-def worked_out(definition: Definition, values: dict[str, int]) -> str:
-    """The operation with its numbers put in, `7 * 4 = `; empty for a given number."""
+def step(name: str, definition: Definition, values: dict[str, int], solution: str) -> str:
+    """`c = a * b = 7 * 4 = 5 ;`, terse `c = 7 * 4 = 5 ;`, of a given number `a = 7 ;`. Adds the value to `values`."""
     if isinstance(definition, int):
-        return ""
+        values[name] = definition
+        return f"{name} = {definition} ;"
     left, op, right = definition
-    return f"{values[left]} {op} {values[right]} = "
+    values[name] = calculate(values[left], op, values[right]) % MODULUS
+    names = "" if solution == "terse" else f"{shown(definition)} = "
+    return f"{name} = {names}{values[left]} {op} {values[right]} = {values[name]} ;"
