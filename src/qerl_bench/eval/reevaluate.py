@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -72,9 +72,8 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def keys_of(target: str) -> set[str]:
-    """The keys of one of our classes; none of another, which cannot have got any from us."""
-    module, _, name = target.rpartition(".")
-    made = getattr(import_module(module), name) if module.startswith("qerl_bench.") else None
+    """The keys of one of our classes; none of one that is not ours or no longer there."""
+    made = locate(target) if target.startswith("qerl_bench.") else None
     return {field.name for field in fields(made)} if is_dataclass(made) else set()
 
 
