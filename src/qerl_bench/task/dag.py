@@ -130,8 +130,8 @@ def read_question(question: str) -> tuple[dict[str, Definition], str]:
     statements, _, asked = question.removesuffix(" :").rpartition(" ? ")
     stated: dict[str, Definition] = {}
     for statement in statements.removesuffix(" .").split(" . "):
-        name, _, first, *more = statement.split()
-        stated[name] = (first, *more) if more else int(first)
+        name, _, *words = statement.split()
+        stated[name] = int(words[0]) if len(words) == 1 else (words[0], words[1], words[2])
     return stated, asked
 
 
