@@ -142,10 +142,8 @@ def depth_first(question: str) -> list[str]:
 
     def visit(name: str) -> None:
         if name not in order:
-            definition = stated[name]
-            if not isinstance(definition, int):
-                visit(definition[0])
-                visit(definition[2])
+            for operand in operands_of(stated[name]):
+                visit(operand)
             order.append(name)
 
     visit(asked)
@@ -165,11 +163,9 @@ def follows(question: str, steps: str, solution: str) -> bool:
     values: dict[str, int] = {}
     for given in steps.removesuffix(" ;").split(" ; "):
         name = given.split(" ", 1)[0]
-        definition = stated.get(name)
-        known = isinstance(definition, int) or (
-            definition is not None and {definition[0], definition[2]} <= values.keys()
-        )
-        if definition is None or not known or f"{given} ;" != step(name, definition, values, solution):
+        if name not in stated or not values.keys() >= {*operands_of(stated[name])}:
+            return False
+        if f"{given} ;" != step(name, stated[name], values, solution):
             return False
     return True
 
@@ -190,6 +186,10 @@ def worked_through(definitions: dict[str, Definition], operation: Callable[[int,
             left, op, right = definition
             results[name] = operation(results[left], op, results[right])
     return results
+
+
+def operands_of(definition: Definition) -> tuple[str, ...]:
+    return () if isinstance(definition, int) else (definition[0], definition[2])
 
 
 def shown(definition: Definition) -> str:
