@@ -68,6 +68,14 @@ def tf32_matmuls(on: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def bf16_matmuls(on: bool, device: str) -> torch.autocast:
+    """Inside, if `on`, operations with weights in FP32 compute in BF16 where torch.autocast does so.
+
+    Rounded weights are not kept for a second use: a recorded pass would find them as they were when it was recorded.
+    """
+    return torch.autocast(device, torch.bfloat16, enabled=on, cache_enabled=False)
+
+
 def now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()

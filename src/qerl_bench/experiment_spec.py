@@ -128,6 +128,11 @@ class Experiment:
             "model.dtype=float32, or lora=default, whose adapter is kept in FP32",
         )
         require(
+            full_training or not self.train.autocast,
+            "train.autocast=true computes with rounded copies of weights that are trained in FP32, and beside an "
+            "adapter none are. Use train.autocast=false, or lora=none",
+        )
+        require(
             packed or self.quantizer.name == "rtn",
             f"quantizer={self.quantizer.name} chooses 4-bit codes, but quant={self.quant.name} stores none. Leave "
             "quantizer=rtn, or use quant=nvfp4, mxfp4 or nf4",

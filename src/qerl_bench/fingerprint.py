@@ -31,7 +31,10 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "eval.quant": None,
     "rollout.quant": None,
     "noise.where": "norms",
+    "optim.beta2": 0.99,
+    "train.autocast": False,
     "model.warm_start_prompts": 2048,
+    "model.warm_start_experiment": "pretrain",
     "task.solution": "terse",
     "task.pretrain_procedures": {"guess": 0.25, "hasty": 0.35, "careful": 0.4},
 }

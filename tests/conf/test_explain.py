@@ -70,7 +70,7 @@ def test_explain_is_about_the_chosen_options_and_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
     assert "aqn.sigma_start = 0.02   (aqn=exp, default 1.0e-2)\n    standard deviation" in done.stdout
     assert "optim.lr = 0.0003   (conf/run.yaml, default ${model.lr})\n    AdamW" in done.stdout
-    assert done.stdout.count("\noptim.") == 6
+    assert done.stdout.count("\noptim.") == 7
 
 
 @pytest.mark.parametrize(

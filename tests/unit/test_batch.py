@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qerl_bench.device import tf32_matmuls
+from qerl_bench.device import bf16_matmuls, tf32_matmuls
 from qerl_bench.train.batch import make_batch
 
 
@@ -35,3 +35,16 @@ def test_lower_precision_ends_with_its_block_and_off_changes_nothing() -> None:
     with tf32_matmuls(True):
         assert torch.get_float32_matmul_precision() == "high"
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_bf16_matmuls_read_weights_anew_each_time() -> None:
+    """A rounded copy that is kept would be out of date after the next optimizer step."""
+    layer = torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with bf16_matmuls(True, "cpu"):
+        before = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        assert before.dtype == torch.bfloat16 and torch.equal(layer(x), 2 * before)
+    with bf16_matmuls(False, "cpu"):
+        assert layer(x).dtype == torch.float32

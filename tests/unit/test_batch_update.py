@@ -194,10 +194,20 @@ def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
         assert torch.allclose(other, moments, rtol=0, atol=1e-6 * float(moments.abs().max()) + 1e-9)
 
 
-def test_one_update_is_clipped_adamw(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
-    """Three steps of AdamW (0.9, 0.99), clipped to the global norm, written out; each on rows of its own."""
+@pytest.mark.parametrize("beta2", [0.99, 0.9])
+def test_one_update_is_clipped_adamw(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], beta2: float
+) -> None:
+    """Three steps of AdamW (0.9, beta2), clipped to the global norm, written out; each on rows of its own."""
     policy, fresh = make_policy(adapted=True), make_policy(adapted=True)
-    clipped = {"max_grad_norm": 0.01, "weight_decay": 0.1, "lr": 0.02, "schedule": "linear", "warmup_steps": 1}
+    clipped = {
+        "beta2": beta2,
+        "max_grad_norm": 0.01,
+        "weight_decay": 0.1,
+        "lr": 0.02,
+        "schedule": "linear",
+        "warmup_steps": 1,
+    }
     experiment = _experiment(make_experiment, "sft", **clipped)
     optimizer = make_optimizer(policy, experiment.optim)
     names = [name for name, parameter in fresh.model.named_parameters() if parameter.requires_grad]
@@ -219,8 +229,8 @@ def test_one_update_is_clipped_adamw(make_policy: Callable[..., Any], make_exper
                     continue
                 gradient = gradients[name] * (0.01 / norm)
                 mean[name] = 0.9 * mean[name] + 0.1 * gradient
-                square[name] = 0.99 * square[name] + 0.01 * gradient**2
-                scaled = (mean[name] / (1 - 0.9**step)) / ((square[name] / (1 - 0.99**step)).sqrt() + 1e-8)
+                square[name] = beta2 * square[name] + (1 - beta2) * gradient**2
+                scaled = (mean[name] / (1 - 0.9**step)) / ((square[name] / (1 - beta2**step)).sqrt() + 1e-8)
                 parameter.copy_(parameter * (1 - lr * 0.1) - lr * scaled)
     gap = (_state(policy) - _state(fresh)).abs()
     assert gap.quantile(0.99) < 1e-5 and gap.max() < 1e-3  # where a gradient is all rounding, so is its scaled step

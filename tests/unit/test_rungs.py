@@ -11,7 +11,7 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.gates.design import read_design
-from qerl_bench.gates.rungs import chosen, fits, main, windows
+from qerl_bench.gates.rungs import chosen, fits, main, report, windows
 from qerl_bench.seeding import derive
 from qerl_bench.task.dag import operations_needed
 
@@ -25,12 +25,12 @@ def _rung(once: float, most: float, none: float) -> dict[str, float]:
 def test_of_five_in_a_row_that_fit_the_middle_one_is_chosen() -> None:
     """Each rung has 6 points more groups without success than the one before; 35 % is the middle."""
     rungs = {n: _rung(0.5 - 0.04 * n, 1.0 - 0.01 * n, 0.06 * n) for n in range(1, 11)}
-    together = windows(rungs)
+    together = windows(rungs, 5)
     assert list(together) == [tuple(range(first, first + 5)) for first in range(1, 7)]
     assert together[2, 3, 4, 5, 6] == pytest.approx({"pass@1": 0.34, "pass@k": 0.96, "no success": 0.24})
     assert [one[0] for one in together if fits(together[one])] == [2, 3, 4, 5, 6]
     assert chosen(together) == (4, 5, 6, 7, 8)
-    gap = windows({n: rung for n, rung in rungs.items() if n != 5})
+    gap = windows({n: rung for n, rung in rungs.items() if n != 5}, 5)
     assert list(gap) == [(6, 7, 8, 9, 10)] and chosen({}) is None
 
 
@@ -38,6 +38,16 @@ def test_of_two_that_are_equally_near_the_one_with_fewer_operations_is_chosen() 
     easy, hard = (2, 3, 4, 5, 6), (3, 4, 5, 6, 7)
     for first, second in ((0.3, 0.4), (0.4, 0.3)):
         assert chosen({hard: _rung(0.2, 0.9, second), easy: _rung(0.2, 0.9, first)}) == easy
+
+
+def test_fewer_in_a_row_are_looked_at_only_where_more_do_not_fit() -> None:
+    """A ladder so steep that five in a row have too few answers among 64, and three have enough."""
+    steep = {n: _rung(0.6 / n**2, 1.1 - 0.15 * n, 0.2 * n - 0.1) for n in range(1, 8)}
+    shown = report(steep, 8, [5, 4, 3]).split("\n\n")
+    assert [part.splitlines()[2].split(" | ")[0] for part in shown[2:-1]] == ["| 1 to 5", "| 1 to 4", "| 1 to 3"]
+    assert shown[-1] == "task.operations=[1,2,3]" and report(steep, 8, [5]).endswith("none fits")
+    gentle = {n: _rung(0.3, 0.9, 0.35) for n in range(1, 6)}
+    assert report(gentle, 1, [5, 4, 3]).endswith("task.operations=[1,2,3,4,5]")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.train import static
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
@@ -96,6 +97,28 @@ def test_fixed_shapes_change_rounding_only(
     assert padded == pytest.approx(plain, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(other, gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()) + 1e-9)
     assert gradient.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_autocast_computes_the_gradient_to_the_rounding_of_bf16(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fixed: bool
+) -> None:
+    """Weights and gradients stay in FP32; the gradient differs by what BF16 rounds (2^-9), and it does differ."""
+    words, results = ("algo=sft", "lora=none", "quant=bf16"), []
+    for autocast in (False, True):
+        policy = make_policy("algo=sft", "lora=none", quant="bf16", adapted=False)
+        experiment = make_experiment(*words, f"train.autocast={autocast}")
+        results.append(_step(policy, experiment, _batch(), fixed, monkeypatch))
+        assert {parameter.dtype for parameter in policy.trainable} == {torch.float32}
+    (plain, gradient), (rounded, other) = results
+    assert rounded["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+    off = float((other - gradient).norm() / gradient.norm())
+    assert 1e-4 < off < 0.05 and other.dtype == torch.float32
+
+
+def test_autocast_is_for_weights_that_are_trained(make_experiment: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"beside an adapter none are\. Use train.autocast=false, or lora=none"):
+        make_experiment("train.autocast=true")
 
 
 def test_where_it_cannot_be_the_log_says_why(

@@ -1,12 +1,13 @@
-"""Which numbers of operations of task=dag bases can learn from: each, and five in a row.
+"""Which numbers of operations of task=dag bases can learn from: each, and several in a row.
 
-    python analysis/rungs.py docs/studies/dag-2026/rungs.yaml
+    python analysis/rungs.py docs/studies/dag-2026/rungs.yaml [--widths 5 4 3]
 
-Reads the probes that `qerl-bench gates` left of the bases of a design. Prints two tables in
-Markdown: each number of operations by itself, and each five consecutive ones as RL would draw
-them, equally often. Of those that pass the gates of difficulty it names the one whose share of
-groups without success is nearest to the middle of what is allowed, of two that are equally near
-the one with fewer operations. Means are over bases; k of pass@k are all samples of a probe.
+Reads the probes that `qerl-bench gates` left of the bases of a design. Prints tables in Markdown:
+each number of operations by itself, and each five consecutive ones as RL would draw them, equally
+often. Of those that pass the gates of difficulty it names the one whose share of groups without
+success is nearest to the middle of what is allowed, of two that are equally near the one with fewer
+operations. If none passes, it looks at the next of --widths. Means are over bases; k of pass@k are
+all samples of a probe.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ from qerl_bench.gates.probing import probed
 from qerl_bench.seeding import derive
 from qerl_bench.task.dag import Dag, operations_needed
 
-TOGETHER = 5  # consecutive numbers of operations in a study
 Rung = Mapping[str, float]  # what a base does with problems of so many operations
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="a design of task=dag whose bases have been probed")
-    design = read_design(parser.parse_args(arguments).study)
+    help_of_widths = "how many consecutive numbers of operations, in the order in which to look (5)"
+    parser.add_argument("--widths", nargs="+", type=int, default=[5], metavar="N", help=help_of_widths)
+    args = parser.parse_args(arguments)
+    require(min(args.widths) >= 1, f"--widths must be at least 1, got {args.widths}")
+    design = read_design(args.study)
     missing = [base for base in design.bases if not probed(design, base, design.formats)]
     require(not missing, f"the bases {missing} were not probed; run qerl-bench gates {design.path}")
     probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases]
-    print(report(by_rung(design, probes), len(probes)))
+    print(report(by_rung(design, probes), len(probes), args.widths))
 
 
 def by_rung(design: Design, probes: Sequence[Probe]) -> dict[int, Rung]:
@@ -74,9 +78,9 @@ def numbers(design: Design, probe: Probe) -> dict[str, float]:
     return found | {f"damage by {quant}": once - pass_at(probe, quant, 1) for quant in others}
 
 
-def windows(rungs: Mapping[int, Rung]) -> dict[tuple[int, ...], Rung]:
-    """Means over each five consecutive numbers of operations."""
-    together = [tuple(range(first, first + TOGETHER)) for first in rungs]
+def windows(rungs: Mapping[int, Rung], width: int) -> dict[tuple[int, ...], Rung]:
+    """Means over each `width` consecutive numbers of operations."""
+    together = [tuple(range(first, first + width)) for first in rungs]
     complete = [one for one in together if rungs.keys() >= {*one}]
     keys = [key for key in next(iter(rungs.values())) if key != "questions"]
     return {one: {key: fmean(rungs[rung][key] for rung in one) for key in keys} for one in complete}
@@ -88,7 +92,7 @@ def fits(window: Rung) -> bool:
 
 
 def chosen(together: Mapping[tuple[int, ...], Rung]) -> tuple[int, ...] | None:
-    """Five numbers of operations that pass the gates of difficulty, or None."""
+    """The numbers of operations of the window that is taken, or None if none passes the gates of difficulty."""
 
     def distance(one: tuple[int, ...]) -> float:
         return round(abs(together[one]["no success"] - fmean(NO_SUCCESS)), 9)  # .30 and .40 are equally far from .35
@@ -97,13 +101,14 @@ def chosen(together: Mapping[tuple[int, ...], Rung]) -> tuple[int, ...] | None:
     return min(fitting, key=lambda one: (distance(one), one), default=None)
 
 
-def report(rungs: Mapping[int, Rung], bases: int) -> str:
-    together = windows(rungs)
-    best = chosen(together)
-    words = "none fits" if best is None else f"task.operations={list(best)}".replace(" ", "")
-    single = table("operations", {str(rung): one for rung, one in rungs.items()})
-    five = table("operations", {f"{one[0]} to {one[-1]}": window for one, window in together.items()})
-    return f"{bases} base{'s' * (bases != 1)}\n\n{single}\n\n{five}\n\n{words}"
+def report(rungs: Mapping[int, Rung], bases: int, widths: Sequence[int]) -> str:
+    parts = [f"{bases} base{'s' * (bases != 1)}", table("operations", {str(rung): one for rung, one in rungs.items()})]
+    for width in widths:
+        together = windows(rungs, width)
+        parts.append(table("operations", {f"{one[0]} to {one[-1]}": window for one, window in together.items()}))
+        if (best := chosen(together)) is not None:
+            return "\n\n".join([*parts, f"task.operations={list(best)}".replace(" ", "")])
+    return "\n\n".join([*parts, "none fits"])
 
 
 def table(first: str, rows: Mapping[str, Rung]) -> str:

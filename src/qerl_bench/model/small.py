@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench import own_options
-from qerl_bench.checks import check_fields, count, learning_rate, number
+from qerl_bench.checks import check_fields, count, learning_rate, number, text
 from qerl_bench.model.tiny import TinyModel
 from qerl_bench.option_names import choice_of
 from qerl_bench.seeding import derive
@@ -32,15 +32,15 @@ MAX_OUTLIERS = 4.0  # three standard deviations are then a factor of 4,096
 class SmallModel(TinyModel):
     """Sizes, seed and pretraining of a small model; `warm_start_...` are of its pretraining.
 
-    `outliers` is the standard deviation of the channels' sizes, in powers of two before rounding.
+    `warm_start_experiment` names the experiment that pretrains. `outliers` is the standard deviation of the channels'
+    sizes, in powers of two before rounding.
     """
 
     warm_start_prompts: int
     warm_start_lr: float
     warm_start_weight_decay: float
+    warm_start_experiment: str
     outliers: float
-
-    warm_start_experiment = "pretrain"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +50,12 @@ class SmallModel(TinyModel):
             warm_start_prompts=count(),
             warm_start_lr=learning_rate,
             warm_start_weight_decay=number(0),
+            warm_start_experiment=text,
             outliers=number(0, MAX_OUTLIERS),
         )
+
+    def recipe(self) -> str:
+        return self.warm_start_experiment
 
     def warm_start_overrides(self) -> list[str] | None:
         """Pretrained under the name of its own option, in FP32 and before `outliers` whatever that says."""

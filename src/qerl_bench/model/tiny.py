@@ -23,21 +23,22 @@ class TinyModel(Qwen2Spec):
     dtype: str
     lr: float
 
-    warm_start_experiment = "warm_start"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, "model", warm_start_steps=count(0))
+
+    def recipe(self) -> str:
+        """The experiment that makes the warm start."""
+        return "warm_start"
 
     def warm_start_overrides(self) -> list[str] | None:
         if self.warm_start_steps == 0:
             return None
         shape = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "seed")
         return [
-            f"experiment={self.warm_start_experiment}",
+            f"experiment={self.recipe()}",
             f"steps={self.warm_start_steps}",
             f"save_every={self.warm_start_steps}",
-            f"optim.warmup_steps={min(20, self.warm_start_steps // 2)}",
             *(f"model.{key}={getattr(self, key)}" for key in shape),
         ]
 

@@ -53,6 +53,7 @@ class OptimSpec:
     lr: float
     schedule: str
     warmup_steps: int
+    beta2: float
     weight_decay: float
     max_grad_norm: float
 
@@ -64,6 +65,7 @@ class OptimSpec:
             lr=learning_rate,
             schedule=one_of("constant", "linear", "cosine"),
             warmup_steps=count(0),
+            beta2=number(0, below=1),
             weight_decay=number(0),
             max_grad_norm=positive,
         )
@@ -89,6 +91,7 @@ class TrainSpec:
     mismatch_share: float
     capture: str
     tf32: bool
+    autocast: bool
     entropy_coef: float
     on_nonfinite: str
     kept_groups: int
@@ -104,6 +107,7 @@ class TrainSpec:
             mismatch_share=number(above=0, most=1),
             capture=one_of("auto", "off"),
             tf32=flag,
+            autocast=flag,
             entropy_coef=number(0),
             on_nonfinite=one_of("stop", "skip"),
             kept_groups=count(0),

@@ -25,7 +25,7 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import tf32_matmuls
+from qerl_bench.device import bf16_matmuls, tf32_matmuls
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.lm_head import TokenStats, require_logprobs
 from qerl_bench.model.packing import Packing
@@ -44,7 +44,7 @@ from qerl_bench.train.spec import OptimSpec
 from qerl_bench.train.static import StaticInputs, StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
-BETAS = (0.9, 0.99)  # as in QeRL's scripts
+BETA1 = 0.9  # of AdamW
 
 
 @dataclass
@@ -91,7 +91,7 @@ def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW
     if optim.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[assignment]
-    return kind(policy.trainable, lr=optim.lr, betas=BETAS, weight_decay=optim.weight_decay)
+    return kind(policy.trainable, lr=optim.lr, betas=(BETA1, optim.beta2), weight_decay=optim.weight_decay)
 
 
 def update(
@@ -140,8 +140,12 @@ def update(
         optimizer.zero_grad(set_to_none=True)
         gradients = GradientSum(policy.trainable, world, exact)
         done: list[tuple[MicroBatch, Part]] = []
-        tf32 = train.tf32 and policy.device.type == "cuda"
-        with shortage_in_words(train, tokens, longest, run), tf32_matmuls(tf32):
+        kind = policy.device.type
+        with (
+            shortage_in_words(train, tokens, longest, run),
+            tf32_matmuls(train.tf32 and kind == "cuda"),
+            bf16_matmuls(train.autocast, kind),
+        ):
             for turn in turns(micro_batches, world, exact):
                 with world.together(RuntimeError):  # such as PyTorch's when memory runs out
                     for place, micro_batch in turn:
