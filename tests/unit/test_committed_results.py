@@ -84,6 +84,31 @@ def test_what_an_adapter_costs_is_what_was_measured() -> None:
         assert f"| {batch} | {plain:,.0f} {beside}" in page
 
 
+def test_the_profile_of_a_step_is_what_was_measured() -> None:
+    """Kernels of the blocks run at least once in each of 255 steps and 28 blocks."""
+    page = (ROOT / "kernels" / "README.md").read_text()
+    rows = pd.read_csv(ROOT / "kernels" / "results" / "h200_decoding_profile.csv")
+    of_blocks = rows[rows["calls"] >= 255 * 28].groupby(["kernel", "batch"])["ms"].sum().unstack() / 255
+    is_ours = ~of_blocks.index.str.contains("nvjet|cublas")
+    for kernel, times in of_blocks[is_ours].iterrows():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{kernel}`"))
+        assert line.endswith("".join(" |" if pd.isna(ms) else f" {ms:.2f} |" for ms in times))
+    assert f"| together | {' | '.join(f'{ms:.1f}' for ms in of_blocks.sum())} |" in page
+    assert is_ours.sum() == 8
+
+
+def test_the_training_of_a_32b_is_what_was_measured() -> None:
+    page = (RESULTS / "h200" / "README.md").read_text()
+    steps = pd.read_csv(RESULTS / "h200" / "train_32b.csv")
+    weights = 64 * (7168 * 5120 + 5120**2 + 55296 * 5120 + 5120 * 27648)  # of the blocks
+    warm = steps[steps["step"] > 1].groupby(["recompute", "micro_batch_tokens"]).mean()
+    for (recompute, tokens), row in warm.iterrows():
+        share = 4 * weights * row["train_tok_s"] / 795e12
+        numbers = f"{row['train_tok_s']:,.0f} | {100 * share:.0f} % | {row['train_reserved_gib']:.1f}"
+        assert f"| `{recompute}` | {tokens:,} | {numbers} |" in page
+    assert len(warm) == 2
+
+
 def test_the_steps_beside_trl_are_what_was_measured() -> None:
     page = (RESULTS / "h200" / "README.md").read_text()
     steps = pd.read_csv(RESULTS / "h200" / "beside_trl.csv")
