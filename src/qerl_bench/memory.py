@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from qerl_bench.checks import TrainingStopped
 
+NO_MEMORY = "no memory is left"  # in every message here
 REMEDIES = {  # of each phase
     "setup": "a quant of fewer bits or a smaller model",
     "rollout": "a smaller engine.max_num_seqs, engine.cache_gib, rollout.group_size or task.max_completion_tokens",
@@ -46,6 +47,6 @@ def memory_for(phase: str) -> Iterator[None]:
             raise
         remedy = REMEDIES.get(phase, "a smaller model")
         raise TrainingStopped(
-            f"{phase}: no memory is left ({said}). If another process has used it, the same command continues from the "
+            f"{phase}: {NO_MEMORY} ({said}). If another process has used it, the same command continues from the "
             f"last checkpoint. If not, this needs a machine with more memory, or {remedy}"
         ) from error

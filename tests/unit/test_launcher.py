@@ -80,6 +80,36 @@ def test_the_reason_of_a_failure_is_told_in_a_line(tmp_path: Path) -> None:
     assert told.startswith("1 of 5 runs failed") and f"{tmp_path / 'logged'}: too hot" in told
 
 
+OUT_OF_MEMORY = """
+with open(folder / 'run.log', 'a') as log:
+    log.write('failed: train: no memory is left (CUDA out of memory).')
+sys.exit(1)"""
+
+
+def test_a_point_without_memory_beside_others_is_run_once_more_with_fewer_at_a_time(tmp_path: Path) -> None:
+    waits = f"time.sleep(0.5); {DONE}"
+    again = f"if (folder / 'run.log').exists():\n    {DONE}\n    sys.exit()"
+    large = point(tmp_path / "large", again + OUT_OF_MEMORY)
+    points = [point(tmp_path / "first", waits), large, point(tmp_path / "last", waits)]
+    run = launcher.Sweep(points, 2, [])
+    assert run.run() == [] and run.done == 3 and run.slots == 1 and run.repeated == {"large"}
+
+
+def test_a_point_that_needs_more_memory_than_there_is_fails(tmp_path: Path) -> None:
+    """The second time, or when nothing shared its memory."""
+    large, other = point(tmp_path / "large", OUT_OF_MEMORY), point(tmp_path / "other", f"time.sleep(0.5); {DONE}")
+    cases: list[tuple[tuple[Point, ...], list[str], set[str]]] = [
+        ((other, large), [], {"large"}),
+        ((other, large), ["0", "1"], set()),
+        ((large,), [], set()),
+    ]
+    for points, gpus, repeated in cases:
+        (tmp_path / "other" / "done.json").unlink(missing_ok=True)
+        run = launcher.Sweep(points, 2, gpus)
+        ((failed, reason),) = run.run()
+        assert failed.name == "large" and "no memory is left" in reason and run.repeated == repeated
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_refused_point_leaves_its_reason_and_a_folder_only_if_it_had_one(tmp_path: Path, slots: int) -> None:
     refused = "(folder / 'run.log').write_text('1 failed: no GPU\\n'); (folder / 'config.yaml').touch(); sys.exit(2)"

@@ -2,7 +2,8 @@
 
 Hydra's stock launchers share a process between runs, or start all at once on the same GPU; memory figures and failures
 then leak from one run into the next. Every point is composed and checked before the first one starts. Runs end with
-the launcher. A point that another process is running is left to it, and waited for at the end.
+the launcher. A point that another process is running is left to it, and waited for at the end. A point that ran out of
+memory beside others is run once more, after the others that wait and with one fewer side by side.
 """
 
 import logging
@@ -25,6 +26,7 @@ from qerl_bench.cli import Point
 from qerl_bench.failure import reason_of, size_of
 from qerl_bench.installation import run_command
 from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
+from qerl_bench.memory import NO_MEMORY
 from qerl_bench.progress import duration, phase
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
@@ -80,6 +82,7 @@ class Sweep:
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
+        self.repeated: set[str] = set()  # names of points that ran out of memory beside others
         self.total, self.done = len(points), len(points) - len(self.todo)
         self.took: list[float] = []  # seconds of the runs that this sweep has made from beginning to end
 
@@ -153,11 +156,25 @@ class Sweep:
                 log.info("done   %s in %s", point.name, duration(time.monotonic() - since))
             else:
                 reason = reason_of(point.run_dir, code, log_size)
-                self.failed.append((point, reason))
                 log.info("exit %d %s: %s", code, point.name, reason)
+                if NO_MEMORY in reason and self.is_crowded() and point.name not in self.repeated:
+                    self.repeat(point)
+                else:
+                    self.failed.append((point, reason))
                 if code == REFUSED and new:
                     discard(point.run_dir)
             log.info("%s", self.state())
+
+    def is_crowded(self) -> bool:
+        """Whether other runs share the memory of a GPU, or of the machine if there is none."""
+        return bool(self.running) and self.slots > len(self.gpus)
+
+    def repeat(self, point: Point) -> None:
+        """Run a point again that ran out of memory beside others, with one fewer side by side from now on."""
+        self.repeated.add(point.name)
+        self.todo.append(point)
+        self.slots = max(1, min(self.slots - 1, len(self.running)))
+        log.info("%d at a time from now on, for want of memory; %s is repeated", self.slots, point.name)
 
     def await_other(self, point: Point) -> None:
         """Wait until the process that runs `point` has ended; if it ended early, the point is to do again.

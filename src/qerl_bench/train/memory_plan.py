@@ -17,7 +17,7 @@ import torch
 
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.device import peak_gib, reset_peak
-from qerl_bench.memory import shortage
+from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.model.policy import Policy
 from qerl_bench.rundir import RunDir
 from qerl_bench.train.spec import TrainSpec
@@ -154,7 +154,7 @@ def shortage_in_words(train: TrainSpec, tokens: int, longest: int, run: RunDir) 
             run.write(FILE, json.dumps(plan | {"micro_batch_tokens": tokens // 2}, indent=1))
             again = f"The same command continues from the last checkpoint with micro-batches of {tokens // 2:,} tokens"
         raise TrainingStopped(
-            f"train: no memory is left ({said}) in micro-batches of up to {tokens:,} tokens with "
+            f"train: {NO_MEMORY} ({said}) in micro-batches of up to {tokens:,} tokens with "
             f"train.recompute={train.recompute}; the longest sequence has {longest:,}. {again}. Otherwise: "
             f"{', or '.join(remedies)}"
         ) from error
