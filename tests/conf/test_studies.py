@@ -296,7 +296,9 @@ def test_the_arms_of_a_committed_study_are_runs_of_their_own(path: Path) -> None
 
 @pytest.mark.parametrize(("world", "least"), [("outliers", 60), ("shortcut", 32)])
 def test_the_studies_in_one_world_share_no_base(world: str, least: int) -> None:
-    designs = [read_design(path) for path in (ROOT / "docs" / "studies").glob("*/study.yaml")]
+    """Those that trained arms: dag-2026-explained stopped before, and dag-2026-weighted has its bases."""
+    paths = (ROOT / "docs" / "studies").glob("*/study.yaml")
+    designs = [read_design(path) for path in paths if (path.parent / "results").exists()]
     bases = [base for one in designs if f"experiment=worlds/{world}" in one.common for base in one.bases]
     assert len(bases) == len({*bases}) >= least
 
