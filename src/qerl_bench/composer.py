@@ -38,11 +38,12 @@ REGISTER = "register_new_resolver" if HYDRA_1_3 else "register_resolver"
 
 
 def register_resolvers() -> None:
-    """Register `${fingerprint:}`, `${model_name:ID}` and `${fitting:N,STEPS}`; may be called repeatedly."""
+    """Register `${fingerprint:}`, `${model_name:ID}`, `${fitting:N,STEPS}` and `${half:N,STEPS}`; may be repeated."""
     register = getattr(OmegaConf, REGISTER)
     register("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
     register("model_name", short_name, replace=True)
     register("fitting", fitting, replace=True)
+    register("half", lambda warmup, steps: min(warmup, steps // 2), replace=True)
 
 
 def fitting(warmup: int, steps: object) -> int:

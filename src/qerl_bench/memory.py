@@ -18,8 +18,12 @@ REMEDIES = {  # of each phase
     "train": "a smaller train.micro_batch_tokens, or train.recompute=full",
     "evaluation": "a smaller eval.questions or eval.samples",
 }
-# PyTorch on a CPU, C++, memory that cannot be mapped, and threads of Rust (tokenizers) that get no stack.
-CPU = re.compile(r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError")
+# PyTorch on a CPU, C++, memory that cannot be mapped, threads of Rust (tokenizers) that get no stack; then a GPU that has
+# no memory for a context, a handle of cuBLAS or a kernel.
+SAID = re.compile(
+    r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError"
+    r"|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|\[CUDA\]: out of memory"
+)
 
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
 
@@ -28,7 +32,7 @@ def shortage(error: BaseException) -> str | None:
     """What an error says about memory that ran out, shortened; None if it is about something else."""
     kind = type(error).__name__
     other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
-    if kind not in ("MemoryError", "OutOfMemoryError") and not (other and CPU.search(str(error))):
+    if kind not in ("MemoryError", "OutOfMemoryError") and not (other and SAID.search(str(error))):
         return None
     words = OTHERS.sub("", " ".join(str(error).split())) or kind
     return words if len(words) <= 500 else f"{words[:500]}..."

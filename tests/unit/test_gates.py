@@ -443,6 +443,18 @@ def test_runs_that_are_nearly_done_when_the_time_is_up_may_end(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize(("minutes", "times"), [(10, 2), (0.75, 1)])
+def test_runs_without_memory_are_repeated_while_there_is_time(tmp_path: Path, minutes: float, times: int) -> None:
+    full = "failed: train: no memory is left"
+    code = f"with open(folder / 'run.log', 'a') as log: log.write({full!r} + chr(10))\nsys.exit(1)"
+    sweep = Blocks([block(tmp_path, "a1", code=code)], 2, [], Deadline(100))
+    sweep.deadline.end = time.monotonic() + 60 * (minutes - 0.75)
+    ((failed, reason),) = sweep.run()
+    assert failed.name == "a1" and "no memory is left" in reason
+    assert (failed.run_dir / "run.log").read_text().count(full) == times
+
+
+@pytest.mark.usefixtures("stub")
 def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     waits = "(folder / 'started').touch(); time.sleep(600)"
     sweep = Blocks([block(tmp_path, "a1", "a2", code=waits), block(tmp_path, "b1")], 1, [], Deadline(100))

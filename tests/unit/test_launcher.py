@@ -86,28 +86,34 @@ with open(folder / 'run.log', 'a') as log:
 sys.exit(1)"""
 
 
-def test_a_point_without_memory_beside_others_is_run_once_more_with_fewer_at_a_time(tmp_path: Path) -> None:
-    waits = f"time.sleep(0.5); {DONE}"
-    again = f"if (folder / 'run.log').exists():\n    {DONE}\n    sys.exit()"
-    large = point(tmp_path / "large", again + OUT_OF_MEMORY)
-    points = [point(tmp_path / "first", waits), large, point(tmp_path / "last", waits)]
-    run = launcher.Sweep(points, 2, [])
-    assert run.run() == [] and run.done == 3 and run.slots == 1 and run.repeated == {"large"}
+NOTES = "with open(folder.parent / 'notes', 'a') as notes:\n    notes.write(f'{folder.name} {word}\\n')\n"
 
 
-def test_a_point_that_needs_more_memory_than_there_is_fails(tmp_path: Path) -> None:
-    """The second time, or when nothing shared its memory."""
-    large, other = point(tmp_path / "large", OUT_OF_MEMORY), point(tmp_path / "other", f"time.sleep(0.5); {DONE}")
-    cases: list[tuple[tuple[Point, ...], list[str], set[str]]] = [
-        ((other, large), [], {"large"}),
-        ((other, large), ["0", "1"], set()),
-        ((large,), [], set()),
-    ]
-    for points, gpus, repeated in cases:
-        (tmp_path / "other" / "done.json").unlink(missing_ok=True)
-        run = launcher.Sweep(points, 2, gpus)
-        ((failed, reason),) = run.run()
-        assert failed.name == "large" and "no memory is left" in reason and run.repeated == repeated
+def noted(folder: Path, code: str = "") -> Point:
+    """A point that notes when it begins and ends; `code` comes between."""
+    begins, ends = (NOTES.replace("{word}", word) for word in ("begins", "ends"))
+    return point(folder, f"{begins}time.sleep(0.3)\n{code}{ends}{DONE}")
+
+
+def test_points_without_memory_beside_others_are_run_once_more_at_the_end_and_alone(tmp_path: Path) -> None:
+    first_time = "if not (folder / 'run.log').exists():\n    " + OUT_OF_MEMORY.strip().replace("\n", "\n    ") + "\n"
+    large = [noted(tmp_path / name, first_time) for name in ("large", "second")]
+    run = launcher.Sweep([*large, noted(tmp_path / "small"), noted(tmp_path / "last")], 2, [])
+    assert run.run() == [] and run.done == 4
+    notes = (tmp_path / "notes").read_text().split("\n")
+    alone = ["large begins", "large ends", "second begins", "second ends", ""]
+    assert notes[-5:] == alone and len(notes) == 11
+
+
+def test_points_that_need_more_memory_than_there_is_fail(tmp_path: Path) -> None:
+    """The second time, or at once where each has a GPU of its own."""
+    for slots, gpus, times in ((2, [], 2), (3, ["0", "1"], 2), (2, ["0", "1"], 1), (1, [], 1)):
+        folder = tmp_path / f"{slots}{len(gpus)}"
+        folder.mkdir()
+        large = noted(folder / "large", OUT_OF_MEMORY + "\n")
+        ((failed, reason),) = launcher.Sweep([large, noted(folder / "other")], slots, gpus).run()
+        assert failed.name == "large" and "no memory is left" in reason
+        assert (folder / "notes").read_text().count("large begins") == times
 
 
 @pytest.mark.parametrize("slots", [1, 2])

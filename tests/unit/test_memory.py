@@ -24,7 +24,15 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), MemoryError(), RuntimeError("std::bad_alloc")]
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
 )
 def test_each_kind_of_it_in_each_phase(error: Exception) -> None:
     timer = PhaseTimer("cpu")

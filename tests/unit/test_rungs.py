@@ -78,6 +78,8 @@ def test_probes_are_read_by_number_of_operations(
         formats = {name: {"correct": correct, "samples": 64} for name, correct in counts.items()}
         file.write_text(json.dumps({"base": base, "formats": formats, "doses": {}}))
     main([str(RUNGS)])
+    with pytest.raises(ConfigError, match="--widths must be at most 9"):
+        main([str(RUNGS), "--widths", "10"])
     bases, single, five, words = capsys.readouterr().out.split("\n\n")
     assert bases == "4 bases" and words.strip() == "task.operations=[2,3,4,5,6]"
     header, _, *lines = single.splitlines()

@@ -195,7 +195,7 @@ def test_the_warm_start_is_a_run_of_its_own() -> None:
     assert _tiny().warm_start_overrides() is None
     words = _tiny(warm_start_steps=7, seed=3).warm_start_overrides()
     assert words is not None
-    assert build(compose(words)).optim.warmup_steps == 6  # all but one of a short warm start, 20 of a long one
+    assert build(compose(words)).optim.warmup_steps == 3  # half of a short warm start, 20 steps of a long one
     words = _tiny(warm_start_steps=70, seed=3, dtype="bfloat16").warm_start_overrides()
     assert words is not None
     experiment = build(compose(words))
@@ -224,6 +224,8 @@ def test_another_recipe_is_another_base_and_the_first_keeps_its_name() -> None:
     assert (plain.train.autocast, plain.optim.beta2, plain.optim.warmup_steps) == (False, 0.99, 20)
     assert (bf16.train.autocast, bf16.optim.beta2, bf16.optim.warmup_steps) == (True, 0.95, 200)
     assert bf16.optim.lr == plain.optim.lr and bf16.model.dtype == "float32"
+    with pytest.raises(ConfigError, match="must be one of pretrain, pretrain_bf16, got pretrain_bf61"):
+        pretraining("model.warm_start_experiment=pretrain_bf61")
 
 
 def test_other_weights_are_another_warm_start() -> None:

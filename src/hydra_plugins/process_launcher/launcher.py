@@ -2,8 +2,8 @@
 
 Hydra's stock launchers share a process between runs, or start all at once on the same GPU; memory figures and failures
 then leak from one run into the next. Every point is composed and checked before the first one starts. Runs end with
-the launcher. A point that another process is running is left to it, and waited for at the end. A point that ran out of
-memory beside others is run once more, after the others that wait and with one fewer side by side.
+the launcher. A point that another process is running is left to it, and waited for at the end. Points that ran out of
+memory where several shared it are run once more when all others have ended, one on a GPU or one in all.
 """
 
 import logging
@@ -82,7 +82,8 @@ class Sweep:
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
-        self.repeated: set[str] = set()  # names of points that ran out of memory beside others
+        self.side_by_side = slots > 1  # a single run has the terminal
+        self.has_repeated = False
         self.total, self.done = len(points), len(points) - len(self.todo)
         self.took: list[float] = []  # seconds of the runs that this sweep has made from beginning to end
 
@@ -90,8 +91,8 @@ class Sweep:
         """The failed points, each with the reason in one line."""
         told = -LOOK_S
         try:
-            with phase("sweep") if self.slots > 1 else nullcontext() as shown:  # a single run has the terminal
-                while self.todo or self.running or self.elsewhere:
+            with phase("sweep") if self.side_by_side else nullcontext() as shown:
+                while self.todo or self.running or self.elsewhere or self.repeats():
                     for slot in range(self.slots):
                         if slot not in self.running:
                             self.fill(slot)
@@ -136,7 +137,7 @@ class Sweep:
             else:
                 log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
                 share = share_to_make(point.run_dir)
-                child = start(point, slot, self.slots, self.gpus)
+                child = start(point, slot, self.slots, self.gpus, self.side_by_side)
                 self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
                 return
 
@@ -156,25 +157,23 @@ class Sweep:
                 log.info("done   %s in %s", point.name, duration(time.monotonic() - since))
             else:
                 reason = reason_of(point.run_dir, code, log_size)
+                self.failed.append((point, reason))
                 log.info("exit %d %s: %s", code, point.name, reason)
-                if NO_MEMORY in reason and self.is_crowded() and point.name not in self.repeated:
-                    self.repeat(point)
-                else:
-                    self.failed.append((point, reason))
                 if code == REFUSED and new:
                     discard(point.run_dir)
             log.info("%s", self.state())
 
-    def is_crowded(self) -> bool:
-        """Whether other runs share the memory of a GPU, or of the machine if there is none."""
-        return bool(self.running) and self.slots > len(self.gpus)
-
-    def repeat(self, point: Point) -> None:
-        """Run a point again that ran out of memory beside others, with one fewer side by side from now on."""
-        self.repeated.add(point.name)
-        self.todo.append(point)
-        self.slots = max(1, min(self.slots - 1, len(self.running)))
-        log.info("%d at a time from now on, for want of memory; %s is repeated", self.slots, point.name)
+    def repeats(self) -> bool:
+        """Whether there is more to do: points without memory, once, if they shared it and now need not."""
+        alone = max(1, len(self.gpus))
+        again = [point for point, reason in self.failed if NO_MEMORY in reason]
+        if self.has_repeated or self.slots <= alone or not again:
+            return False
+        log.info("no memory was left for %d runs beside others; they are repeated, %d at a time", len(again), alone)
+        self.has_repeated, self.slots = True, alone
+        self.failed = [(point, reason) for point, reason in self.failed if point not in again]
+        self.todo.extend(again)
+        return True
 
     def await_other(self, point: Point) -> None:
         """Wait until the process that runs `point` has ended; if it ended early, the point is to do again.
@@ -212,15 +211,15 @@ def last_change(point: Point) -> float:
     return latest
 
 
-def start(point: Point, slot: int, slots: int, gpus: list[str]) -> Child:
-    """Start one run. Alone it talks to this terminal; runs side by side write to launch.log in their folders.
+def start(point: Point, slot: int, slots: int, gpus: list[str], side_by_side: bool) -> Child:
+    """Start one run. It talks to this terminal; runs side by side write to launch.log in their folders.
 
     The folder is made here, so that a run that is refused leaves the reason in it for this process to read.
     """
     environment = environment_of(slot, slots, gpus)
     command = [*run_command(), *point.overrides]
     point.run_dir.mkdir(parents=True, exist_ok=True)
-    if slots == 1:
+    if not side_by_side:
         return Child(command, environment)
     with open(point.run_dir / "launch.log", "ab") as output:
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)

@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     missing = [base for base in design.bases if not probed(design, base, design.formats)]
     require(not missing, f"the bases {missing} were not probed; run qerl-bench gates {design.path}")
     probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases]
-    print(report(by_rung(design, probes), len(probes), args.widths))
+    rungs = by_rung(design, probes)
+    require(max(args.widths) <= len(rungs), f"--widths must be at most {len(rungs)}, the numbers of operations asked")
+    print(report(rungs, len(probes), args.widths))
 
 
 def by_rung(design: Design, probes: Sequence[Probe]) -> dict[int, Rung]:

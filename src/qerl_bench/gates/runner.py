@@ -104,6 +104,9 @@ class Blocks(Sweep):
         due = time.monotonic() - self.kept_at >= PACK_EVERY_S
         return due and self.done > self.kept and self.deadline.left > PACKING_S
 
+    def repeats(self) -> bool:
+        return self.deadline.left > 0 and super().repeats()
+
     def stop_late(self) -> None:
         """Stop the runs that would not have made their steps GRACE_S after the time is up."""
         left = {slot: run_left(one.point.run_dir) for slot, one in self.running.items()}

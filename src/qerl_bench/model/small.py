@@ -1,8 +1,8 @@
 """model=small/...: a Qwen2 of 2 to 50 million parameters, pretrained on this machine on words and numbers.
 
-Pretraining is a supervised run of this harness on the demonstrations of the task (experiment=pretrain), cached like the
-warm start of model=tiny. `seed` decides the initial weights and the data, so it is the name of a base model: a study of
-many bases varies it.
+Pretraining is a supervised run of this harness on the demonstrations of the task (experiment=pretrain, or another that
+`warm_start_experiment` names), cached like the warm start of model=tiny. `seed` decides the initial weights and the
+data, so it is the name of a base model: a study of many bases varies it.
 
 `outliers` gives the channels between linear layers sizes of their own, as large models have and small ones lack: a
 channel is multiplied by a power of two, and the weights that read it are divided by it. The unquantized model computes
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench import own_options
-from qerl_bench.checks import check_fields, count, learning_rate, number, text
+from qerl_bench.checks import check_fields, count, learning_rate, number, require, text
 from qerl_bench.model.tiny import TinyModel
+from qerl_bench.option_files import options_of
 from qerl_bench.option_names import choice_of
 from qerl_bench.seeding import derive
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
 
+RECIPE = "pretrain"  # how the names of experiments begin that pretrain
 MAX_OUTLIERS = 4.0  # three standard deviations are then a factor of 4,096
 
 
@@ -52,6 +54,11 @@ class SmallModel(TinyModel):
             warm_start_weight_decay=number(0),
             warm_start_experiment=text,
             outliers=number(0, MAX_OUTLIERS),
+        )
+        recipes = [name for name in options_of(own_options.folders(), "experiment") if name.startswith(RECIPE)]
+        require(
+            self.warm_start_experiment in recipes,
+            f"model.warm_start_experiment must be one of {', '.join(recipes)}, got {self.warm_start_experiment}",
         )
 
     def recipe(self) -> str:

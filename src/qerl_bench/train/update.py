@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from random import Random
 
@@ -40,7 +40,7 @@ from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
 from qerl_bench.train.objective import objective
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
-from qerl_bench.train.spec import OptimSpec
+from qerl_bench.train.spec import OptimSpec, TrainSpec
 from qerl_bench.train.static import StaticInputs, StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ def update(
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
     longest = int(batch.lengths.max())
-    tokens = world.from_first(lambda: micro_batch_tokens(train, policy, optimizer, longest, run))
+    with precision(train, policy.device.type):
+        tokens = world.from_first(lambda: micro_batch_tokens(train, policy, optimizer, longest, run))
     passes = static_passes(experiment, policy) if bool(has_gradient.any()) else None
     trained = has_gradient if passes is None else torch.ones_like(has_gradient)  # a recorded pass trains on every row
     exact = experiment.parallel.exact
@@ -140,12 +141,7 @@ def update(
         optimizer.zero_grad(set_to_none=True)
         gradients = GradientSum(policy.trainable, world, exact)
         done: list[tuple[MicroBatch, Part]] = []
-        kind = policy.device.type
-        with (
-            shortage_in_words(train, tokens, longest, run),
-            tf32_matmuls(train.tf32 and kind == "cuda"),
-            bf16_matmuls(train.autocast, kind),
-        ):
+        with shortage_in_words(train, tokens, longest, run), precision(train, policy.device.type):
             for turn in turns(micro_batches, world, exact):
                 with world.together(RuntimeError):  # such as PyTorch's when memory runs out
                     for place, micro_batch in turn:
@@ -187,6 +183,13 @@ def update(
         "updates_skipped": train.updates_per_batch - totals.applied,
         **totals.metrics(train.updates_per_batch, algo.on_policy),
     }
+
+
+@contextmanager
+def precision(train: TrainSpec, device: str) -> Iterator[None]:
+    """Inside, training passes compute in the precision that `train` says."""
+    with tf32_matmuls(train.tf32 and device == "cuda"), bf16_matmuls(train.autocast, device):
+        yield
 
 
 def split(
