@@ -130,6 +130,9 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     assert good["control bf16-hot"].value == pytest.approx(0.0405) and good["control bf16-hot"].bases == 4
     flat, full, dull = judged(0.5, 0.0, 0.04), judged(0.9, 0.05, 0.04), judged(0.5, 0.05, 0.005)
     assert flat["rise in the last fifth"].passed is False and full["headroom"].passed is False
+    two_kinds = between("a mean where no base is", 0.1, 0.4, [0.05, 0.05, 0.6], ())
+    assert (two_kinds.passed, two_kinds.meeting, two_kinds.bases) == (True, 0, 3)
+    assert between("all are at a limit", 0.1, 0.4, [0.1, 0.4], ()).meeting == 2
     assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), surely=True).passed is False
     assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
     assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}

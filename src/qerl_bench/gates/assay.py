@@ -38,7 +38,10 @@ Runs = Mapping[tuple[str, int, int], Run]  # by arm, base and seed
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What was measured for one gate. `passed` is None as long as it is open; a failed gate stops the arms `stops`."""
+    """What was measured for one gate. `passed` is None as long as it is open; a failed gate stops the arms `stops`.
+
+    `meeting` of `bases` meet the limit by themselves. A mean can be where no base is.
+    """
 
     gate: str
     limit: str
@@ -46,6 +49,7 @@ class Result:
     low: float
     high: float
     bases: int
+    meeting: int
     passed: bool | None
     stops: tuple[str, ...]
 
@@ -97,7 +101,8 @@ def between(
     if estimate is not None and not (surely and estimate.n < 2):
         above = low < estimate.low if surely else low <= estimate.value
         passed = bool(above and estimate.value <= high)
-    return _result(gate, limit, estimate, passed, stops)
+    meeting = sum(value > low if surely else low <= value <= high for value in values)
+    return _result(gate, limit, estimate, meeting, passed, stops)
 
 
 def controls(design: Design, runs: Runs) -> list[Result]:
@@ -105,16 +110,21 @@ def controls(design: Design, runs: Runs) -> list[Result]:
     arms = [arm for arm in design.arms if arm.control]
     reference = by_base(runs, design.reference, final)
     estimates: dict[str, Estimate] = {}
+    meeting: dict[str, int] = {}
     for arm in arms:
         treated = by_base(runs, arm, final)
         shared = [treated[base] - reference[base] for base in treated if base in reference]
         if len(shared) > 1:
             estimates[arm.name] = mean_ci(shared)
+            meeting[arm.name] = sum(abs(difference) > EFFECT for difference in shared)
     moved = [abs(one.value) > EFFECT and one.p_outside(0.0) <= LEVEL / len(arms) for one in estimates.values()]
     passed = any(moved) if len(estimates) == len(arms) or any(moved) else None
     stops = tuple(arm.name for arm in design.arms if arm.dosed)
     limit = f"one beyond {EFFECT:g}, p <= {LEVEL / max(len(arms), 1):.2g}"
-    return [_result(f"control {arm.name}", limit, estimates.get(arm.name), passed, stops) for arm in arms]
+    return [
+        _result(f"control {arm.name}", limit, estimates.get(arm.name), meeting.get(arm.name, 0), passed, stops)
+        for arm in arms
+    ]
 
 
 def pass_at(probe: Probe, quant: str, k: int) -> float:
@@ -169,14 +179,15 @@ def stopped(results: Iterable[Result], despite: Sequence[str] = ()) -> dict[str,
 def render(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
     words = {True: "yes", False: "**no**", None: "open"}
-    lines = ["| gate | limit | measured | interval | bases | passed | else stops |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| gate | limit | measured | interval | bases that meet it | passed | else stops |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in results:
         interval = "-" if math.isnan(one.low) else f"[{one.low:.4g}, {one.high:.4g}]"
         value = "-" if math.isnan(one.value) else f"{one.value:.4g}"
-        stops = ", ".join(one.stops)
-        lines.append(
-            f"| {one.gate} | {one.limit} | {value} | {interval} | {one.bases} | {words[one.passed]} | {stops} |"
-        )
+        meeting, stops = f"{one.meeting} of {one.bases}" if one.bases else "-", ", ".join(one.stops)
+        lines.append(f"| {one.gate} | {one.limit} | {value} | {interval} | {meeting} | {words[one.passed]} | {stops} |")
     return "\n".join(lines)
 
 
@@ -189,8 +200,12 @@ def to_json(results: Sequence[Result], arms_stopped: Mapping[str, list[str]]) ->
     return json.dumps({"gates": rows, "stopped": arms_stopped}, indent=1)
 
 
-def _result(gate: str, limit: str, estimate: Estimate | None, passed: bool | None, stops: tuple[str, ...]) -> Result:
+def _result(
+    gate: str, limit: str, estimate: Estimate | None, meeting: int, passed: bool | None, stops: tuple[str, ...]
+) -> Result:
     value, low, high, n = (math.nan, math.nan, math.nan, 0)
     if estimate is not None:
         value, low, high, n = estimate.value, estimate.low, estimate.high, estimate.n
-    return Result(gate=gate, limit=limit, value=value, low=low, high=high, bases=n, passed=passed, stops=stops)
+    return Result(
+        gate=gate, limit=limit, value=value, low=low, high=high, bases=n, meeting=meeting, passed=passed, stops=stops
+    )
