@@ -43,12 +43,17 @@ def register_resolvers() -> None:
     register("fingerprint", lambda *, _root_: fingerprint(_root_), replace=True)
     register("model_name", short_name, replace=True)
     register("fitting", fitting, replace=True)
-    register("half", lambda warmup, steps: min(warmup, steps // 2), replace=True)
+    register("half", half, replace=True)
 
 
 def fitting(warmup: int, steps: object) -> int:
     """`warmup` steps, or as many as leave one of the `steps` of a shorter run; `Experiment` refuses other `steps`."""
     return max(0, min(warmup, steps - 1)) if isinstance(steps, int) else warmup
+
+
+def half(warmup: int, steps: object) -> int:
+    """`warmup` steps, or half of the `steps` of a shorter run."""
+    return min(warmup, steps // 2) if isinstance(steps, int) else warmup
 
 
 class ReadOnce(ConfigRepository):
