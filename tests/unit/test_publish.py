@@ -147,7 +147,7 @@ def test_an_adapter_has_a_card_that_the_hub_can_read(runs: Any, tmp_path: Path) 
     scores = {result.metric_name: result.metric_value for result in card.data.eval_results or []}
     assert scores["accuracy, greedy"] == loaded.series("eval", "eval/accuracy_greedy").iloc[-1]
     assert scores["gain over the base, sampled"] == loaded.series("eval", "eval/gain_sampled").iloc[-1]
-    assert card.data.library_name == "peft" and card.data.get("base_model") is None  # the base is not on the hub
+    assert card.data.library_name == "peft" and card.data.get("base_model") is None
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert "root" not in config and "logger" not in config and config["seed"] == loaded.option("seed")
     assert f"seed | {config['seed']} |" in card.text and loaded.identity()["fingerprint"] in card.text

@@ -224,7 +224,7 @@ def test_another_recipe_is_another_base_and_the_first_keeps_its_name() -> None:
     assert (plain.train.autocast, plain.optim.beta2, plain.optim.warmup_steps) == (False, 0.99, 20)
     assert (bf16.train.autocast, bf16.optim.beta2, bf16.optim.warmup_steps) == (True, 0.95, 200)
     assert bf16.optim.lr == plain.optim.lr and bf16.model.dtype == "float32"
-    with pytest.raises(ConfigError, match="must be one of pretrain, pretrain_bf16, got pretrain_bf61"):
+    with pytest.raises(ConfigError, match="must be one of pretrain, pretrain_bf16, got 'pretrain_bf61'"):
         pretraining("model.warm_start_experiment=pretrain_bf61")
 
 

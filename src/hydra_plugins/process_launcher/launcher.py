@@ -83,7 +83,6 @@ class Sweep:
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
         self.side_by_side = slots > 1  # a single run has the terminal
-        self.has_repeated = False
         self.total, self.done = len(points), len(points) - len(self.todo)
         self.took: list[float] = []  # seconds of the runs that this sweep has made from beginning to end
 
@@ -167,10 +166,10 @@ class Sweep:
         """Whether there is more to do: points without memory, once, if they shared it and now need not."""
         alone = max(1, len(self.gpus))
         again = [point for point, reason in self.failed if NO_MEMORY in reason]
-        if self.has_repeated or self.slots <= alone or not again:
+        if self.slots <= alone or not again:
             return False
         log.info("no memory was left for %d runs beside others; they are repeated, %d at a time", len(again), alone)
-        self.has_repeated, self.slots = True, alone
+        self.slots = alone  # so that no point is repeated twice
         self.failed = [(point, reason) for point, reason in self.failed if point not in again]
         self.todo.extend(again)
         return True

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench import own_options
-from qerl_bench.checks import check_fields, count, learning_rate, number, require, text
+from qerl_bench.checks import check_fields, count, learning_rate, number, one_of
 from qerl_bench.model.tiny import TinyModel
 from qerl_bench.option_files import options_of
 from qerl_bench.option_names import choice_of
@@ -46,19 +46,15 @@ class SmallModel(TinyModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        recipes = [name for name in options_of(own_options.folders(), "experiment") if name.startswith(RECIPE)]
         check_fields(
             self,
             "model",
             warm_start_prompts=count(),
             warm_start_lr=learning_rate,
             warm_start_weight_decay=number(0),
-            warm_start_experiment=text,
+            warm_start_experiment=one_of(*recipes),
             outliers=number(0, MAX_OUTLIERS),
-        )
-        recipes = [name for name in options_of(own_options.folders(), "experiment") if name.startswith(RECIPE)]
-        require(
-            self.warm_start_experiment in recipes,
-            f"model.warm_start_experiment must be one of {', '.join(recipes)}, got {self.warm_start_experiment}",
         )
 
     def recipe(self) -> str:

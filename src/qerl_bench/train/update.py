@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from random import Random
 
 import torch
 
@@ -37,32 +36,15 @@ from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
+from qerl_bench.train.micro_batches import MicroBatch, sample_measured, split
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
 from qerl_bench.train.objective import objective
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
 from qerl_bench.train.spec import OptimSpec, TrainSpec
-from qerl_bench.train.static import StaticInputs, StaticPasses, static_passes
+from qerl_bench.train.static import StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
 BETA1 = 0.9  # of AdamW
-
-
-@dataclass
-class MicroBatch:
-    """A micro-batch on the policy's device, and the numbers that stay fixed through all updates on it."""
-
-    batch: Batch
-    layout: Packing  # of its mask
-    completed: torch.Tensor  # (C,) the rows with completion tokens
-    loss_weights: torch.Tensor  # (B,) how much each token of a completion counts in the loss of the step
-    has_gradient: bool  # False: the loss is 0 whatever the policy, so it needs no backward pass
-    logprobs: torch.Tensor | None = None  # (B, T) of the latest pass, without gradient
-    old_logprobs: torch.Tensor | None = None  # (B, T), None before the first update
-    reference_logprobs: torch.Tensor | None = None  # (B, T)
-    importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
-    static: StaticInputs | None = None  # with fixed shapes, if its pass can be recorded
-    tokens_of: tuple[tuple[int, int], ...] = ()  # for each sequence its row in the step's batch, and its tokens
-    measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
 
 
 @dataclass
@@ -190,45 +172,6 @@ def precision(train: TrainSpec, device: str) -> Iterator[None]:
     """Inside, training passes compute in the precision that `train` says."""
     with tf32_matmuls(train.tf32 and device == "cuda"), bf16_matmuls(train.autocast, device):
         yield
-
-
-def split(
-    batch: Batch,
-    loss_weights: torch.Tensor,
-    has_gradient: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: int,
-    device: torch.device,
-    pad_id: int | None = None,
-) -> list[MicroBatch]:
-    """Micro-batches of at most `tokens` tokens on `device` of the sequences `rows` (B,).
-
-    First those where `has_gradient` (B,), then the others. `batch` and the other tensors are on the host.
-    `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up. With
-    `pad_id` they have their tensors in fixed shapes too.
-    """
-    return [
-        MicroBatch(
-            part.to(device),
-            Packing.from_mask(part.mask).to(device),
-            part.mask.any(1).nonzero()[:, 0].to(device),
-            loss_weights[chosen].to(device),
-            has_gradient=value,
-            static=None if pad_id is None else StaticInputs.of(part, loss_weights[chosen], pad_id).to(device),
-            tokens_of=tuple(zip(chosen.tolist(), part.mask.sum(1).tolist(), strict=True)),
-        )
-        for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))
-        for chosen in batch.micro_batches(tokens, selected)
-        for part in [batch.rows(chosen)]
-    ]
-
-
-def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) -> None:
-    """Let `share` of the micro-batches, drawn by `seed`, at least one, measure the mismatch that noise makes."""
-    count = max(1, math.ceil(share * len(micro_batches)))
-    drawn = Random(seed).sample(range(len(micro_batches)), min(count, len(micro_batches)))
-    for index, micro_batch in enumerate(micro_batches):
-        micro_batch.measures_noise = index in drawn
 
 
 def forward_backward(
