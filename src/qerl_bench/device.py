@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,3 +104,23 @@ def peak_gib(device: str) -> float:
     if peak is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return int(peak[1]) / 2**20
+
+
+def peak_bytes(device: str, work: Callable[[], object]) -> int:
+    """How much more memory than before was allocated at once during `work`."""
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    reset_peak(device)
+    work()
+    return int(peak_gib(device) * 2**30) - before
+
+
+def random_state(device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """PyTorch's random numbers as they are now, of the CPU and of the GPU, if that is the device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+
+
+def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    """Go back to the numbers of `random_state`."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

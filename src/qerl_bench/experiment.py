@@ -46,6 +46,7 @@ from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.kept import TokenColumns, kept_records
+from qerl_bench.train.memory_plan import remember
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.shares import require_equal_weights
 from qerl_bench.train.update import make_optimizer, update
@@ -98,6 +99,7 @@ def run_steps(
         engine.require_room(experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
     optimizer = make_optimizer(policy, experiment.optim)
     first = world.from_first(run.resume_step)
+    remember(policy, run)
     if first > 0:
         load_checkpoint(experiment.run_dir, run, policy, optimizer)
         log.info("continuing after step %d", first)

@@ -6,11 +6,14 @@ Left out: the kernel's out-of-memory killer, which sends SIGKILL and lets nobody
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from qerl_bench.checks import TrainingStopped
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 NO_MEMORY = "no memory is left"  # in every message here
 REMEDIES = {  # of each phase
     "setup": "a quant of fewer bits or a smaller model",
@@ -28,14 +31,25 @@ SAID = re.compile(
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
 
 
-def shortage(error: BaseException) -> str | None:
-    """What an error says about memory that ran out, shortened; None if it is about something else."""
+def shortage(error: BaseException | None) -> str | None:
+    """What an error says about memory that ran out, shortened; None if it is about something else, or there is none."""
     kind = type(error).__name__
     other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
     if kind not in ("MemoryError", "OutOfMemoryError") and not (other and SAID.search(str(error))):
         return None
     words = OTHERS.sub("", " ".join(str(error).split())) or kind
     return words if len(words) <= 500 else f"{words[:500]}..."
+
+
+def whole_or_halves(work: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
+    """work(items), a result for each; where memory runs out, the same of one half of them after the other."""
+    try:
+        return work(items)
+    except Exception as error:
+        if shortage(error) is None or len(items) < 2:
+            raise
+    half = len(items) // 2
+    return [*whole_or_halves(work, items[:half]), *whole_or_halves(work, items[half:])]
 
 
 @contextmanager

@@ -111,12 +111,12 @@ class World:
         return answer  # type: ignore[return-value]
 
     @contextmanager
-    def together(self, kind: type[Exception]) -> Iterator[None]:
-        """An error of `kind` that ends this block on a rank is raised on all, that of the lowest rank."""
+    def together(self, *kinds: type[Exception]) -> Iterator[None]:
+        """An error of these `kinds` that ends this block on a rank is raised on all, that of the lowest rank."""
         error = None
         try:
             yield
-        except kind as caught:
+        except kinds as caught:
             error = caught
         for raised in self.gather(error):
             if raised is not None:

@@ -20,6 +20,7 @@ from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.gpu_share import keep_to_share
 from qerl_bench.memory import memory_for
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.policy import Policy
@@ -36,12 +37,17 @@ log = logging.getLogger(__name__)
 
 
 def prepare_device(wanted: str, quant: WeightFormat) -> str:
-    """The device to run on, made deterministic if it is the CPU. Raises ConfigError if `quant` cannot run there."""
+    """The device to run on: a CPU made deterministic, or the share of a GPU (`gpu_share.py`).
+
+    Raises ConfigError if `quant` cannot run there.
+    """
     device = resolve_device(wanted)
     reason = quant.unsupported_reason(device)
     require(reason is None, f"quant={quant.name} cannot run here: {reason}")
     if device == "cpu":
         torch.use_deterministic_algorithms(True)
+    else:
+        keep_to_share()
     return device
 
 

@@ -24,6 +24,7 @@ from qerl_bench.checks import count, optional
 from qerl_bench.children import Child, signal_of, stop
 from qerl_bench.cli import Point
 from qerl_bench.failure import reason_of, size_of
+from qerl_bench.gpu_share import RUNS_ON_GPU, neighbours
 from qerl_bench.installation import run_command
 from qerl_bench.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_bench.memory import NO_MEMORY
@@ -225,10 +226,12 @@ def start(point: Point, slot: int, slots: int, gpus: list[str], side_by_side: bo
 
 
 def environment_of(slot: int, slots: int, gpus: list[str]) -> dict[str, str]:
-    """The variables of a process in one of several slots: its GPU, if there are any, and its share of the cores."""
+    """The variables of a process in one of several slots: its GPU, if there are any, its share of that, and of the
+    cores."""
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+        environment.setdefault(RUNS_ON_GPU, str(neighbours(slot, slots, len(gpus))))
     if slots > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
     return environment

@@ -24,6 +24,7 @@ from qerl_bench.checks import ConfigError, count, number, require, require_packa
 from qerl_bench.children import STOP_LIMIT_S
 from qerl_bench.cli import Point
 from qerl_bench.failure import reason_of, size_of
+from qerl_bench.gpu_share import RUNS_ON_GPU
 from qerl_bench.job import Job
 from qerl_bench.refusals import CODE as REFUSED
 from qerl_bench.refusals import discard
@@ -154,12 +155,13 @@ class RayLauncher(SweepLauncher):
         return failed
 
     def job(self, point: Point) -> Job:
+        shared = {RUNS_ON_GPU: str(int(1 / self.conf.gpus))} if 0 < self.conf.gpus < 1 else {}
         return Job(
             overrides=point.overrides,
             run_dir=point.run_dir,
             cwd=Path.cwd(),
             ranks=self.conf.ranks,
-            environment=dict(os.environ),
+            environment=shared | dict(os.environ),
         )
 
 

@@ -7,9 +7,11 @@ synchronization.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
+from qerl_bench.memory import whole_or_halves
 from qerl_bench.records import Rollout
 
 if TYPE_CHECKING:
@@ -115,8 +117,13 @@ def _trainer_logprobs(policy: Policy, batch: Batch, temperature: float) -> torch
     """Log-probabilities of all completion tokens in the trainer's forward pass, one row after the other."""
     import torch
 
-    with torch.no_grad():
-        return policy.token_stats(batch.input_ids, batch.mask, temperature).logprobs[batch.mask]
+    def of_rows(rows: Sequence[int]) -> list[torch.Tensor]:
+        part = batch if len(rows) == len(batch.mask) else batch.rows(torch.tensor(rows, device=batch.mask.device))
+        with torch.no_grad():
+            logprobs = policy.token_stats(part.input_ids, part.mask, temperature).logprobs
+        return [row[mask] for row, mask in zip(logprobs, part.mask, strict=True)]
+
+    return torch.cat(whole_or_halves(of_rows, range(len(batch.mask))))
 
 
 def _mean_gap(left: torch.Tensor, right: torch.Tensor) -> float:

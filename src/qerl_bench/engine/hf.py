@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from qerl_bench.checks import check_fields, count, flag, number, optional, positive
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
+from qerl_bench.gpu_share import release
+from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.progress import phase
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
@@ -137,6 +139,23 @@ class HFEngine:
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         prompt_ids = require_room(self.policy, prompts, sampling)
+        while True:
+            try:
+                return self._generate(prompts, prompt_ids, sampling)
+            except Exception as error:
+                said, limits = shortage(error) or shortage(error.__cause__), self.limits.smaller()
+                if said is None or limits is None:
+                    raise
+                log.warning("%s (%s); sampling again, at most %d completions at a time", NO_MEMORY, said, limits.rows)
+            self.limits = limits
+            if self.sampler is not None:
+                self.sampler.limits = limits
+            if (passes := self.policy.kept.get("passes")) is not None:
+                passes.forget()  # training records them again, if there is room then
+            release()  # only now: until here the traceback holds what was computed
+
+    def _generate(self, prompts: list[Prompt], prompt_ids: list[list[int]], sampling: Sampling) -> list[Rollout]:
+        """`generate` within the present limits."""
         if self.sampler is not None:
             return self._sample(prompts, prompt_ids, range(sampling.samples), sampling)
         from qerl_bench.quant.linear import operands_kept

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qerl_bench.checks import require
 
 PAGE = 64  # tokens
 FULL_TILE = 64  # rows from which a bucket between two powers of two pays
+LEAST_SHARE = 2**-5  # of the keys and values that would be kept, below which nothing is tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a rollout may use: the fields of engine=hf."""
+    """What a rollout may use: the fields of engine=hf, and what a shortage of memory has made of them."""
 
     rows: int
     cache_gib: float | None = None
@@ -29,6 +30,19 @@ class Limits:
     kept_gib: float = 0.0
     prefill_tokens: int = 8192
     invariant: bool = False
+    share: float = 1.0  # of the pages that it would have
+
+    def smaller(self) -> Limits | None:
+        """What to try where memory ran out: half as much of all; None if there is no less.
+
+        Which tokens are drawn does not depend on it. Invariant rows stay as many, which their bits depend on.
+        """
+        least = self.share / 2 < LEAST_SHARE if self.invariant else self.rows == 1
+        if least:
+            return None
+        rows, copies = (self.rows, self.dequantized_gib) if self.invariant else (self.rows // 2, 0.0)
+        tokens = max(1, self.prefill_tokens // 2)
+        return replace(self, rows=rows, dequantized_gib=copies, prefill_tokens=tokens, share=self.share / 2)
 
 
 @dataclass(eq=False, kw_only=True)

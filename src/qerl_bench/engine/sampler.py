@@ -23,6 +23,7 @@ from qerl_bench.engine.rollout_queue import (
     most_pages,
     pages_of,
 )
+from qerl_bench.gpu_share import free_bytes, spare_bytes
 from qerl_bench.model.kernels import adapters_cast_to
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import bar
@@ -124,12 +125,14 @@ class Sampler:
         page_bytes = PAGE * kv_bytes(self.policy)
         if self.limits.cache_gib is not None:
             pages = min(pages, int(self.limits.cache_gib * 2**30 / page_bytes))
-        elif self.policy.device.type == "cuda":
-            free = _free_bytes(self.policy.device)
+        elif self.policy.device.type == "cuda" and (self.kept is None or pages > self.kept.size.pages):
+            free = free_bytes() + spare_bytes()
             if self.kept is not None:
                 free += self.kept.cache_bytes + self.kept.dequantized.bytes
             free -= self._dequantized_bytes(rows)
             pages = max(least, min(pages, int(FREE_SHARE * free / page_bytes)))
+        if self.limits.share < 1:
+            pages = max(least, int(self.limits.share * pages))
         tokens = max(request.limit for request in requests)
         return Size(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
 
@@ -167,12 +170,6 @@ def _requests(
         )
         for index, length in enumerate(lengths or [None] * count)
     ]
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on the GPU."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 @contextmanager

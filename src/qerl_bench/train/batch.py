@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import floordiv
 
 import numpy as np
 import torch
@@ -27,16 +28,19 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return Batch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    def micro_batches(self, tokens: int, selected: torch.Tensor) -> list[torch.Tensor]:
+    def micro_batches(
+        self, tokens: int, selected: torch.Tensor, rows_of: Callable[[int, int], int] = floordiv
+    ) -> list[torch.Tensor]:
         """The rows where `selected` (B,) is true, longest first, as index tensors.
 
-        Each but one of a single row takes at most `tokens` tokens: rows x length of the longest.
+        Each but one of a single row takes at most `tokens` tokens: rows x length of the longest. `rows_of` says how
+        many rows of a length so many tokens are.
         """
         order = torch.argsort(self.lengths, descending=True, stable=True)
         rows = order[selected[order]]
         lengths, parts, start = self.lengths[rows].tolist(), [], 0
         while start < len(rows):
-            parts.append(rows[start : start + max(1, tokens // lengths[start])])
+            parts.append(rows[start : start + max(1, rows_of(tokens, lengths[start]))])
             start += len(parts[-1])
         return parts
 

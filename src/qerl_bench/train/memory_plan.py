@@ -1,26 +1,27 @@
-"""How many tokens a micro-batch holds: as given, or as many as the GPU's free memory takes.
+"""How many tokens a micro-batch holds: as given, or as many as the GPU's free memory takes; and fewer after a shortage.
 
 Two small passes are measured, forward and backward at the length of the longest sequence, in the place of a model of
 every architecture's memory. What was found and chosen is in memory.json of the run, which a continued run reads, so
-that it makes the same micro-batches. After a shortage it holds half of them, so the same command gets further.
+that it makes the same micro-batches. A shortage first ends the recording of passes, then halves the micro-batches.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import peak_gib, reset_peak
+from qerl_bench.device import peak_bytes
+from qerl_bench.gpu_share import free_bytes, release
 from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.model.policy import Policy
 from qerl_bench.rundir import RunDir
 from qerl_bench.train.spec import TrainSpec
+from qerl_bench.train.static import POOL_SPARE, least_tokens
 
 log = logging.getLogger(__name__)
 FILE = "memory.json"
@@ -28,76 +29,117 @@ CPU_TOKENS = 8_192  # a machine's memory is shared, and larger matmuls are no fa
 MOST_TOKENS = 32_768  # four times what keeps a large GPU busy
 PROBE_TOKENS = 1_024
 USABLE = 0.85  # of the free memory; the rest is for fragments and for an estimate that is too low
+RECORDED_PASS = 12 * 2**30  # bytes: of the largest model that is recorded, 8,192 tokens, which keep an H100 busy
 ADAM_BYTES = 8  # of each trained number: both moments in FP32
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large micro-batches are, and whether their passes may be recorded (static.py), in which case with padding."""
+
+    tokens: int
+    recorded: bool
+
+    def smaller(self, longest: int) -> Size | None:
+        """What to try where memory ran out; None if a micro-batch is no more than the `longest` sequence."""
+        if self.recorded:  # pools that nothing else can use go first
+            return Size(self.tokens, recorded=False)
+        return Size(max(longest, self.tokens // 2), recorded=False) if self.tokens > longest else None
+
+    def __str__(self) -> str:
+        return f"micro-batches of up to {self.tokens:,} tokens{'' if self.recorded else ', not recorded'}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """What was measured, in bytes, and the tokens of a micro-batch that follow from it."""
 
-    free: int  # on the GPU, before the first update
+    free: int  # on the GPU, before the first update, as far as it is this run's share
     fixed: int  # a pass of no tokens: gradients, buffers, and the optimizer's states if they are still to be made
     per_token: int
     micro_batch_tokens: int
+    recorded: bool
 
     @classmethod
-    def of(cls, peaks: dict[int, int], free: int, states: int) -> MemoryPlan:
-        """From the peaks (bytes) of two passes by their tokens, the free memory, and the states still to be made."""
+    def of(cls, peaks: dict[int, int], free: int, states: int, least: int | None = None) -> MemoryPlan:
+        """From the peaks (bytes) of two passes by their tokens, the free memory, and the states still to be made.
+
+        `least` are the tokens of the smallest pass that can be recorded, None if none can. A recording needs its pool,
+        and beside it a pass that warms up, or one of a shape that is not recorded.
+        """
         (few, low), (many, high) = sorted(peaks.items())
         per_token = max(1, (high - low) // (many - few))
         fixed = max(0, low - few * per_token) + states
-        fits = int((USABLE * free - fixed) // per_token)
-        tokens = fits // 1024 * 1024 if fits > 1024 else max(1, fits)
-        return cls(free=free, fixed=fixed, per_token=per_token, micro_batch_tokens=min(MOST_TOKENS, tokens))
+        room = USABLE * free - fixed
+        recordable = int(min(room / (2 + POOL_SPARE), RECORDED_PASS) // per_token)
+        recorded = least is not None and recordable >= least
+        fits = recordable if recorded else int(room // per_token)
+        tokens = min(MOST_TOKENS, fits // 1024 * 1024 if fits > 1024 else max(1, fits))
+        if recorded and least is not None:
+            tokens = max(tokens, least)
+        return cls(free=free, fixed=fixed, per_token=per_token, micro_batch_tokens=tokens, recorded=recorded)
 
     def __str__(self) -> str:
-        used = self.fixed + self.per_token * self.micro_batch_tokens
+        times = 2 + POOL_SPARE if self.recorded else 1
+        used = self.fixed + times * self.per_token * self.micro_batch_tokens
+        twice = f", {times:g} times where passes are recorded," if self.recorded else ""
         return (
-            f"micro-batches of {self.micro_batch_tokens:,} tokens: {self.per_token / 2**20:.2f} MiB a token and "
+            f"micro-batches of {self.micro_batch_tokens:,} tokens: {self.per_token / 2**20:.2f} MiB a token{twice} and "
             f"{self.fixed / GIB:.2f} GiB make {used / GIB:.2f} GiB of {self.free / GIB:.2f} GiB free"
         )
 
 
-def micro_batch_tokens(
-    train: TrainSpec, policy: Policy, optimizer: torch.optim.Optimizer, longest: int, run: RunDir
-) -> int:
-    """Tokens that a micro-batch may take, at least `longest`, those of the longest sequence.
+def remember(policy: Policy, run: RunDir) -> None:
+    """Let a continued run go on with the micro-batches that it had."""
+    if (run.path / FILE).exists():
+        stored = json.loads((run.path / FILE).read_text())
+        policy.kept["size"] = Size(stored["micro_batch_tokens"], stored.get("recorded", True))
 
-    Raises TrainingStopped if `train` gives a number that cannot hold it.
+
+def micro_batch_size(
+    train: TrainSpec, policy: Policy, optimizer: torch.optim.Optimizer, longest: int, run: RunDir, records: bool
+) -> Size:
+    """The size of the micro-batches, at least `longest` tokens, those of the longest sequence.
+
+    `records`: whether this run's passes can be recorded. Raises TrainingStopped if `train` gives a number of tokens
+    that cannot hold the longest sequence.
     """
     wanted = train.micro_batch_tokens
-    if wanted is not None:
-        if wanted < longest:
-            raise TrainingStopped(
-                f"train.micro_batch_tokens={wanted:,} cannot hold the longest sequence, prompt and completion, of "
-                f"{longest:,} tokens. Set it to at least {longest:,}, or to null, or lower task.max_completion_tokens; "
-                "memory is saved by train.recompute=selective or full"
-            )
-        return wanted
-    if policy.device.type != "cuda":
-        return max(CPU_TOKENS, longest)
-    if (run.path / FILE).exists():
-        return max(longest, json.loads((run.path / FILE).read_text())["micro_batch_tokens"])
-    plan = measured_plan(policy, optimizer, longest)
-    run.write(FILE, json.dumps(asdict(plan) | {"longest_sequence": longest, "recompute": train.recompute}, indent=1))
-    log.info("%s (train.recompute=%s)", plan, train.recompute)
-    if plan.micro_batch_tokens < longest:
-        log.warning(
-            "the longest sequence has %d tokens, and %d fit by estimate: if memory runs out, use train.recompute=full",
-            *(longest, plan.micro_batch_tokens),
+    if wanted is not None and wanted < longest:
+        raise TrainingStopped(
+            f"train.micro_batch_tokens={wanted:,} cannot hold the longest sequence, prompt and completion, of "
+            f"{longest:,} tokens. Set it to at least {longest:,}, or to null, or lower task.max_completion_tokens; "
+            "memory is saved by train.recompute=selective or full"
         )
-    return max(longest, plan.micro_batch_tokens)
+    kept: Size | None = policy.kept.get("size")
+    if kept is None and wanted is None and policy.device.type == "cuda":
+        plan = measured_plan(policy, optimizer, longest, records)
+        about = {"longest_sequence": longest, "recompute": train.recompute}
+        run.write(FILE, json.dumps(asdict(plan) | about, indent=1))
+        log.info("%s (train.recompute=%s)", plan, train.recompute)
+        if plan.micro_batch_tokens < longest:
+            log.warning(
+                "the longest sequence has %d tokens, and %d fit by estimate: if memory runs out, use "
+                "train.recompute=full",
+                *(longest, plan.micro_batch_tokens),
+            )
+        kept = policy.kept["size"] = Size(plan.micro_batch_tokens, plan.recorded)
+    if kept is None:
+        kept = Size(wanted or CPU_TOKENS, recorded=True)
+    return Size(max(longest, kept.tokens), kept.recorded and records)
 
 
-def measured_plan(policy: Policy, optimizer: torch.optim.Optimizer, longest: int) -> MemoryPlan:
+def measured_plan(policy: Policy, optimizer: torch.optim.Optimizer, longest: int, records: bool) -> MemoryPlan:
     """The plan for sequences of up to `longest` tokens with the memory that is free now."""
     rows = -(-PROBE_TOKENS // longest)
     training_pass(policy, rows, longest)  # makes the buffers that stay, and compiles kernels
     peaks: dict[int, int] = {}
     for count in (rows, 2 * rows):
         try:
-            peaks[count * longest] = peak_bytes(policy, lambda count=count: training_pass(policy, count, longest))
+            peaks[count * longest] = peak_bytes(
+                policy.device.type, lambda count=count: training_pass(policy, count, longest)
+            )
         except Exception as error:
             if shortage(error) is None or not peaks:
                 raise  # not even one pass fits
@@ -105,16 +147,8 @@ def measured_plan(policy: Policy, optimizer: torch.optim.Optimizer, longest: int
                 parameter.grad = None
             peaks[0] = 0  # of what a pass of no tokens takes nothing is known
     states = 0 if optimizer.state else ADAM_BYTES * sum(parameter.numel() for parameter in policy.trainable)
-    torch.cuda.empty_cache()
-    return MemoryPlan.of(peaks, torch.cuda.mem_get_info()[0], states)
-
-
-def peak_bytes(policy: Policy, work: Callable[[], None]) -> int:
-    """How much more memory than before was allocated at once during `work`."""
-    before = torch.cuda.memory_allocated() if policy.device.type == "cuda" else 0
-    reset_peak(policy.device.type)
-    work()
-    return int(peak_gib(policy.device.type) * GIB) - before
+    release()
+    return MemoryPlan.of(peaks, free_bytes(), states, least_tokens(longest) if records else None)
 
 
 def training_pass(policy: Policy, rows: int, width: int) -> None:
@@ -130,31 +164,37 @@ def training_pass(policy: Policy, rows: int, width: int) -> None:
         parameter.grad = None
 
 
-@contextmanager
-def shortage_in_words(train: TrainSpec, tokens: int, longest: int, run: RunDir) -> Iterator[None]:
-    """Say with numbers that memory ran out in this block, whose micro-batches have up to `tokens` tokens.
+def after_shortage(
+    error: Exception, size: Size, train: TrainSpec, policy: Policy, longest: int, run: RunDir, may_shrink: bool
+) -> Size:
+    """The size to repeat the update with, from now on, after an `error` in micro-batches of `size`.
 
-    Micro-batches whose size was not given are halved for the next attempt.
+    Raises `error` if it is not about memory, and TrainingStopped, with numbers, if there is no smaller size, or it may
+    not be smaller.
     """
-    try:
-        yield
-    except Exception as error:
-        said = shortage(error)
-        if said is None:
-            raise
-        stronger = {"none": "train.recompute=selective or full", "selective": "train.recompute=full"}
-        remedies = [
-            remedy for remedy in (stronger.get(train.recompute), "a shorter task.max_completion_tokens") if remedy
-        ]
-        again = "If another process has used it, the same command continues from the last checkpoint"
-        if tokens > longest and train.micro_batch_tokens is not None:
-            remedies.insert(0, f"a smaller train.micro_batch_tokens, at least {longest:,}")
-        elif tokens > longest and (run.path / FILE).exists():
-            plan = json.loads((run.path / FILE).read_text())
-            run.write(FILE, json.dumps(plan | {"micro_batch_tokens": tokens // 2}, indent=1))
-            again = f"The same command continues from the last checkpoint with micro-batches of {tokens // 2:,} tokens"
-        raise TrainingStopped(
-            f"train: {NO_MEMORY} ({said}) in micro-batches of up to {tokens:,} tokens with "
-            f"train.recompute={train.recompute}; the longest sequence has {longest:,}. {again}. Otherwise: "
-            f"{', or '.join(remedies)}"
-        ) from error
+    said = shortage(error)
+    if said is None:
+        raise error
+    smaller = size.smaller(longest) if may_shrink else None
+    if smaller is None:
+        raise TrainingStopped(no_smaller_size(said, size, train, longest, may_shrink)) from error
+    log.warning("%s (%s) in %s; the update is repeated in %s", NO_MEMORY, said, size, smaller)
+    stored = json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
+    stored |= {"micro_batch_tokens": smaller.tokens, "recorded": smaller.recorded}
+    run.write(FILE, json.dumps(stored, indent=1))
+    policy.kept["size"] = smaller
+    return smaller
+
+
+def no_smaller_size(said: str, size: Size, train: TrainSpec, longest: int, may_shrink: bool) -> str:
+    stronger = {"none": "train.recompute=selective or full", "selective": "train.recompute=full"}
+    remedies: Sequence[str | None] = (
+        None if may_shrink else f"a smaller train.micro_batch_tokens, at least {longest:,}",
+        stronger.get(train.recompute),
+        "a shorter task.max_completion_tokens",
+    )
+    return (
+        f"train: {NO_MEMORY} ({said}) in {size} with train.recompute={train.recompute}; the longest sequence has "
+        f"{longest:,}. If another process has used it, the same command continues from the last checkpoint. "
+        f"Otherwise: {', or '.join(filter(None, remedies))}"
+    )

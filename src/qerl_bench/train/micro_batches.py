@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import floordiv
 from random import Random
 
 import torch
 
 from qerl_bench.model.packing import Packing
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.static import StaticInputs
+from qerl_bench.train.static import StaticInputs, rows_that_fit
 
 
 @dataclass
@@ -44,7 +46,7 @@ def split(
 
     First those where `has_gradient` (B,), then the others. `batch` and the other tensors are on the host.
     `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up. With
-    `pad_id` they have their tensors in fixed shapes too.
+    `pad_id` they have their tensors in fixed shapes too, and take at most `tokens` tokens with the padding of these.
     """
     return [
         MicroBatch(
@@ -57,7 +59,7 @@ def split(
             tokens_of=tuple(zip(chosen.tolist(), part.mask.sum(1).tolist(), strict=True)),
         )
         for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))
-        for chosen in batch.micro_batches(tokens, selected)
+        for chosen in batch.micro_batches(tokens, selected, floordiv if pad_id is None else rows_that_fit)
         for part in [batch.rows(chosen)]
     ]
 
@@ -68,3 +70,19 @@ def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) ->
     drawn = Random(seed).sample(range(len(micro_batches)), min(count, len(micro_batches)))
     for index, micro_batch in enumerate(micro_batches):
         micro_batch.measures_noise = index in drawn
+
+
+def carry_over(old: Sequence[MicroBatch], new: Sequence[MicroBatch]) -> None:
+    """Give the sequences in `new` the numbers that stay fixed, which they had in other micro-batches, `old`."""
+    for name in ("old_logprobs", "reference_logprobs", "importance_weights"):
+        by_row = {
+            row: numbers
+            for micro_batch in old
+            if (tensor := getattr(micro_batch, name)) is not None
+            for (row, _), numbers in zip(micro_batch.tokens_of, tensor, strict=True)
+        }
+        for micro_batch in new if by_row else ():
+            width = micro_batch.batch.mask.shape[1]
+            rows = [by_row[row][:width] for row, _ in micro_batch.tokens_of]
+            padded = [torch.nn.functional.pad(numbers, (0, width - len(numbers))) for numbers in rows]
+            setattr(micro_batch, name, torch.stack(padded))

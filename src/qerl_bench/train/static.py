@@ -3,8 +3,9 @@ kernels takes longer than running them.
 
 Micro-batches are padded to a few sizes. The first of a size is recorded, forward, loss and backward at once; later ones
 copy their tensors into its inputs, replay it, and add its gradients to those of the update. Padding changes rounding
-only. Left out: a clip and an optimizer step in the graph, which are a few launches an update, and passes that need more
-than the policy as it trains (see `why_not`).
+only. All recordings work in one piece of memory, as large as the largest needs (see `Recordings`); where there is no
+room for it, passes are plain from then on. Left out: a clip and an optimizer step in the graph, which are a few
+launches an update, and passes that need more than the policy as it trains (see `why_not`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from qerl_bench.algo.base import LossInputs
+from qerl_bench.device import peak_bytes
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.memory import shortage
 from qerl_bench.model.kernels import is_small
@@ -23,10 +25,12 @@ from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.objective import objective
+from qerl_kernels.scratch import owned_by
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 16  # each holds its inputs and outputs; they share the memory in between
 WARM_UPS = 2  # passes before a recording: kernels are compiled and buffers made
+POOL_SPARE = 0.125  # of the largest pass, so that one a little larger needs no new pool
 
 
 def why_not(experiment: Experiment, policy: Policy) -> str | None:
@@ -55,6 +59,20 @@ def bucket(count: int) -> int:
     while 8 * step <= count:
         step *= 2
     return max(4, -(-count // step)) * step
+
+
+def rows_that_fit(tokens: int, width: int) -> int:
+    """How many sequences of up to `width` tokens, padded, are recorded in `tokens` tokens: a bucket, at least 4."""
+    count = max(4, tokens // bucket(width))
+    step = 1
+    while 8 * step <= count:
+        step *= 2
+    return count // step * step
+
+
+def least_tokens(width: int) -> int:
+    """Of the smallest pass that can be recorded of sequences of `width` tokens."""
+    return 4 * bucket(width)
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,30 @@ class StaticOutputs:
     columns: dict[str, torch.Tensor]
     gradients: list[torch.Tensor | None]
 
+    def tensors(self) -> list[torch.Tensor]:
+        own = [tensor for tensor in self.gradients if tensor is not None]
+        return [*vars(self.stats).values(), self.loss, *self.columns.values(), *own]
+
+    def places(self, gradients: list[torch.Tensor | None]) -> StaticOutputs:
+        """Room for as much, except that gradients go to `gradients`."""
+        stats = TokenStats(**{name: torch.empty_like(tensor) for name, tensor in vars(self.stats).items()})
+        columns = {name: torch.empty_like(tensor) for name, tensor in self.columns.items()}
+        return StaticOutputs(stats, torch.empty_like(self.loss), columns, gradients)
+
+
+class Recordings:
+    """Recorded passes by shape, which share one piece of memory of `room` bytes: no two are replayed at a time.
+
+    PyTorch cuts a piece where it is used, and joins what is free again. Without the piece each shape adds blocks of its
+    own sizes, which fit no other, to a pool that is never given back: five shapes took 48 GiB. So that nothing is left
+    in the piece from one pass to the next, results and the buffers of kernels lie outside.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pool = room, torch.cuda.graph_pool_handle() if room else None
+        self.passes: dict[tuple[int, ...], tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]] = {}
+        self.gradients: list[torch.Tensor | None] | None = None  # of the latest replay, whatever its shape
+
 
 class StaticPasses:
     """The recorded passes of a policy by shape. On a CPU, where nothing is recorded, each call computes."""
@@ -112,7 +154,14 @@ class StaticPasses:
     def __init__(self, experiment: Experiment, policy: Policy) -> None:
         self.experiment, self.policy = experiment, policy
         self.records = policy.device.type == "cuda"
-        self.recorded: dict[tuple[int, ...], tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]] = {}
+        # The one stream of all that is recorded, and of what warms up before: cuBLAS has work space for each stream,
+        # and that must not lie in the piece.
+        self.stream = torch.cuda.Stream() if self.records else None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all recordings, and of their memory."""
+        self.recordings = Recordings(0)
 
     def __call__(self, inputs: StaticInputs) -> tuple[TokenStats, torch.Tensor, dict[str, torch.Tensor]]:
         """Add the gradient of a micro-batch; returns its statistics, without gradient, its loss and its columns."""
@@ -137,40 +186,64 @@ class StaticPasses:
         return stats, outputs.loss.clone(), {name: own(column) for name, column in outputs.columns.items()}
 
     def _outputs(self, inputs: StaticInputs) -> StaticOutputs:
-        if inputs.shape not in self.recorded:
-            if not self.records or len(self.recorded) >= MOST_GRAPHS:
+        passes = self.recordings.passes
+        if inputs.shape not in passes:
+            if not self.records or len(passes) >= MOST_GRAPHS:
                 return self.compute(inputs)
             try:
-                self.recorded[inputs.shape] = self._record(inputs)
+                self._record(inputs)
             except RuntimeError as error:
-                if shortage(error) is not None:
-                    raise
+                for cause in (error, error.__context__):  # a recording that breaks off may say something else last
+                    if cause is not None and shortage(cause) is not None:
+                        raise cause from None
                 log.warning("training passes are computed one by one, since recording one failed: %s", error)
                 self.records = False
                 return self.compute(inputs)
-        place, graph, outputs = self.recorded[inputs.shape]
+        place, graph, outputs = self.recordings.passes[inputs.shape]
         for name, tensor in inputs.tensors.items():
             place.tensors[name].copy_(tensor)
         graph.replay()
         return outputs
 
-    def _record(self, inputs: StaticInputs) -> tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]:
+    def _record(self, inputs: StaticInputs) -> None:
         """Record a pass of this shape, with inputs of its own."""
         place = StaticInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
         # gradients are returned, not accumulated, so PyTorch need not warn that it would wait for the other stream
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                self.compute(place)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for _, other, _ in self.recorded.values()), None)
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = self.compute(place)
+        assert self.stream is not None
+        current = torch.cuda.current_stream()
+        try:
+            needed, outputs = self._warm_up(place)
+            if needed > self.recordings.room:
+                self.recordings = Recordings(int((1 + POOL_SPARE) * needed))  # in place of those before
+                _, outputs = self._warm_up(place)
+            recordings, graph = self.recordings, torch.cuda.CUDAGraph()
+            with owned_by(recordings), torch.cuda.graph(graph, pool=recordings.pool, stream=self.stream):
+                if not recordings.passes:
+                    torch.empty(recordings.room, dtype=torch.uint8, device=self.policy.device)  # the piece, free again
+                found = self.compute(place)
+                with torch.no_grad():
+                    torch._foreach_copy_(outputs.tensors(), found.tensors())  # pyright: ignore[reportPrivateImportUsage]
+                del found
+        finally:
+            torch.cuda.set_stream(current)  # which a recording that breaks off does not set again
+        recordings.passes[inputs.shape] = place, graph, outputs
         log.info("training pass recorded: %d x %d tokens, %d of them scored", *inputs.shape)
-        return place, graph, outputs
+
+    def _warm_up(self, place: StaticInputs) -> tuple[int, StaticOutputs]:
+        """Compute a pass with all its kernels. The bytes that it takes, and places for what it gives."""
+        assert self.stream is not None
+        recordings, current = self.recordings, torch.cuda.current_stream()
+        found: list[StaticOutputs] = []
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream), owned_by(recordings):
+            for _ in range(WARM_UPS):
+                found.clear()
+                needed = peak_bytes("cuda", lambda: found.append(self.compute(place)))
+        current.wait_stream(self.stream)
+        if recordings.gradients is None:
+            recordings.gradients = [None if x is None else torch.empty_like(x) for x in found[0].gradients]
+        return needed, found[0].places(recordings.gradients)
 
     def compute(self, inputs: StaticInputs) -> StaticOutputs:
         """Forward, loss and backward, all of it on the device."""

@@ -24,8 +24,10 @@ import torch
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import bf16_matmuls, tf32_matmuls
+from qerl_bench.device import bf16_matmuls, random_state, set_random_state, tf32_matmuls
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.gpu_share import release
+from qerl_bench.memory import memory_for
 from qerl_bench.model.lm_head import TokenStats, require_logprobs
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
@@ -35,8 +37,8 @@ from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.kept import TokenColumns
-from qerl_bench.train.memory_plan import micro_batch_tokens, shortage_in_words
-from qerl_bench.train.micro_batches import MicroBatch, sample_measured, split
+from qerl_bench.train.memory_plan import Size, after_shortage, micro_batch_size
+from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
 from qerl_bench.train.objective import objective
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
@@ -93,7 +95,8 @@ def update(
     All ranks of `world` have the whole batch, share its backward passes, and make the same updates.
 
     If a loss or gradient is not finite, the batch is dumped into the run directory. Then the update is skipped, or the
-    run ends with TrainingStopped, as train.on_nonfinite says.
+    run ends with TrainingStopped, as train.on_nonfinite says. If memory runs out, the update is repeated in smaller
+    micro-batches, from which on all updates are made.
     """
     algo, optim, train = experiment.algo, experiment.optim, experiment.train
     lr = optim.lr_at(step, experiment.steps)
@@ -104,40 +107,49 @@ def update(
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
-    longest = int(batch.lengths.max())
+    longest, exact = int(batch.lengths.max()), experiment.parallel.exact
+    passes = static_passes(experiment, policy)
+    records = all(world.gather(passes is not None))
     with precision(train, policy.device.type):
-        tokens = world.from_first(lambda: micro_batch_tokens(train, policy, optimizer, longest, run))
-    passes = static_passes(experiment, policy) if bool(has_gradient.any()) else None
-    trained = has_gradient if passes is None else torch.ones_like(has_gradient)  # a recorded pass trains on every row
-    exact = experiment.parallel.exact
-    rows = torch.ones_like(trained) if exact else rows_of_rank(batch.lengths, trained, world)
-    pad_id = None if passes is None else policy.pad_id
-    micro_batches = split(batch, algo.loss_weights(lengths), trained, rows, tokens, policy.device, pad_id)
-    sample_measured(micro_batches, train.mismatch_share, derive(experiment.seed, "mismatch", step))
+        size = world.from_first(lambda: micro_batch_size(train, policy, optimizer, longest, run, records))
+
+    def micro_batches_of(size: Size) -> list[MicroBatch]:
+        fixed = size.recorded and bool(has_gradient.any())
+        trained = torch.ones_like(has_gradient) if fixed else has_gradient  # a recorded pass trains on every row
+        rows = torch.ones_like(trained) if exact else rows_of_rank(batch.lengths, trained, world)
+        pad_id = policy.pad_id if fixed else None
+        parts = split(batch, algo.loss_weights(lengths), trained, rows, size.tokens, policy.device, pad_id)
+        sample_measured(parts, train.mismatch_share, derive(experiment.seed, "mismatch", step))
+        return parts
+
+    micro_batches = micro_batches_of(size)
     totals = StepAccumulator()
     parts: dict[tuple[int, int], Part] = {}  # by update and place of the micro-batch among those of all ranks
     if world.size > 1:
         torch.manual_seed(derive(experiment.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
     for number in range(train.updates_per_batch):
-        optimizer.zero_grad(set_to_none=True)
-        gradients = GradientSum(policy.trainable, world, exact)
-        done: list[tuple[MicroBatch, Part]] = []
-        with shortage_in_words(train, tokens, longest, run), precision(train, policy.device.type):
-            for turn in turns(micro_batches, world, exact):
-                with world.together(RuntimeError):  # such as PyTorch's when memory runs out
-                    for place, micro_batch in turn:
-                        if (part := forward_backward(experiment, policy, micro_batch, passes)) is not None:
-                            parts[number, place] = part
-                            done.append((micro_batch, part))
-                gradients.add()
-            gradients.put()
-            norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
-            grad_norm = to_host([part for _, part in done], norm.to(policy.device))  # the only wait for the GPU
+        while True:
+            optimizer.zero_grad(set_to_none=True)
+            random = random_state(policy.device.type)
+            try:
+                with precision(train, policy.device.type):
+                    done, norm, grad_norm = add_gradients(experiment, policy, micro_batches, passes, world)
+                break
+            except (RuntimeError, MemoryError) as error:
+                size = after_shortage(error, size, train, policy, longest, run, may_shrink=not exact)
+            if passes is not None and not size.recorded:
+                passes.forget()
+            release()  # only now: until here the traceback holds what was computed
+            set_random_state(random)
+            before, micro_batches = micro_batches, micro_batches_of(size)
+            if number > 0:
+                carry_over(before, micro_batches)
+        parts |= {(number, place): part for place, _, part in done}
         totals.grad_norms.append(grad_norm)
         try:
             with world.together(NonFiniteError):
-                for micro_batch, part in done:
+                for _, micro_batch, part in done:
                     if not math.isfinite(part.loss):
                         raise loss_error(policy, experiment.rollout.temperature, micro_batch)
             if not math.isfinite(grad_norm):
@@ -165,6 +177,36 @@ def update(
         "updates_skipped": train.updates_per_batch - totals.applied,
         **totals.metrics(train.updates_per_batch, algo.on_policy),
     }
+
+
+def add_gradients(
+    experiment: Experiment,
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    passes: StaticPasses | None,
+    world: World,
+) -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
+    """The backward passes of one update, and the gradients of all ranks in the parameters.
+
+    Returns what each micro-batch of this rank gave, with its place among those of all ranks, and the norm of the
+    gradient, on the device and on the host. Raises an error of any rank's passes on all ranks.
+    """
+    exact = experiment.parallel.exact
+    total = GradientSum(policy.trainable, world, exact)
+    done: list[tuple[int, MicroBatch, Part]] = []
+    for turn in turns(micro_batches, world, exact):
+        with world.together(RuntimeError, MemoryError):  # such as PyTorch's when memory runs out
+            for place, micro_batch in turn:
+                if (part := forward_backward(experiment, policy, micro_batch, passes)) is not None:
+                    done.append((place, micro_batch, part))
+        with memory_for("train"):  # ends the run: only passes that failed on all ranks are repeated
+            total.add()
+    with memory_for("train"):
+        total.put()
+    with world.together(RuntimeError, MemoryError):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
+        grad_norm = to_host([part for *_, part in done], norm.to(policy.device))  # the only wait for the GPU
+    return done, norm, grad_norm
 
 
 @contextmanager

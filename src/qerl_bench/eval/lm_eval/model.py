@@ -6,6 +6,7 @@ applied by lm-eval (a context is the finished prompt), and stopping early at an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.memory import whole_or_halves
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import RENDERED, Prompt, Rollout
@@ -110,23 +112,27 @@ class EngineLM(TemplateLM):
         """Sum of log-probabilities in nats of each continuation, and whether greedy decoding would write it."""
         results: list[tuple[float, bool]] = []
         for start in range(0, len(requests), BATCH_SIZE):
-            contexts, continuations = [], []
-            for _, context, continuation in requests[start : start + BATCH_SIZE]:
-                room = self.max_length - len(continuation)
-                require(
-                    room >= 1,
-                    f"a text of {len(continuation)} tokens cannot be scored: the model reads {self.max_length} tokens, "
-                    "and one must precede the text",
-                )
-                contexts.append(context[-room:])
-                continuations.append(continuation)
-            batch = make_batch(contexts, continuations, self.policy.pad_id, self.policy.device)
-            with torch.no_grad():
-                stats = self.policy.token_stats(batch.input_ids, batch.mask, 1.0)
-            totals = stats.logprobs.double().sum(1)  # (B,)
-            greedy = stats.likeliest.sum(1) == batch.mask.sum(1)
-            results += zip(totals.tolist(), greedy.tolist(), strict=True)
+            results += whole_or_halves(self._scores, requests[start : start + BATCH_SIZE])
         return results
+
+    def _scores(self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """`_loglikelihood_tokens` in one forward pass."""
+        contexts, continuations = [], []
+        for _, context, continuation in requests:
+            room = self.max_length - len(continuation)
+            require(
+                room >= 1,
+                f"a text of {len(continuation)} tokens cannot be scored: the model reads {self.max_length} tokens, "
+                "and one must precede the text",
+            )
+            contexts.append(context[-room:])
+            continuations.append(continuation)
+        batch = make_batch(contexts, continuations, self.policy.pad_id, self.policy.device)
+        with torch.no_grad():
+            stats = self.policy.token_stats(batch.input_ids, batch.mask, 1.0)
+        totals = stats.logprobs.double().sum(1)  # (B,)
+        greedy = stats.likeliest.sum(1) == batch.mask.sum(1)
+        return [*zip(totals.tolist(), greedy.tolist(), strict=True)]
 
 
 def prompt_of(request: Instance) -> Prompt:
