@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     """The checkpoint folder of the model's warm start, made now if the cache lacks it; None if the model needs none.
 
-    For a GGUF file it is the folder that it is converted to, in `root`/cache/gguf. The warm start is an ordinary supervised run in `root`/cache/runs under its own fingerprint, shared by all runs. If
-    several processes need it at the same time, one of them makes it while the others wait.
+    The warm start is an ordinary supervised run in `root`/cache/runs under its own fingerprint, shared by all runs. If
+    several processes need it at the same time, one of them makes it while the others wait. Of a GGUF file it is the
+    folder in `root`/cache/gguf that the file is converted to.
     """
     if isinstance(model, HubModel) and model.gguf is not None:
         return model.converted(Path(root) / "cache" / "gguf")

@@ -33,7 +33,7 @@ def digest_of(model: Model, base: Path | None) -> str | None:
 
 
 def name_of_base(model: Model) -> str:
-    """What others may read of where the weights come from: a hub id, the last part of a folder or file, or the option."""
+    """What others may read of where the weights come from: a hub id, the last part of a path, or the option."""
     source = getattr(model, "id", model.name)
     name = last_part(source) if Path(source).exists() else source
     dither = getattr(model, "dither", None)

@@ -76,7 +76,8 @@ class HubModel:
         )
         require(
             self.gguf is None or self.revision is None,
-            f"model.revision={self.revision} chooses a version on the hub, and model.id={self.id} is a file. Leave it out",
+            f"model.revision={self.revision} chooses a version on the hub, and model.id={self.id} is a file. Leave "
+            "it out",
         )
 
     @property

@@ -1,7 +1,7 @@
 """A GGUF file as an ordinary checkpoint folder: dequantized once, kept, and used by later runs.
 
-Two matrices for embedding and head are one tied matrix if they differ by no more than their rounding; then the finer one
-serves both. The folder has a file of its own, gguf.json, that says what the weights have been through.
+Two matrices for embedding and head are one tied matrix if they differ by no more than their rounding; then the finer
+one serves both. The folder has a file of its own, gguf.json, that says what the weights have been through.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_bench.checks import require, require_package
+from qerl_bench.checks import require_package
 from qerl_bench.durable import make_folder, replace, sync_tree
 from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.digest import DIGITS, file_digest
@@ -90,18 +90,15 @@ def told(record: Mapping[str, Any]) -> str | None:
     """A sentence about weights that were rounded before; None if they were not."""
     if not record["rounded"]:
         return None
-    drawn = (
-        ""
-        if record["dither"] is None
-        else (
-            f"; model.dither={record['dither']} has moved each by a draw of {record['dither_scale']:g} times the variance of "
-            f"its rounding cell{', so out of it' if record['dither_scale'] > 1 else ''}"
-        )
-    )
-    return (
+    text = (
         f"{record['file']}: these {record['stored_bits']}-bit weights were rounded to {record['bits_per_weight']:.1f} "
-        f"bits a weight before{drawn}"
+        "bits a weight before"
     )
+    seed, scale = record["dither"], record["dither_scale"]
+    if seed is None:
+        return text
+    leaves = ", which leaves it" if scale > 1 else ""
+    return f"{text}; model.dither={seed} moves each by {scale:g} times the variance of its rounding cell{leaves}"
 
 
 def _convert(path: Path, dither: Dither | None, dtype: str, digest: str, folder: Path) -> None:

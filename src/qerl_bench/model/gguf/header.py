@@ -88,7 +88,8 @@ def _read(path: Path, size: int, changed: int) -> Header:
         listed = [reader.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
         first = -(-reader.position // alignment) * alignment
-    return Header(path, metadata, {name: _place(path, name, first, size, *rest) for name, *rest in listed})
+    placed = {name: _place(path, name, first, size, *rest) for name, rest in listed}
+    return Header(path, metadata, placed)
 
 
 def _require_whole(path: Path, metadata: Mapping[str, Any]) -> None:
@@ -162,9 +163,9 @@ class _Reader:
         code = _SCALARS[kind]
         return [*struct.unpack(f"<{length}{code}", self.take(length * struct.calcsize(code)))]
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape with rows first, type and offset."""
+    def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """Name; and shape with rows first, type and offset."""
         name, dimensions = self.text(), self.scalar("I")
         require(dimensions <= 4, f"model.id={self.path}: tensor {name} has {dimensions} dimensions; {_REMEDY}")
         shape = tuple(reversed([self.scalar("Q") for _ in range(dimensions)]))
-        return name, shape, self.scalar("I"), self.scalar("Q")
+        return name, (shape, self.scalar("I"), self.scalar("Q"))

@@ -58,6 +58,7 @@ def _scaling(header: Header) -> dict[str, Any]:
     written = f"model.id={header.path}: {prefix}type={kind} with factor {factor}"
     remedy = "readable are none, linear and yarn, each with its factor; choose another file"
     require(kind in ("linear", "yarn") and bool(factor), f"{written} is a scaling that is not known; {remedy}")
+    assert factor is not None
     if kind == "linear":
         return {"rope_type": "linear", "factor": shortest(factor)}
     original = given.get("original_context_length")

@@ -157,7 +157,7 @@ def merges_of(vocabulary: Mapping[str, int], scores: list[float], types: list[in
     """Every way to make a normal piece of two others, the piece with the highest score first."""
     pieces = {token: number for token, number in vocabulary.items() if types[number] == 1}
     merges = []
-    for piece, number in sorted(pieces.items(), key=lambda item: -scores[item[1]]):
+    for piece in sorted(pieces, key=lambda piece: -scores[pieces[piece]]):
         halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
         both = [(left, right) for left, right in halves if left in pieces and right in pieces]
         merges += sorted(both, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))

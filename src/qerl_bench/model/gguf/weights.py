@@ -19,8 +19,8 @@ from qerl_bench.model.gguf.header import FLOATS, Header, Tensor
 from qerl_bench.seeding import derive
 
 CHUNK = 2**24  # weights that are dequantized at a time; draws are one stream a tensor, whatever the chunks
-# Type of block -> bytes of its codes, [first, last), the first of these that hold low bits, last excluded, and what such
-# a byte is when all codes are 1. Scales and offsets are elsewhere in the block.
+# Type of block -> bytes of its codes, [first, last), and of those with low bits, and what these are when all codes are
+# 1. Scales and offsets are elsewhere in the block.
 CODES = {
     "Q4_0": (2, 18, 2, 18, 0x11),
     "Q4_1": (4, 20, 4, 20, 0x11),
