@@ -33,6 +33,8 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "noise.where": "norms",
     "optim.beta2": 0.99,
     "train.autocast": False,
+    "model.dither": None,
+    "model.dither_scale": 1.0,
     "model.warm_start_prompts": 2048,
     "model.warm_start_experiment": "pretrain",
     "task.solution": "terse",

@@ -24,6 +24,7 @@ from qerl_bench.installation import run_command
 from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model
+from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy, share_all_but_base
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
@@ -42,8 +43,11 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
     """The checkpoint folder of the model's warm start, made now if the cache lacks it; None if the model needs none.
 
     The warm start is an ordinary supervised run in `root`/cache/runs under its own fingerprint, shared by all runs. If
-    several processes need it at the same time, one of them makes it while the others wait.
+    several processes need it at the same time, one of them makes it while the others wait. Of a GGUF file it is the
+    folder in `root`/cache/gguf that the file is converted to.
     """
+    if isinstance(model, HubModel) and model.gguf is not None:
+        return model.converted(Path(root) / "cache" / "gguf")
     overrides = model.warm_start_overrides()
     if overrides is None:
         return None

@@ -123,11 +123,17 @@ class RunDir:
             file.write_text(text)
 
     def write_environment(
-        self, device: str, base: str | None, remote_code: Mapping[str, str] | None = None, ranks: int = 1
+        self,
+        device: str,
+        base: str | None,
+        remote_code: Mapping[str, str] | None = None,
+        ranks: int = 1,
+        gguf: Mapping[str, Any] | None = None,
     ) -> None:
         """Write env.json: code, packages, machine, and `base`, the digest of the base weights (`model/digest.py`).
 
         `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may.
+        `gguf` says of which GGUF file the weights are, and what they have been through; None for other models.
         `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
         """
         path = self.path / "env.json"
@@ -137,6 +143,7 @@ class RunDir:
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
                 shutil.copyfile(path, kept)
         of_model = {"base": base, **({} if remote_code is None else {"remote_code": dict(remote_code)})}
+        of_model |= {} if gguf is None else {"gguf": dict(gguf)}
         self.write("env.json", json.dumps(environment(device) | of_model | {"ranks": ranks}, indent=1))
 
     def resume_step(self) -> int:

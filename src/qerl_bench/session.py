@@ -23,6 +23,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.gpu_share import keep_to_share
 from qerl_bench.memory import memory_for
 from qerl_bench.model.digest import digest_of, name_of_base
+from qerl_bench.model.gguf.convert import record_of, told
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import base_checkpoint, build_policy
@@ -98,7 +99,10 @@ def session(
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     with phase("digest of the base weights"):
         digest = digest_of(experiment.model, base)
-    run.write_environment(device, digest, experiment.model.remote_code(), world.size)
+    origin = record_of(base)
+    run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin)
+    if origin is not None and (rounded := told(origin)):
+        log.info(rounded)
     torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
     with memory_for("setup"):
         with phase(f"loading {experiment.model.name}"):

@@ -35,7 +35,9 @@ MESSAGES = ({"role": "user", "content": "2+2?"},)
 
 def hub(folder: Path | str, **changes: Any) -> HubModel:
     values: dict[str, Any] = {"name": "x", "id": str(folder), "revision": None, "dtype": "float32", "lr": 1e-5}
-    return HubModel(**{**values, "trust_remote_code": False, "template": {}, **changes})
+    return HubModel(
+        **{**values, "trust_remote_code": False, "template": {}, "dither": None, "dither_scale": 1.0, **changes}
+    )
 
 
 @pytest.fixture(scope="module")

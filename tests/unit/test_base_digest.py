@@ -28,6 +28,8 @@ def local(folder: Path) -> HubModel:
         dtype="bfloat16",
         lr=1e-5,
         template={},
+        dither=None,
+        dither_scale=1.0,
     )
 
 

@@ -291,7 +291,9 @@ def test_impossible_shapes_are_refused(changed: dict[str, Any]) -> None:
 
 def _hub(**changed: Any) -> HubModel:
     values: dict[str, Any] = {"name": "x", "id": "x", "revision": None, "dtype": "bfloat16", "lr": 1e-5}
-    return HubModel(**{**values, "trust_remote_code": False, "template": {}, **changed})
+    return HubModel(
+        **{**values, "trust_remote_code": False, "template": {}, "dither": None, "dither_scale": 1.0, **changed}
+    )
 
 
 def test_a_local_folder(make_policy: Callable[..., Any], tmp_path: Path) -> None:

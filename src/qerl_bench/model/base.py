@@ -74,8 +74,8 @@ def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTraine
 
 
 def short_name(id: str | None) -> str:
-    """What the model `id` is called in runs and tables: the last part of a hub id or path, in lower case."""
-    return re.sub(r"[^a-z0-9._-]+", "-", last_part(str(id)).lower())
+    """What the model `id` is called in runs and tables: the last part of a hub id or path, in lower case, no .gguf."""
+    return re.sub(r"[^a-z0-9._-]+", "-", last_part(str(id)).lower().removesuffix(".gguf"))
 
 
 def last_part(id: str) -> str:

@@ -33,18 +33,21 @@ def digest_of(model: Model, base: Path | None) -> str | None:
 
 
 def name_of_base(model: Model) -> str:
-    """What others may read of where the weights come from: a hub id, the last part of a folder, or the option."""
+    """What others may read of where the weights come from: a hub id, the last part of a path, or the option."""
     source = getattr(model, "id", model.name)
-    return last_part(source) if Path(source).is_dir() else source
+    name = last_part(source) if Path(source).exists() else source
+    dither = getattr(model, "dither", None)
+    return name if dither is None else f"{name} (dither {dither})"
 
 
 def _files_digest(files: list[Path]) -> str:
     if len(files) == 1:
-        return _file_digest(files[0])
-    return hashlib.sha256("".join(f"{file.name} {_file_digest(file)}\n" for file in files).encode()).hexdigest()
+        return file_digest(files[0])
+    return hashlib.sha256("".join(f"{file.name} {file_digest(file)}\n" for file in files).encode()).hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 in hex of a file, of one above MAX_WHOLE_BYTES of its size and some blocks."""
     size = path.stat().st_size
     if size <= MAX_WHOLE_BYTES:
         return digest(path)

@@ -1,17 +1,25 @@
-"""A causal language model that transformers can load, from the hub or a local folder: model=hub and its presets."""
+"""A causal language model that transformers can load, from the hub or a local folder: model=hub and its presets.
+
+A GGUF file is made into such a folder first, in the cache (`gguf/convert.py`).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import Check, check_fields, flag, one_of, require
+from qerl_bench.checks import Check, check_fields, count, flag, number, one_of, optional, require
 from qerl_bench.model.base import DTYPES, placed
+from qerl_bench.model.gguf.architecture import config_of
+from qerl_bench.model.gguf.convert import converted, describe
+from qerl_bench.model.gguf.header import read_header
+from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
 from qerl_bench.records import Message
 from qerl_bench.seals import digest
@@ -21,13 +29,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-_ID = Check(lambda value: isinstance(value, str) and value != "", "a hub id or a folder: model.id=ORG/NAME")
+_ID = Check(
+    lambda value: isinstance(value, str) and value != "", "a hub id, a folder or a GGUF file: model.id=ORG/NAME"
+)
+MAX_DITHER_SCALE = 100.0  # ten cells wide: no code of the file is left
 _KEYWORDS = Check(lambda value: value is None or isinstance(value, Mapping), "null or a mapping of keywords")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubModel:
-    """`id` is a hub id or a local folder. `template` has the keywords of the chat template; None: do not use one."""
+    """`id` is a hub id, a local folder or a GGUF file, whose weights `dither` moves within their rounding cells.
+
+    `template` has the keywords of the chat template; None: do not use one.
+    """
 
     name: str
     id: str
@@ -36,14 +50,61 @@ class HubModel:
     dtype: str
     lr: float
     template: Mapping[str, Any] | None
+    dither: int | None
+    dither_scale: float
 
     def __post_init__(self) -> None:
-        check_fields(self, "model", id=_ID, trust_remote_code=flag, dtype=one_of(*DTYPES), template=_KEYWORDS)
+        check_fields(
+            self,
+            "model",
+            id=_ID,
+            trust_remote_code=flag,
+            dtype=one_of(*DTYPES),
+            template=_KEYWORDS,
+            dither=optional(count(0)),
+            dither_scale=number(above=0, most=MAX_DITHER_SCALE),
+        )
+        require(
+            self.dither is None or self.gguf is not None,
+            f"model.dither={self.dither} draws within the rounding cells of a GGUF file, and model.id={self.id} is "
+            "none. Use model.dither=null, or model.id=FILE.gguf",
+        )
+        require(
+            self.dither is not None or self.dither_scale == 1,
+            f"model.dither_scale={self.dither_scale} is the size of a draw, and model.dither=null draws none. Set "
+            "model.dither to a seed, or leave model.dither_scale out",
+        )
+        require(
+            self.gguf is None or self.revision is None,
+            f"model.revision={self.revision} chooses a version on the hub, and model.id={self.id} is a file. Leave "
+            "it out",
+        )
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file that `id` names, if it is one."""
+        path = Path(self.id)
+        return path if path.suffix.lower() == ".gguf" or path.is_file() else None
+
+    @property
+    def dithered(self) -> Dither | None:
+        return None if self.dither is None else Dither(self.dither, float(self.dither_scale))
+
+    def converted(self, cache: Path) -> Path:
+        """The folder below `cache` that has the weights of the GGUF file, made now if it is not there."""
+        assert self.gguf is not None
+        return converted(self.gguf, self.dithered, self.dtype, cache)
+
+    def at(self, folder: Path) -> HubModel:
+        """This model as it lies in `folder`, which its GGUF file was converted to."""
+        return replace(self, id=str(folder), dither=None, dither_scale=1.0)
 
     def warm_start_overrides(self) -> list[str] | None:
         return None
 
     def config(self) -> dict[str, Any] | None:
+        if self.gguf is not None:
+            return config_of(read_header(self.gguf))
         path = Path(self.id) / "config.json"
         if not path.is_file():
             return None
@@ -53,7 +114,10 @@ class HubModel:
 
     def check(self, messages: tuple[Message, ...]) -> None:
         prompt = json.dumps([messages, None if self.template is None else dict(self.template)])
-        found = _check(self.id, self.revision, self.trust_remote_code, prompt)
+        if self.gguf is None:
+            found = _check(self.id, self.revision, self.trust_remote_code, prompt)
+        else:
+            found = _check_gguf(self.gguf, self.dithered, prompt)
         chosen = f"computed in {self.dtype}, learning rate {self.lr:g}, template {self.template}"
         log.info("model.id=%s: %s; used as %s: %s", self.id, found, self.name, chosen)
 
@@ -127,3 +191,11 @@ def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str) 
     reads = ", ".join(sorted(template_variables(tokenizer))) if tokenizer.chat_template else "no template"
     stored = str(config.dtype or "an unknown dtype").removeprefix("torch.")
     return f"a {config.model_type} model, stored in {stored}, whose chat template reads: {reads or 'no keywords'}"
+
+
+@lru_cache
+def _check_gguf(file: Path, dither: Dither | None, prompt: str) -> str:
+    """`_check` of a GGUF file, of which nothing but the header is read."""
+    with TemporaryDirectory() as folder:
+        describe(file, dither, Path(folder))
+        return f"a GGUF file, {_check(folder, None, False, prompt)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import require
+from qerl_bench.model.hub import HubModel
 from qerl_bench.model.shape import RandomModel, RandomWeights
 from qerl_bench.quant.checkpoint import RELEASED, CheckpointReader, quantization_config, read_packed, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
@@ -35,10 +36,12 @@ def load_packed(
 
     Random weights and checkpoints are packed block by block while they are made or read. A packed checkpoint is taken
     as it is; its layers have no error to report, since nothing was rounded here. `task` is what a quantizer may
-    calibrate on, `base` the checkpoint of the warm start.
+    calibrate on, `base` the checkpoint of the warm start, or what a GGUF file was converted to.
     """
     import torch
 
+    if isinstance(spec, HubModel) and base is not None:
+        spec = spec.at(base)
     folder = spec.folder()
     stored = None if folder is None else quantization_config(folder)
     released = stored is not None and stored.get("quant_method") == RELEASED

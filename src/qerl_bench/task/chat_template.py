@@ -31,7 +31,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, .
     without special tokens: the chat template has already written them.
     """
     if messages[0]["role"] == RENDERED:
-        return messages[0]["content"]
+        text = messages[0]["content"]
+        opening = opening_of(tokenizer)
+        return text if text.startswith(opening) else opening + text
     if keywords is None or tokenizer.chat_template is None:
         raise ConfigError(
             "this model has no chat template to ask with (model.template is null, or its tokenizer has none); use "
@@ -46,6 +48,16 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, .
         remedy = "task.instruction=suffix asks without a system message" if system else "use task.template=plain"
         raise ConfigError(f"the chat template of this model refuses the prompt: {error}; {remedy}") from error
     return str(text)
+
+
+def opening_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The BOS that the tokenizer writes before a plain text, as text; empty if it writes none."""
+    bos = tokenizer.bos_token
+    if bos is None:
+        return ""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    ids = tokenizer("")["input_ids"] if backend is None else backend.encode("").ids
+    return str(bos) if ids[:1] == [tokenizer.bos_token_id] else ""
 
 
 def thinking_opened(prompt: str) -> str:
