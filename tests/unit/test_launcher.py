@@ -17,6 +17,7 @@ from hydra_plugins.process_launcher import launcher
 from qerl_bench import locks
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed
+from qerl_bench.gpu_share import RUNS_ON_GPU, neighbours
 from qerl_bench.progress import watch
 from qerl_bench.sweep_table import AROUND, Pace, share_to_make, time_left
 from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
@@ -114,6 +115,22 @@ def test_points_that_need_more_memory_than_there_is_fail(tmp_path: Path) -> None
         ((failed, reason),) = launcher.Sweep([large, noted(folder / "other")], slots, gpus).run()
         assert failed.name == "large" and "no memory is left" in reason
         assert (folder / "notes").read_text().count("large begins") == times
+
+
+def test_a_run_knows_with_how_many_it_shares_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three slots on two GPUs: the first and the third share one. A number set by hand wins; a CPU has no share."""
+    code = f"import os; (folder / 'said').write_text(os.environ.get({RUNS_ON_GPU!r}, 'none')); time.sleep(1); {DONE}"
+
+    def said(slots: int, gpus: list[str], *names: str) -> list[str]:
+        points = [point(tmp_path / name, code) for name in names]
+        assert launcher.Sweep(points, slots, gpus).run() == []
+        return [(tmp_path / name / "said").read_text() for name in names]
+
+    assert said(3, ["4", "7"], "a", "b", "c") == ["2", "1", "2"]
+    assert said(1, ["4", "7"], "d") == ["1"] and said(2, [], "e", "f") == ["none", "none"]
+    monkeypatch.setenv(RUNS_ON_GPU, "5")
+    assert said(2, ["0"], "g", "h") == ["5", "5"]
+    assert [neighbours(slot, 24, 8) for slot in range(24)] == [3] * 24
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.device import PhaseTimer
+from qerl_bench.device import PhaseTimer, peak_bytes
 from qerl_bench.exits import exit_in_words
-from qerl_bench.memory import memory_for, shortage
+from qerl_bench.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, spare_bytes
+from qerl_bench.memory import memory_for, shortage, whole_or_halves
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
-from qerl_bench.train.memory_plan import MemoryPlan, micro_batch_tokens
+from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
 from qerl_bench.train.update import make_optimizer, update
 
 GIB = 2**30
@@ -104,44 +105,101 @@ def test_a_pass_to_measure_leaves_nothing_behind(make_policy: Callable[..., Any]
     assert all(parameter.grad is None for parameter in policy.trainable) and not policy.model.training
 
 
-def test_micro_batches_are_measured_once_kept_and_halved_after_a_shortage(
+def test_a_plan_of_recorded_passes_has_room_for_a_pool_and_a_pass_beside_it() -> None:
+    """1 MiB a token: of 17 GiB that may be used, 2.125 times as much as a micro-batch takes, at most 12 GiB."""
+    peaks = {1000: 1000 * 2**20, 2000: 2000 * 2**20}
+    plan = MemoryPlan.of(peaks, free=20 * GIB, states=0, least=5120)
+    assert plan.recorded and plan.micro_batch_tokens == 8 * 1024 and "2.125 times" in str(plan)
+    large = MemoryPlan.of(peaks, free=75 * GIB, states=0, least=5120)
+    assert large.recorded and large.micro_batch_tokens == 12 * 1024
+    none = MemoryPlan.of(peaks, free=20 * GIB, states=0, least=9000)  # four padded sequences do not fit
+    assert not none.recorded and none.micro_batch_tokens == 17 * 1024
+    assert MemoryPlan.of(peaks, free=8 * GIB, states=0, least=3200).micro_batch_tokens == 3200
+
+
+def _on(device: str) -> Any:
+    return SimpleNamespace(device=torch.device(device), kept={})
+
+
+def test_micro_batches_are_measured_once_and_kept(
     make_experiment: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="qerl_bench")
-    plan = MemoryPlan(free=8 * GIB, fixed=GIB, per_token=2**20, micro_batch_tokens=4096)
+    plan = MemoryPlan(free=8 * GIB, fixed=GIB, per_token=2**20, micro_batch_tokens=4096, recorded=False)
     monkeypatch.setattr(memory_plan, "measured_plan", lambda *_: plan)
-    train, run = make_experiment().train, Run(tmp_path)
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    policies: list[Any] = [on_gpu, SimpleNamespace(device=torch.device("cpu"))]
-    ask = lambda policy, longest: micro_batch_tokens(train, policy, None, longest, run)  # noqa: E731
-    assert ask(policies[1], 100) == 8192 and ask(policies[1], 9000) == 9000 and not [*tmp_path.iterdir()]
-    assert ask(on_gpu, 1000) == 4096 and "1.00 MiB a token" in caplog.text and "8.00 GiB free" in caplog.text
+    train, run, no_optimizer = make_experiment().train, Run(tmp_path), cast("Any", None)
+
+    def ask(policy: Any, longest: int) -> Size:
+        return micro_batch_size(train, policy, no_optimizer, longest, run, records=True)  # type: ignore[arg-type]
+
+    assert ask(_on("cpu"), 100) == Size(8192, recorded=True) and ask(_on("cpu"), 9000).tokens == 9000
+    assert not [*tmp_path.iterdir()]
+    policy, again = _on("cuda"), _on("cuda")
+    assert ask(policy, 1000) == Size(4096, recorded=False) and "1.00 MiB a token" in caplog.text
     monkeypatch.setattr(memory_plan, "measured_plan", lambda *_: pytest.fail("measured twice"))
-    with (
-        pytest.raises(TrainingStopped, match=r"4,096 tokens.*recompute=none.*1,000.*same command.*2,048") as told,
-        memory_plan.shortage_in_words(train, 4096, 1000, run),
-    ):
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
-    assert "2.00 GiB" in str(told.value) and "micro_batch_tokens=" not in str(told.value)
-    assert ask(on_gpu, 1000) == 2048 and json.loads((tmp_path / "memory.json").read_text())["longest_sequence"] == 1000
+    memory_plan.remember(again, run)  # type: ignore[arg-type]
+    assert ask(policy, 5000).tokens == 5000 and ask(again, 1000) == Size(4096, recorded=False)
+    assert json.loads((tmp_path / "memory.json").read_text())["longest_sequence"] == 1000
 
 
-def test_a_given_size_that_runs_out_of_memory_is_not_changed(
-    make_experiment: Callable[..., Any], make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_a_share_of_a_gpu_is_what_is_planned_for(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a step: one message, with the sizes and what to set."""
-    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=40", "train.recompute=selective")
-    batch = make_batch([[1, 2], [3]], [[7] * 10, [8]], 0, policy.device, [[-1.0] * 10, [-1.0]], torch.tensor([1.0, -1]))
+    """40 GiB free of 80: all of them alone, 39 - 10 beside another run, for which 10 are held already."""
+    policy = make_policy(adapted=True)
+    optimizer = make_optimizer(policy, make_experiment().optim)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (40 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 10 * GIB)
+    for runs, free in ((1, 40), (2, 29), (4, 9), (8, 0)):
+        monkeypatch.setenv(RUNS_ON_GPU, str(runs))
+        assert memory_plan.measured_plan(policy, optimizer, 30, records=False).free == free * GIB
+    for said in ("0", "-1", "two", ""):
+        monkeypatch.setenv(RUNS_ON_GPU, said)
+        with pytest.raises(ConfigError, match=rf"{RUNS_ON_GPU}={said} must be .* at least 1.*unset"):
+            free_bytes()
 
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(policy, "token_stats", full)
-    with pytest.raises(TrainingStopped, match=r"2.00 GiB.* 40 tokens.* 12\. .*micro_batch_tokens.*recompute=full"):
-        update(experiment, policy, make_optimizer(policy, experiment.optim), batch, Run(Path("/none")), 1)  # type: ignore[arg-type]
+def test_pytorch_is_told_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (40 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)
+    keep_to_share()
+    assert told == []  # alone
+    monkeypatch.setenv(RUNS_ON_GPU, "2")
+    keep_to_share()
+    assert told == [39 / 80]
+    monkeypatch.setenv(RUNS_ON_GPU, "80")  # a share that CUDA's own memory would fill
+    keep_to_share()
+    assert told[1] == 0.75 / 80
+
+
+def test_memory_of_recordings_is_not_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [
+        {"segment_pool_id": pool, "total_size": 100, "allocated_size": used}
+        for pool, used in (((0, 0), 30), ((0, 0), 100), ((0, 1), 0), ((2, 0), 50))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pieces)
+    assert spare_bytes() == 70
+
+
+def test_what_does_not_fit_is_done_in_halves() -> None:
+    sizes: list[int] = []
+
+    def work(items: Sequence[int]) -> list[int]:
+        sizes.append(len(items))
+        if len(items) > 3 or 7 in items:
+            raise MemoryError
+        return [2 * item for item in items]
+
+    assert whole_or_halves(work, range(3)) == [0, 2, 4] and sizes == [3]
+    assert whole_or_halves(work, [*range(7), 8]) == [0, 2, 4, 6, 8, 10, 12, 16] and sizes == [3, 8, 4, 2, 2, 4, 2, 2]
+    with pytest.raises(MemoryError):
+        whole_or_halves(work, range(9))
+    with pytest.raises(TypeError):
+        whole_or_halves(work, [1, "2"[0], None])  # type: ignore[list-item]
 
 
 def test_a_micro_batch_below_the_longest_sequence_is_refused(
@@ -165,7 +223,7 @@ def test_the_measured_plan_holds_on_a_gpu(
     """The peak of a pass of 16,384 tokens is what two small ones foretell, to 15 %."""
     words = ("model.hidden_size=512", "model.heads=8", "model.kv_heads=8", "model.intermediate_size=1024")
     policy = make_policy(*words, "model.dtype=bfloat16", f"train.recompute={mode}", device="cuda")
-    plan = memory_plan.measured_plan(policy, make_optimizer(policy, make_experiment().optim), 512)
-    peak = memory_plan.peak_bytes(policy, lambda: memory_plan.training_pass(policy, 32, 512))
+    plan = memory_plan.measured_plan(policy, make_optimizer(policy, make_experiment().optim), 512, records=False)
+    peak = peak_bytes("cuda", lambda: memory_plan.training_pass(policy, 32, 512))
     states = memory_plan.ADAM_BYTES * sum(parameter.numel() for parameter in policy.trainable)
     assert plan.fixed - states + 16_384 * plan.per_token == pytest.approx(peak, rel=0.15)
