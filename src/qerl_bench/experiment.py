@@ -27,6 +27,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.children import is_child
 from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_point, reduced, rows_of_point
@@ -161,7 +162,11 @@ def train_step(
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
-            groups, _, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+            groups, everything, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+            if step == 1 and world.first and not (run.path / formats.FILE).exists():  # no evaluation has said it
+                answers = [(one.prompt, one.text, one.finished) for group in everything for one in group.rollouts]
+                longest = experiment.task.max_completion_tokens
+                formats.report_formats(run, experiment.task, answers, "rollouts of step 1", longest)
             batch = rollout_batch(groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:

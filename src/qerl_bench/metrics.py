@@ -7,6 +7,7 @@ sequences. The definitions are stored with each run, and runs with different def
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -181,6 +182,27 @@ EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quant
     "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
 }
+# Of tasks with an answer format whose gold answers are numbers: right if the last number of a finished completion is.
+LENIENT = {
+    "eval/lenient_greedy": Metric("share", "held-out questions whose finished greedy completion ends in the right number"),
+    "eval/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
+    "eval/lenient_sampled": Metric("share", "the same of sampled completions, mean over samples"),
+    "eval/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+    "eval/lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    "validation/lenient_greedy": Metric("share", "as eval/lenient_greedy, of the questions of that point"),
+    "validation/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
+    "validation/lenient_sampled": Metric("share", "as eval/lenient_sampled, of these questions, up to four samples"),
+    "validation/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+}
+LENIENT_GAIN = {
+    "eval/gain_lenient_greedy": Metric("share", "eval/lenient_greedy minus that of step 0, the same questions"),
+    "eval/gain_lenient_greedy_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_lenient_sampled": Metric("share", "eval/lenient_sampled minus that of step 0, the same questions"),
+    "eval/gain_lenient_sampled_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/gain_lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+}
 # With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
 _LM_EVAL_FILTERS = {
     "strict_match": "gsm8k: number behind ####",
@@ -210,6 +232,8 @@ TABLES = {  # what makes a run write them: the metrics
     "Evaluation before the first step and after the last": EVAL,
     "Gain over the packed base (every evaluation after the first)": EVAL_GAIN,
     "Held-out accuracy during training (`eval.every`)": VALIDATION,
+    "The last number of a completion (tasks with `task.answer_format` and numbers as answers)": LENIENT,
+    "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "GPU": GPU_MEMORY,
@@ -364,7 +388,12 @@ def garbled(rollout: Rollout) -> bool:
         )
         if rollout.finished and (opened != closed or opened > 1 or not ordered):
             return True
-    ids, windows = rollout.token_ids, len(rollout.token_ids) - LOOP_WINDOW + 1
+    return repeats_itself(rollout.token_ids)
+
+
+def repeats_itself(ids: Sequence[int | str]) -> bool:
+    """Whether over half of the windows of LOOP_WINDOW tokens, or words, occurred before."""
+    windows = len(ids) - LOOP_WINDOW + 1
     if windows < LOOP_WINDOW or 2 * len({*ids[:windows]}) >= windows:  # windows that begin differently differ
         return False
     return 2 * len({tuple(ids[i : i + LOOP_WINDOW]) for i in range(windows)}) < windows

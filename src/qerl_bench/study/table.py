@@ -28,6 +28,8 @@ NOTES = (
     "tok/s: completion tokens of rollouts, median without step 1; GiB: peak of memory;",
     "taught: share of completion tokens that a backward pass used, mean over steps",
 )
+LENIENT_NOTE = "lenient: greedy answers whose last number is right, whatever their format;"
+LENIENT = (("step 0", "start"), ("final", "final"))
 TEXTS = ("model", "format", "noise")
 NARROWEST = 5  # columns of a wrapped text
 LAST_STEPS = 5  # they show whether a run still trains
@@ -51,6 +53,7 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         return "no runs"
     names = [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")]
     several = len(names) > 1
+    lenient = bool(table[[f"lenient_{name}" for _, name in LENIENT]].notna().to_numpy().any())
     options = {name: [str(value) for value in table[name]] for name in ("model", "format", "noise", "rank", "seed")}
     same = [f"{name} {values[0]}" for name, values in options.items() if len({*values}) == 1]
     columns = {
@@ -59,6 +62,7 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         ("accuracy", "step 0"): _shares(table, "greedy_start"),
         ("accuracy", "final"): _shares(table, "greedy_final"),
         ("gain", "paired"): _shares(table, "gain_final", signed=True),
+        **({("lenient", when): _shares(table, f"lenient_{name}") for when, name in LENIENT} if lenient else {}),
         ("sampled", "final"): _shares(table, "sampled_final"),
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
         ("", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
@@ -71,9 +75,8 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     named = [f"{number:3}  {name}  {note}".rstrip() for number, (name, note) in enumerate(noted, start=1)]
     above, below = ("\n".join(_filled(line) for line in part) for part in (filter(None, shared), named))
     unfinished = [] if all(table["finished"]) else ["* not finished"]
-    return "\n".join(
-        [*filter(None, [above]), *_fitting(columns), *(["", below] if several else []), "", *NOTES, *unfinished]
-    )
+    legend = [*NOTES[:2], *([LENIENT_NOTE] if lenient else []), *NOTES[2:], *unfinished]
+    return "\n".join([*filter(None, [above]), *_fitting(columns), *(["", below] if several else []), "", *legend])
 
 
 def _fitting(columns: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
@@ -182,6 +185,8 @@ def row_of(run: Run) -> dict[str, Any]:
         **_evaluated(run, "accuracy_greedy", "greedy", "start"),
         **_evaluated(run, "accuracy_greedy", "greedy", "final"),
         **_evaluated(run, "gain_greedy", "gain", "final"),
+        **_evaluated(run, "lenient_greedy", "lenient", "start"),
+        **_evaluated(run, "lenient_greedy", "lenient", "final"),
         **_evaluated(run, "accuracy_sampled", "sampled", "final"),
         "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
         "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
