@@ -184,7 +184,9 @@ EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quant
 }
 # Of tasks with an answer format whose gold answers are numbers: right if the last number of a finished completion is.
 LENIENT = {
-    "eval/lenient_greedy": Metric("share", "held-out questions whose finished greedy completion ends in the right number"),
+    "eval/lenient_greedy": Metric(
+        "share", "held-out questions whose finished greedy completion ends in the right number"
+    ),
     "eval/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
     "eval/lenient_sampled": Metric("share", "the same of sampled completions, mean over samples"),
     "eval/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
