@@ -64,8 +64,8 @@ def answers(texts: list[str], cut: int = 1) -> list[formats.Answer]:
 def test_formats_are_counted_as_each_of_them_would_be_graded() -> None:
     found = formats.formats_of(spec(compose(["task=gsm8k"]), "task"), answers(BOXED))
     assert found["formats"] == {
-        **dict.fromkeys(("tags", "hash", "colon"), {"found": 0.0, "right": 0.0}),
-        **dict.fromkeys(("boxed", "auto"), {"found": 0.7, "right": 0.5}),
+        **{name: {"found": 0.0, "right": 0.0} for name in ("tags", "hash", "colon")},
+        **{name: {"found": 0.7, "right": 0.5} for name in ("boxed", "auto")},
     }
     shares = {"lenient": 0.6, "truncated": 0.1, "repeating": 0.0, "completions": 10}
     assert found == {**found, **shares, "answer_format": "tags"}
