@@ -92,6 +92,18 @@ ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
     "memory/cache_gib": Metric("GiB", "keys and values: pages that were reserved"),
     "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
 }
+NOISE_DOSE = {  # of the first step with noise: dose.py
+    "aqn/dose_kl": Metric(
+        "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
+    ),
+    "aqn/dose_entropy": Metric(
+        "ratio", "entropy of the step's first completions, about 64, over that of the same sampled without noise"
+    ),
+    "aqn/sigma_share": Metric(
+        "share", "aqn/sigma over the median size of the norm scales that get noise; not on adapters"
+    ),
+    "time/dose_s": Metric("s", "sampling without noise for aqn/dose_entropy"),
+}
 NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
     "aqn/entropy_smoothed": Metric("nats/token", "the measured entropy as the controller sees it"),
@@ -229,6 +241,7 @@ TABLES = {  # what makes a run write them: the metrics
     "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
     "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
     "Penalty (`kl.coef` above 0)": KL,
+    "First step with noise": NOISE_DOSE,
     "Closed loop (`aqn=entropy`)": NOISE_CONTROLLER,
     "Experts (models that route tokens, a pass with noise and one without)": ROUTING,
     "Evaluation before the first step and after the last": EVAL,
@@ -348,13 +361,23 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         **parts,
         "reward/frac_zero_std": mean([float(not group.has_signal) for group in groups]),
         "accuracy": mean([float(reward.correct) for reward in rewards]),
-        "entropy": sum(sum(rollout.entropies) for rollout in rollouts) / tokens,
+        "entropy": mean_entropy(rollouts),
         **entropy_by_part([entropy for rollout in rollouts for entropy in rollout.entropies]),
         "completions/tokens": tokens,
         "completions/mean_length": tokens / len(rollouts),
         "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
         "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
     }
+
+
+def mean_entropy(rollouts: Sequence[Rollout]) -> float:
+    """Nats per completion token, as their samplers measured it."""
+    return sum(sum(one.entropies) for one in rollouts) / sum(len(one.token_ids) for one in rollouts)
+
+
+def entropy_ratio(noisy: Sequence[Rollout], quiet: Sequence[Rollout]) -> float:
+    """Entropy of a policy with noise over that without, each on what it samples itself."""
+    return mean_entropy(noisy) / mean_entropy(quiet)
 
 
 def entropy_by_part(entropies: list[float]) -> dict[str, float]:
