@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from qerl_bench import metrics
+from qerl_bench import dose, metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.checkpoints import checkpoints, go_back, last_checkpoint, step_of
@@ -27,6 +27,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.children import is_child
 from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_point, reduced, rows_of_point
@@ -163,7 +164,15 @@ def train_step(
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
-            groups, _, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+            groups, everything, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+            if step == 1 and world.first and not (run.path / formats.FILE).exists():  # no evaluation has said it
+                answers = [(one.prompt, one.text, one.finished) for group in everything for one in group.rollouts]
+                longest = experiment.task.max_completion_tokens
+                formats.report_formats(run, experiment.task, answers, "rollouts of step 1", longest)
+            if dose.begins(policy.noise.controller, step):
+                with timer("dose"):
+                    sampling = rollout_sampling(experiment, step)
+                    step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling)
             batch = rollout_batch(groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:
@@ -176,6 +185,9 @@ def train_step(
             shown = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()
             run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.batch_decode))
+    if "aqn/dose_entropy" in step_metrics:
+        step_metrics.setdefault("aqn/dose_kl", step_metrics.get("mismatch/noise_kl", step_metrics["mismatch/kl"]))
+        log.info(dose.in_words(step, step_metrics))
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())
     step_metrics["packed_share"] = policy.packed_share

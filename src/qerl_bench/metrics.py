@@ -7,6 +7,7 @@ sequences. The definitions are stored with each run, and runs with different def
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,18 @@ ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
     "time/recording_s": Metric("s", "recording CUDA graphs, a part of time/rollout_s"),
     "memory/cache_gib": Metric("GiB", "keys and values: pages that were reserved"),
     "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
+}
+NOISE_DOSE = {  # of the first step with noise: dose.py
+    "aqn/dose_kl": Metric(
+        "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
+    ),
+    "aqn/dose_entropy": Metric(
+        "ratio", "entropy of the step's first completions, about 64, over that of the same sampled without noise"
+    ),
+    "aqn/sigma_share": Metric(
+        "share", "aqn/sigma over the median size of the norm scales that get noise; not on adapters"
+    ),
+    "time/dose_s": Metric("s", "sampling without noise for aqn/dose_entropy"),
 }
 NOISE_CONTROLLER = {  # with aqn=entropy
     "aqn/entropy_target": Metric("nats/token", "what the entropy of this step should have been"),
@@ -181,6 +194,29 @@ EVAL_GAIN = {  # at every evaluation after that of step 0, which is of the quant
     "eval/gain_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/gain_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
 }
+# Of tasks with an answer format whose gold answers are numbers: right if the last number of a finished completion is.
+LENIENT = {
+    "eval/lenient_greedy": Metric(
+        "share", "held-out questions whose finished greedy completion ends in the right number"
+    ),
+    "eval/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
+    "eval/lenient_sampled": Metric("share", "the same of sampled completions, mean over samples"),
+    "eval/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+    "eval/lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+    "validation/lenient_greedy": Metric("share", "as eval/lenient_greedy, of the questions of that point"),
+    "validation/lenient_greedy_stderr": Metric("share", "its standard error over questions"),
+    "validation/lenient_sampled": Metric("share", "as eval/lenient_sampled, of these questions, up to four samples"),
+    "validation/lenient_sampled_stderr": Metric("share", "its standard error over questions"),
+}
+LENIENT_GAIN = {
+    "eval/gain_lenient_greedy": Metric("share", "eval/lenient_greedy minus that of step 0, the same questions"),
+    "eval/gain_lenient_greedy_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_lenient_sampled": Metric("share", "eval/lenient_sampled minus that of step 0, the same questions"),
+    "eval/gain_lenient_sampled_stderr": Metric("share", "standard error of the paired difference"),
+    "eval/gain_lenient_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
+    "eval/gain_lenient_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+}
 # With eval=lm_eval eval.protocol=standard: lm-eval's filters for correct answers.
 _LM_EVAL_FILTERS = {
     "strict_match": "gsm8k: number behind ####",
@@ -205,11 +241,14 @@ TABLES = {  # what makes a run write them: the metrics
     "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
     "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
     "Penalty (`kl.coef` above 0)": KL,
+    "First step with noise": NOISE_DOSE,
     "Closed loop (`aqn=entropy`)": NOISE_CONTROLLER,
     "Experts (models that route tokens, a pass with noise and one without)": ROUTING,
     "Evaluation before the first step and after the last": EVAL,
     "Gain over the packed base (every evaluation after the first)": EVAL_GAIN,
     "Held-out accuracy during training (`eval.every`)": VALIDATION,
+    "The last number of a completion (tasks with `task.answer_format` and numbers as answers)": LENIENT,
+    "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "GPU": GPU_MEMORY,
@@ -322,13 +361,23 @@ def rollout_metrics(groups: list[Group]) -> dict[str, float]:
         **parts,
         "reward/frac_zero_std": mean([float(not group.has_signal) for group in groups]),
         "accuracy": mean([float(reward.correct) for reward in rewards]),
-        "entropy": sum(sum(rollout.entropies) for rollout in rollouts) / tokens,
+        "entropy": mean_entropy(rollouts),
         **entropy_by_part([entropy for rollout in rollouts for entropy in rollout.entropies]),
         "completions/tokens": tokens,
         "completions/mean_length": tokens / len(rollouts),
         "completions/truncated_frac": mean([float(not rollout.finished) for rollout in rollouts]),
         "completions/garbled_frac": mean([float(garbled(rollout)) for rollout in rollouts]),
     }
+
+
+def mean_entropy(rollouts: Sequence[Rollout]) -> float:
+    """Nats per completion token, as their samplers measured it."""
+    return sum(sum(one.entropies) for one in rollouts) / sum(len(one.token_ids) for one in rollouts)
+
+
+def entropy_ratio(noisy: Sequence[Rollout], quiet: Sequence[Rollout]) -> float:
+    """Entropy of a policy with noise over that without, each on what it samples itself."""
+    return mean_entropy(noisy) / mean_entropy(quiet)
 
 
 def entropy_by_part(entropies: list[float]) -> dict[str, float]:
@@ -364,7 +413,12 @@ def garbled(rollout: Rollout) -> bool:
         )
         if rollout.finished and (opened != closed or opened > 1 or not ordered):
             return True
-    ids, windows = rollout.token_ids, len(rollout.token_ids) - LOOP_WINDOW + 1
+    return repeats_itself(rollout.token_ids)
+
+
+def repeats_itself(ids: Sequence[int | str]) -> bool:
+    """Whether over half of the windows of LOOP_WINDOW tokens, or words, occurred before."""
+    windows = len(ids) - LOOP_WINDOW + 1
     if windows < LOOP_WINDOW or 2 * len({*ids[:windows]}) >= windows:  # windows that begin differently differ
         return False
     return 2 * len({tuple(ids[i : i + LOOP_WINDOW]) for i in range(windows)}) < windows

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.device import PhaseTimer
+from qerl_bench.dose import curve
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
@@ -22,7 +23,6 @@ from qerl_bench.engine.vllm.sync import Mirror, clone
 from qerl_bench.eval.reevaluate import with_later_keys
 from qerl_bench.experiment import collect_rollouts
 from qerl_bench.fingerprint import as_dict, fingerprint
-from qerl_bench.gates.probe import with_noise
 from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import check_sites
@@ -173,7 +173,7 @@ def test_a_dose_is_measured_on_a_policy_without_noise(make_policy: MakePolicy, m
     experiment, policy = make_experiment("noise.where=adapters", "quant=nvfp4"), make_policy(sharp=True)
     before, quiet = numbers(policy), policy.noise
     engine, prompts = experiment.engine.build(policy), experiment.task.train_prompts(1, 2, seed=0)
-    kls = [with_noise(experiment, policy, engine, prompts, sigma, range(1))[1] for sigma in (0.0, 0.05, 0.2)]
+    kls = [one.kl for one in curve(experiment, policy, engine, prompts, (0.0, 0.05, 0.2), range(1))]
     assert kls[0] < 1e-6 < kls[1] < kls[2]
     assert policy.noise is quiet and changed(policy, before) == set()
 

@@ -312,6 +312,19 @@ def test_the_curve_of_a_few_held_out_questions_is_apart_from_the_whole_evaluatio
         assert len(points(bars["held-out, greedy (±1 s.e.)"].lines[0])) == 2
 
 
+def test_accuracy_by_the_last_number_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    folder = reward_run(tmp_path / "a", evals=(0, 40))
+    plain = [*labelled(figures.reward_figure(load_run(folder)).axes[1])]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "eval":
+            line |= {"eval/lenient_greedy": 0.7 + line["step"] / 400}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = labelled(figures.reward_figure(load_run(folder)).axes[1])
+    (new,) = drawn.keys() - {*plain}
+    assert "greedy" in new and [y for _, y in points(drawn[new])] == pytest.approx([0.7, 0.8])
+
+
 def test_the_reward_figure_holds_each_step_its_mean_and_the_held_out_points(tmp_path: Path) -> None:
     figure = figures.reward_figure(load_run(reward_run(tmp_path / "a", evals=(0, 40))))
     left, right = figure.axes

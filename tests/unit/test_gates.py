@@ -181,16 +181,16 @@ def test_noise_is_measured_and_taken_back(
 ) -> None:
     import torch
 
-    from qerl_bench.gates.probe import with_noise
+    from qerl_bench.dose import curve
 
     experiment, policy = make_experiment("quant=nvfp4"), make_policy(sharp=True)
     engine, quiet = experiment.engine.build(policy), policy.noise
     scales = {name: norm.weight.clone() for name, norm in policy.norms.items()}  # type: ignore[operator]
     prompts = experiment.task.train_prompts(1, 2, seed=0)
-    measured = [with_noise(experiment, policy, engine, prompts, sigma, range(1)) for sigma in (0.0, 0.1, 0.4)]
-    kls = [kl for _, kl in measured]
+    measured = curve(experiment, policy, engine, prompts, (0.0, 0.1, 0.4), range(1))
+    kls = [one.kl for one in measured]
     assert kls[0] < 1e-6 < kls[1] < kls[2]
-    assert measured[0] == with_noise(experiment, policy, engine, prompts, 0.0, range(1))
+    assert measured[:1] == curve(experiment, policy, engine, prompts, [0.0], range(1))
     assert policy.noise is quiet
     assert all(torch.equal(norm.weight, scales[name]) for name, norm in policy.norms.items())  # type: ignore[arg-type]
 
@@ -209,6 +209,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
+    from qerl_bench.dose import Dose
     from qerl_bench.gates import probe
 
     arms = {
@@ -224,9 +225,9 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
     measured: list[str] = []
     samplers: list[tuple[float, ...]] = []
 
-    def with_noise(experiment: Experiment, policy: Policy, engine: Any, *_: Any) -> tuple[float, float]:
+    def curve(experiment: Experiment, policy: Policy, engine: Any, prompts: Any, sigmas: Any, draws: Any) -> list[Dose]:
         samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
-        return 1.0, 0.0
+        return [Dose(sigma=sigma, entropy=1.0, kl=0.0, accuracy=None) for sigma in sigmas]
 
     def dose(design: Design, experiment: Experiment, policy: Policy, engine: Any) -> dict[str, Any]:
         measured.append(experiment.aqn.name)
@@ -235,7 +236,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
         return {"sigma": 0.1, "noisy": [*policy.noise.noisy], "trained": errors, "sampled": samplers[-1]}
 
     real_dose = probe.dose
-    monkeypatch.setattr(probe, "with_noise", with_noise)
+    monkeypatch.setattr(probe, "curve", curve)
     monkeypatch.setattr(probe, "answers", lambda *_: {})
     monkeypatch.setattr(probe, "dose", dose)
     design = small_study(tmp_path, arms, rise=0.1)

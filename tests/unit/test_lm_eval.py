@@ -95,7 +95,7 @@ def through_task(policy, engine, task, folder):
 def test_it_repeats_the_greedy_part_of_eval_task_row_by_row(policy, engine, task, tmp_path):
     ours, theirs = (measure(policy, engine, task, tmp_path) for measure in (through_task, through_lm_eval))
     assert theirs.samples == [row for row in ours.samples if row["mode"] == "greedy"]
-    assert theirs.scores == [score for score in ours.scores if score.metric == "eval/accuracy_greedy"]
+    assert theirs.scores == [score for score in ours.scores if score.metric.endswith("_greedy")]
     assert len({row["completion"] for row in theirs.samples}) > QUESTIONS // 2
     for settings in (theirs.settings, ours.settings):  # probed on greedy and on sampled completions
         assert settings["adapter_effect"] > 1
@@ -123,6 +123,8 @@ def test_right_answers_count_and_belong_to_their_questions(policy, engine, task,
             "eval/accuracy_greedy_stderr": error,
             "eval/accuracy_greedy_truncated": sum(not row["finished"] for row in found.samples) / QUESTIONS,
             "eval/accuracy_greedy_format_failed": 0.0,
+            "eval/lenient_greedy": sum(row["correct"] and row["finished"] for row in found.samples) / QUESTIONS,
+            "eval/lenient_greedy_stderr": np.std([row["lenient"] for row in found.samples], ddof=1) / QUESTIONS**0.5,
         }
     )
     assert found.samples == [

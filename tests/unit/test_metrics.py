@@ -285,7 +285,10 @@ def sft(
 
 
 def test_the_documented_names_are_those_of_a_sampled_step(sampled: Step) -> None:
-    assert set(sampled.found) == set(metrics.ROLLOUT) | set(metrics.TRAIN) | set(metrics.MISMATCH_SPLIT) | PARTS
+    assert (
+        set(sampled.found)
+        == set(metrics.ROLLOUT) | set(metrics.TRAIN) | set(metrics.MISMATCH_SPLIT) | set(metrics.NOISE_DOSE) | PARTS
+    )
 
 
 def test_the_documented_names_are_those_of_a_supervised_step(sft: Step) -> None:

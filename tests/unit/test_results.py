@@ -294,6 +294,7 @@ def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
         "run": "a", "finished": True, "model": "tiny", "format": "nvfp4", "noise": "exp", "rank": 32, "seed": 0,
         "greedy_start": 0.25, "greedy_start_stderr": 0.02, "greedy_final": 0.5, "greedy_final_stderr": 0.03,
         "gain_final": 0.25, "gain_final_stderr": 0.025,
+        **dict.fromkeys(("lenient_start", "lenient_start_stderr", "lenient_final", "lenient_final_stderr"), ANY_NAN),
         "sampled_final": 0.4, "sampled_final_stderr": 0.015, "entropy_first": 0.9, "entropy_last": 0.7,
         "rollout_tok_s": 2500.0,  # median of steps 2 and 3; step 1 is warm-up
         "taught": pytest.approx(1.25 / 3), "taught_last": 1.0,
@@ -324,6 +325,20 @@ def test_the_rendered_table_is_aligned_and_marks_what_is_not_there(tmp_path: Pat
     assert render(summary([])) == "no runs"
 
 
+def test_lenient_accuracy_stands_in_the_table_of_runs_that_have_it(tmp_path: Path) -> None:
+    """Nearly all of this gain is the format: by the last number the base could do most of it."""
+    lines = [
+        line | {"eval/lenient_greedy": 0.45 if line["step"] == 0 else 0.5} if line["kind"] == "eval" else line
+        for line in LINES
+    ]
+    table = summary([write_run(tmp_path / "new", lines), write_run(tmp_path / "old")])
+    assert table["lenient_start"].tolist() == [0.45, ANY_NAN]
+    text = render(table)
+    rows = [line.replace(" ±", "±").split() for line in text.splitlines()[3:5]]
+    assert [row[1:5] for row in rows] == [["25.0±2.0", "50.0±3.0", "+25.0±2.5", both] for both in ("45.0→50.0", "-→-")]
+    assert "lenient" in text and "lenient" not in render(summary([tmp_path / "old"]))
+
+
 def test_the_table_of_a_sweep_names_only_options_that_differ(tmp_path: Path) -> None:
     table = summary([write_run(tmp_path / "a"), write_run(tmp_path / "b")]).assign(format=["nf4", "mxfp4"], seed=[0, 1])
     shared, _, heading, first, *_ = render(table).splitlines()
@@ -331,6 +346,7 @@ def test_the_table_of_a_sweep_names_only_options_that_differ(tmp_path: Path) -> 
     assert heading.split()[:3] == ["run", "format", "seed"] and first.split()[:3] == ["1", "nf4", "0"]
 
 
+ANY_NAN = pytest.approx(math.nan, nan_ok=True)
 GRID = {
     "model": ["tiny", "qwen3-30b-a3b-instruct-2507"],
     "format": ["nvfp4", "mxfp4"],
@@ -353,6 +369,17 @@ def test_the_table_of_a_sweep_fits_a_terminal(
     text = render(table, ["optim.lr=3e-05 rollout.temperature=0.7 importance_sampling.mode=truncate"] * len(points))
     assert max(map(len, text.splitlines())) <= 100
     assert text.replace(" ±", "±").count("+25.0±2.5") == text.count("rollout.temperature=0.7") == len(points)
+
+
+@pytest.mark.parametrize(
+    ("varied", "shown"), [(["format", "noise"], True), (["model", "format", "noise", "rank"], False)]
+)
+def test_the_widest_table_has_no_room_for_lenient_accuracy(tmp_path: Path, varied: list[str], shown: bool) -> None:
+    row = summary([write_run(tmp_path / "a")]).to_dict("records")[0] | LARGE
+    wide = row | {"lenient_start": 0.125, "lenient_final": 1.0}
+    text = render(pd.DataFrame([wide | {key: GRID[key][at] for key in varied} for at in (0, 1)]))
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("12.5→100.0") == 2 * shown and ("lenient" in text) == shown
 
 
 @pytest.mark.parametrize("width", [5, 8, 30])

@@ -45,7 +45,7 @@ def test_every_column_of_every_line_and_the_totals(tmp_path: Path) -> None:
     rows, totals = run(tmp_path, file)
     assert rows[0] == {
         **{"line": 1, "id": "gsm8k/test/1", "sample": 0, "gold": gold[0], "answer": gold[0]},
-        **{"correct": 1.0, "format": 1.0, "reward": pytest.approx(1.2)},
+        **{"correct": 1.0, "format": 1.0, "reward": pytest.approx(1.2), "lenient": True},
     }
     assert [row["id"] for row in rows] == ["gsm8k/test/1", "gsm8k/test/2", "gsm8k/test/3"]
     assert [(row["correct"], row["format"]) for row in rows] == [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)]
@@ -55,6 +55,16 @@ def test_every_column_of_every_line_and_the_totals(tmp_path: Path) -> None:
     assert totals["stderr"] == pytest.approx(1 / 3)  # variance (2 * 1/9 + 4/9) / 2 = 1/3, over 3 questions
     assert totals["format_failed"] == pytest.approx(1 / 3)
     assert totals["means"] == pytest.approx({"correct": 2 / 3, "format": 1 / 3, "reward": 2.2 / 3})
+    assert [row["lenient"] for row in rows] == [True] * 3 and totals["lenient"] == 1.0
+
+
+def test_what_was_cut_off_has_no_last_number(tmp_path: Path) -> None:
+    golds = [problem["answer"].rpartition("####")[2].strip() for problem in problems()[:2]]
+    lines = [{"id": f"gsm8k/test/{line}", "completion": f"So {gold}"} for line, gold in enumerate(golds, start=1)]
+    rows, totals = run(tmp_path, write(tmp_path / "c.jsonl", lines[0], lines[1] | {"finished": False}))
+    assert [row["lenient"] for row in rows] == [True, False] and totals["lenient"] == 0.5
+    with pytest.raises(ConfigError, match=r"line 1: finished must be true, or false .* got 'no'"):
+        run(tmp_path, write(tmp_path / "d.jsonl", lines[0] | {"finished": "no"}))
 
 
 def test_questions_are_found_with_the_instruction_line_that_is_cut_off(tmp_path: Path) -> None:

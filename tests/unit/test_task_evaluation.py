@@ -65,15 +65,16 @@ def assert_scores(task, rows: list[dict[str, str]]) -> tuple[float, float]:
     wrong = evaluation_by({p.id: text for p, text in zip(prompts, texts[1:] + texts[:1], strict=True)}, task)
     for evaluation in (right, wrong):
         assert [score.metric for score in evaluation.scores] == [
-            *("eval/accuracy_greedy", "eval/accuracy_sampled", "eval/majority", "eval/pass_at_k")
+            *("eval/accuracy_greedy", "eval/lenient_greedy"),
+            *("eval/accuracy_sampled", "eval/lenient_sampled", "eval/majority", "eval/pass_at_k"),
         ]
         assert {score.n for score in evaluation.scores} == {len(rows)}
         assert len(evaluation.samples) == 3 * len(rows)
-    assert [score.value for score in right.scores] == [1.0] * 4
-    assert [score.stderr for score in right.scores] == [0.0] * 4
-    assert [score.format_failed for score in right.scores] == [0.0, 0.0, None, None]
+    assert [score.value for score in right.scores] == [1.0] * 6
+    assert [score.stderr for score in right.scores] == [0.0] * 6
+    assert [score.format_failed for score in right.scores] == [0.0, None, 0.0, None, None, None]
     greedy, *others = (score.value for score in wrong.scores)
-    assert others == [greedy] * 3
+    assert others == [greedy] * 5
     assert wrong.scores[0].stderr == pytest.approx((greedy * (1 - greedy) / (len(rows) - 1)) ** 0.5)
     return right.scores[0].value, greedy
 

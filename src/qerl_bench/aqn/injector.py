@@ -109,6 +109,14 @@ class NoiseInjector:
         """Context in which the norms have the noise of the latest rollout; norm scales in training get gradients."""
         return self._in_place_of_clean(self._noisy_scales(), None)
 
+    def scale_share(self) -> dict[str, float]:
+        """The latest sigma over the median size of the scales that get noise, as metric; none on adapters."""
+        sizes = [(self.offsets[name] + scale_of(norm).detach().float()).abs() for name, norm in self.norms.items()]
+        if self.spec.where == "adapters" or not sizes:
+            return {}
+        sigma = self.controller.sigma(self.latest_draw[0])
+        return {"aqn/sigma_share": sigma / (1.0 if self.spec.relative else float(torch.cat(sizes).median()))}
+
     def state(self) -> dict[str, Any]:
         """What the next step's noise depends on besides its seed, as plain numbers and tensors."""
         return {"held": dict(self.accumulated), "controller": self.controller.state()}

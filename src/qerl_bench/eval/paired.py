@@ -29,12 +29,12 @@ def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.
     return rows.loc[rows["step"] == wanted]
 
 
-def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str) -> Estimate:
-    """Accuracy of `second` minus that of `first`, with the standard error of the difference.
+def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str, column: str = "correct") -> Estimate:
+    """Accuracy of `second` minus that of `first`, with the standard error of the difference; `column` may be lenient.
 
     Raises ConfigError unless both have the same questions in `mode` (greedy or sampled).
     """
-    before, after = (_answers(rows, mode) for rows in (first, second))
+    before, after = (_answers(rows, mode, column) for rows in (first, second))
     unpaired = sorted(set(before) ^ set(after))
     require(
         bool(before) and not unpaired,
@@ -46,12 +46,18 @@ def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str) -> Estimate:
 
 
 def gains(first: pd.DataFrame, second: pd.DataFrame) -> list[Score]:
-    """The paired difference in each mode, as eval/gain_<mode>."""
-    return [Score.from_estimate(f"eval/gain_{mode}", paired(first, second, mode)) for mode in first["mode"].unique()]
+    """The paired difference in each mode, as eval/gain_<mode> and, where both have it, eval/gain_lenient_<mode>."""
+    lenient = all("lenient" in rows and rows["lenient"].notna().all() for rows in (first, second))
+    columns = {"": "correct"} | ({"lenient_": "lenient"} if lenient else {})
+    return [
+        Score.from_estimate(f"eval/gain_{prefix}{mode}", paired(first, second, mode, column))
+        for mode in first["mode"].unique()
+        for prefix, column in columns.items()
+    ]
 
 
-def _answers(rows: pd.DataFrame, mode: str) -> dict[str, list[float]]:
-    """For each question, 1 for each correct sample and 0 for others."""
+def _answers(rows: pd.DataFrame, mode: str, column: str) -> dict[str, list[float]]:
+    """For each question, 1 for each sample that is right by `column` and 0 for others."""
     chosen = rows.loc[rows["mode"] == mode].sort_values("sample", kind="stable")
-    grouped = chosen.groupby("question", sort=False)["correct"]
+    grouped = chosen.groupby("question", sort=False)[column]
     return {str(question): [float(value) for value in values] for question, values in grouped}

@@ -2,7 +2,8 @@
 
 This allows comparing the grader with other people's labels. Each line of FILE is an object with `completion`, either
 `id` (the column `question` of samples.parquet) or `question` (its text; case, spacing and punctuation are ignored
-unless that makes it ambiguous), and a number `sample` if a question has several completions. Any task=... and
+unless that makes it ambiguous), a number `sample` if a question has several completions, and `finished` false if it was
+cut off. Any task=... and
 task.<key>=... of a run may be given. DIR gets scores.jsonl, one line per completion, and totals.json. Needs no torch
 and, with task.eval_file=..., no network.
 """
@@ -23,6 +24,8 @@ from qerl_bench.rundir import write_atomically
 from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
+from qerl_bench.task.grader.last_number import last_number_is
+from qerl_bench.task.prompt_task import PromptTask
 
 USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
 
@@ -39,9 +42,10 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "scores.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_atomically(out / "totals.json", json.dumps(result, indent=1))
+    lenient = "" if result["lenient"] is None else f"lenient {result['lenient']:.4f}, "
     print(
         f"{result['completions']} completions of {result['questions']} questions, {result['unscored']} of the task "
-        f"without one: accuracy {result['accuracy']:.4f} +- {result['stderr']:.4f}, no answer found in "
+        f"without one: accuracy {result['accuracy']:.4f} +- {result['stderr']:.4f}, {lenient}no answer found in "
         f"{result['format_failed']:.1%}\n{out / 'scores.jsonl'}\n{out / 'totals.json'}"
     )
 
@@ -59,13 +63,18 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
         for text in {prompt.question, task.normalize(prompt.question)}:
             by_question[text].append(prompt)
     lines: dict[tuple[str, int], int] = {}
+    lenient = isinstance(task, PromptTask)
     rows = []
     for line, entry in enumerate(read_rows(file), start=1):
         where = f"{file}, line {line}"
         prompt = _prompt(entry, by_id, by_question, f"{where}: ", task)
-        text, sample = entry.get("completion"), entry.get("sample", 0)
+        text, sample, finished = entry.get("completion"), entry.get("sample", 0), entry.get("finished", True)
         require(isinstance(text, str), f"{where}: the key 'completion' must hold text; {_keys(entry)}")
         require(type(sample) is int and sample >= 0, f"{where}: sample must be a whole number from 0, got {sample!r}")
+        require(
+            isinstance(finished, bool),
+            f"{where}: finished must be true, or false for a completion that was cut off, got {finished!r}",
+        )
         earlier = lines.setdefault((prompt.id, sample), line)
         require(
             earlier == line,
@@ -82,6 +91,7 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
                 "answer": reward.answer,
                 **reward.parts,
                 "reward": reward.total,
+                **({"lenient": last_number_is(prompt.answer, str(text), finished)} if lenient else {}),
             }
         )
     return rows
@@ -93,7 +103,10 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         by_question[row["id"]].append(row)
     estimate = over_samples([[float(row["correct"] == 1) for row in group] for group in by_question.values()])
-    columns = [key for key in rows[0] if key not in ("line", "id", "sample", "gold", "answer")]
+    columns = [key for key in rows[0] if key not in ("line", "id", "sample", "gold", "answer", "lenient")]
+    lenient = None  # for a task without an answer format, or with answers that are no numbers
+    if all(row.get("lenient") is not None for row in rows):
+        lenient = over_samples([[float(row["lenient"]) for row in group] for group in by_question.values()]).value
     return {
         "task": task.name,
         "completions": len(rows),
@@ -103,6 +116,7 @@ def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "stderr": estimate.stderr,
         "stderr_questions": estimate.stderr_questions,
         "stderr_sampling": estimate.stderr_sampling,
+        "lenient": lenient,
         "format_failed": mean([float(row["answer"] is None) for row in rows]),
         "means": {key: mean([row[key] for row in rows]) for key in columns},  # over completions
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.statistics import majority, over_samples, pass_at_k
 from qerl_bench.task.base import Task
+from qerl_bench.task.grader.last_number import last_number_is
+from qerl_bench.task.prompt_task import PromptTask
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
@@ -102,7 +104,10 @@ class TaskEvaluation:
 
 
 def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:
-    """One row of samples.parquet for each rollout, with a column for each part of the reward."""
+    """One row of samples.parquet for each rollout, with a column for each part of the reward.
+
+    `lenient` says whether the last number is right: only of tasks with an answer format, and None without a number.
+    """
     rows = []
     for rollout in rollouts:
         reward = task.reward(rollout.prompt, rollout.text)
@@ -110,6 +115,7 @@ def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[d
             {
                 **sample_key(mode, rollout.prompt, rollout.sample),
                 "correct": reward.correct,
+                **lenient_column(task, rollout),
                 "reward": reward.total,
                 **{f"reward_{part}": value for part, value in reward.parts.items()},
                 "answer": reward.answer,
@@ -121,6 +127,12 @@ def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[d
     return rows
 
 
+def lenient_column(task: Task, rollout: Rollout) -> dict[str, bool | None]:
+    if not isinstance(task, PromptTask):
+        return {}
+    return {"lenient": last_number_is(rollout.prompt.answer, rollout.text, rollout.finished)}
+
+
 def sample_key(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:
     """The columns that identify a row of samples.parquet."""
     return {"mode": mode, "question": prompt.id, "sample": sample, "gold": prompt.answer}
@@ -129,6 +141,9 @@ def sample_key(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:
 def scores_of(rows: list[dict[str, Any]], mode: str, samples: int, k: int) -> list[Score]:
     """The scores of `rows`, `samples` adjacent rows for each question; maj@n and pass@k only if mode is sampled."""
     scores = [accuracy_score(f"eval/accuracy_{mode}", rows, samples)]
+    if has_lenient(rows):
+        estimate = over_samples(by_question(rows, "lenient", samples))
+        scores.append(Score.from_estimate(f"eval/lenient_{mode}", estimate))
     if mode == "sampled":
         correct, answers = by_question(rows, "correct", samples), by_question(rows, "answer", samples)
         scores += [
@@ -146,6 +161,11 @@ def accuracy_score(metric: str, rows: list[dict[str, Any]], samples: int) -> Sco
         truncated=mean([float(not row["finished"]) for row in rows]),
         format_failed=mean([float(row["answer"] is None) for row in rows]),
     )
+
+
+def has_lenient(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all rows say what the last number is worth; those of runs from before that do not."""
+    return all(row.get("lenient") in (True, False) for row in rows)
 
 
 def by_question(rows: list[dict[str, Any]], column: str, samples: int) -> list[list[Any]]:

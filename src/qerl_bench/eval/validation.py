@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.eval.task import TaskEvaluation, by_question
+from qerl_bench.eval.task import TaskEvaluation, by_question, has_lenient
 from qerl_bench.statistics import over_samples
 
 if TYPE_CHECKING:
@@ -58,11 +58,13 @@ def metrics_of_point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for mode in dict.fromkeys(row["mode"] for row in rows):
         chosen = [dict(row) for row in rows if row["mode"] == mode]
         samples = sum(row["question"] == chosen[0]["question"] for row in chosen)
-        estimate = over_samples(by_question(chosen, "correct", samples))
-        metrics |= {
-            f"validation/accuracy_{mode}": estimate.value,
-            f"validation/accuracy_{mode}_stderr": estimate.stderr,
-        }
+        columns = {"accuracy": "correct"} | ({"lenient": "lenient"} if has_lenient(chosen) else {})
+        for name, column in columns.items():
+            estimate = over_samples(by_question(chosen, column, samples))
+            metrics |= {
+                f"validation/{name}_{mode}": estimate.value,
+                f"validation/{name}_{mode}_stderr": estimate.stderr,
+            }
     return metrics
 
 

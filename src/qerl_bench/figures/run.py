@@ -42,6 +42,7 @@ from qerl_bench.study.study import Setting, Study, describe_repeats, unit_count
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # of settings with one color and dash
 HELD_OUT = {"greedy": "o", "sampled": "s"}  # decoding of the held-out questions -> marker
+LENIENT = {"greedy": "+", "sampled": "x"}  # the same by the last number, whatever the format of the answer
 
 
 # --- several runs ----------------------------------------------------------------------------------------------------
@@ -236,6 +237,10 @@ def _held_out(ax: Axes, run: Run) -> None:
             accuracy.index + side, accuracy, yerr=ends, fmt=marker, color="#555555", zorder=3, elinewidth=0.9,
             markerfacecolor="#555555" if decoding == "greedy" else "white", label=f"held-out, {decoding} (±1 s.e.)",
         )  # fmt: skip
+        lenient = run.series("eval", f"eval/lenient_{decoding}").dropna()
+        if not lenient.empty:
+            label = f"held-out, {decoding}, by the last number"
+            ax.plot(lenient.index + side, lenient, LENIENT[decoding], color="#882255", zorder=3, label=label)
         _validation(ax, run, decoding, marker)
 
 
@@ -251,6 +256,8 @@ def _validation(ax: Axes, run: Run, decoding: str, marker: str) -> None:
         markerfacecolor="#A0A0A0" if decoding == "greedy" else "white", markersize=2.5,
         label=f"first {questions} held-out, {decoding}",
     )  # fmt: skip
+    lenient = run.series("validation", f"validation/lenient_{decoding}").dropna()
+    ax.plot(lenient.index, lenient, ":", color="#882255", linewidth=0.8, zorder=2, label="_by the last number")
 
 
 def _stage_starts(sigma: pd.Series) -> list[int]:

@@ -13,36 +13,26 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from qerl_bench.aqn.base import OpenLoop
-from qerl_bench.aqn.constant import Constant
-from qerl_bench.aqn.injector import NoiseInjector
-from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.children import end_with_parent
 from qerl_bench.config import build, compose
-from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.dose import curve, probe_sampling
+from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.environment import versions
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
-from qerl_bench.metrics import mismatch_metrics
+from qerl_bench.metrics import mean_entropy
 from qerl_bench.model.digest import digest_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_noise, build_policy
-from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.session import on_base_in, prepare_device
-from qerl_bench.train.batch import make_batch
 
-KL_TOKENS = 32_768  # of a forward pass
 ANSWERS = "answers"
 Asked = tuple[Callable[[Design, Experiment, Policy, RolloutEngine], dict[str, Any]], Experiment]
-Noise = tuple[float, float]  # entropy (nats/token) of the sampler, KL (nats/token) of sampler and trainer
 
 
 def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
@@ -111,10 +101,10 @@ def answers(design: Design, experiment: Experiment, policy: Policy, engine: Roll
     """How often each of the probe's questions, which RL could draw, is answered, and the entropy of the policy."""
     size = design.probe
     prompts = experiment.task.train_prompts(1, size.questions, derive("probe"))
-    rollouts = engine.generate(prompts, _sampling(experiment, size.samples, 1.0, "answers"))
+    rollouts = engine.generate(prompts, probe_sampling(experiment, size.samples, 1.0, "answers"))
     right = [float(reward.correct) for reward in experiment.task.rewards(rollouts)]
     by_question = [int(sum(right[i : i + size.samples])) for i in range(0, len(right), size.samples)]
-    return {"correct": by_question, "samples": size.samples, "entropy": _entropy(rollouts)}
+    return {"correct": by_question, "samples": size.samples, "entropy": mean_entropy(rollouts)}
 
 
 def dose(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
@@ -122,72 +112,18 @@ def dose(design: Design, experiment: Experiment, policy: Policy, engine: Rollout
     task, size, sampled_in = experiment.task, design.dose, experiment.rollout.quant
     search, check = (task.train_prompts(step, size.prompts, derive("dose")) for step in (1, 2))
     with on_base_in("rollout.quant", sampled_in, experiment, policy, engine) as (_, sampler):
-        quiet, _ = with_noise(experiment, policy, sampler, search, 0.0, range(size.draws))
+        draws, fresh = range(size.draws), range(size.draws, 2 * size.draws)
+        (quiet,) = curve(experiment, policy, sampler, search, [0.0], draws)
 
         def rise(sigma: float) -> float:
-            return with_noise(experiment, policy, sampler, search, sigma, range(size.draws))[0] / quiet - 1
+            return curve(experiment, policy, sampler, search, [sigma], draws)[0].entropy / quiet.entropy - 1
 
         sigma, tried = find_sigma(rise, size.rise, start=0.1)
         if sigma is None:
             return {"sigma": None, "tried": tried}
-        fresh = range(size.draws, 2 * size.draws)
-        before, _ = with_noise(experiment, policy, sampler, check, 0.0, fresh)
-        entropy, kl = with_noise(experiment, policy, sampler, check, sigma, fresh)
-    return {"sigma": sigma, "rise": entropy / before - 1, "kl": kl, "entropy": before, "tried": tried}
-
-
-def with_noise(
-    experiment: Experiment,
-    policy: Policy,
-    engine: RolloutEngine,
-    prompts: list[Prompt],
-    sigma: float,
-    draws: Sequence[int],
-) -> Noise:
-    """Entropy and KL of sampling with noise, as a step would log them, over several draws."""
-    rollout, quiet = experiment.rollout, policy.noise
-    everything: list[Rollout] = []
-    try:
-        for draw in draws:
-            policy.noise = injector(quiet, experiment.noise, sigma)
-            with policy.noise.for_rollout(1, draw):
-                engine.sync(prompts)
-                sampling = _sampling(experiment, rollout.group_size, rollout.temperature, draw)
-                everything += engine.generate(prompts, sampling)
-    finally:
-        policy.noise = quiet
-    engine.sleep()
-    return _entropy(everything), _kl(experiment, policy, everything)
-
-
-def injector(like: NoiseInjector, spec: NoiseSpec, sigma: float) -> NoiseInjector:
-    """Constant noise where `spec` puts it, in the norms or adapters of `like`; the same draws for every sigma."""
-    controller = OpenLoop(Constant(name="constant", level=sigma), 1)
-    once = replace(spec, accumulate="none")  # draws are compared with each other, not added up
-    return NoiseInjector(once, controller, like.norms, like.offsets, like.final, derive("dose"), like.adapters)
-
-
-def _sampling(experiment: Experiment, samples: int, temperature: float, draw: int | str) -> Sampling:
-    longest = experiment.task.max_completion_tokens
-    return Sampling(samples=samples, temperature=temperature, max_tokens=longest, seed=derive("probe", draw))
-
-
-def _entropy(rollouts: Sequence[Rollout]) -> float:
-    return sum(sum(one.entropies) for one in rollouts) / sum(len(one.token_ids) for one in rollouts)
-
-
-def _kl(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> float:
-    """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now."""
-    sampler, trainer = [], []
-    ids = [one.prompt_ids for one in rollouts], [one.token_ids for one in rollouts]
-    batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in rollouts])
-    for rows in batch.micro_batches(KL_TOKENS, torch.ones_like(batch.lengths, dtype=torch.bool)):
-        part = batch.rows(rows)
-        with torch.no_grad():
-            stats = policy.token_stats(part.input_ids, part.mask, experiment.rollout.temperature)
-        trainer.append(stats.logprobs[part.mask].double().cpu())
-        sampler.append(part.sampler_logprobs[part.mask].double().cpu())
-    return mismatch_metrics(torch.cat(trainer), torch.cat(sampler))["mismatch/kl"]
+        before, noisy = curve(experiment, policy, sampler, check, [0.0, sigma], fresh)
+    rise_on_others = noisy.entropy / before.entropy - 1
+    return {"sigma": sigma, "rise": rise_on_others, "kl": noisy.kl, "entropy": before.entropy, "tried": tried}
 
 
 def main(words: list[str]) -> None:

@@ -48,6 +48,8 @@ DOSES = {
 COLUMNS = {  # of the table of runs: heading, name in study/table.py, format
     "accuracy at step 0": ("greedy_start", ".1%"),
     "greedy": ("greedy_final", ".1%"),
+    "lenient at step 0": ("lenient_start", ".1%"),
+    "lenient": ("lenient_final", ".1%"),
     "sampled": ("sampled_final", ".1%"),
     "entropy, first": ("entropy_first", ".3f"),
     "entropy, last": ("entropy_last", ".3f"),

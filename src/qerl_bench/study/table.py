@@ -28,6 +28,8 @@ NOTES = (
     "tok/s: completion tokens of rollouts, median without step 1; GiB: peak of memory;",
     "taught: share of completion tokens that a backward pass used, mean over steps",
 )
+LENIENT = ("lenient", "0→final")  # the heading of a column
+LENIENT_NOTE = "lenient: as accuracy, by the last number of an answer, whatever its format;"
 TEXTS = ("model", "format", "noise")
 NARROWEST = 5  # columns of a wrapped text
 LAST_STEPS = 5  # they show whether a run still trains
@@ -51,6 +53,7 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         return "no runs"
     names = [row["run"] + ("" if row["finished"] else " *") for row in table.to_dict("records")]
     several = len(names) > 1
+    lenient = bool(table[["lenient_start", "lenient_final"]].notna().to_numpy().any())
     options = {name: [str(value) for value in table[name]] for name in ("model", "format", "noise", "rank", "seed")}
     same = [f"{name} {values[0]}" for name, values in options.items() if len({*values}) == 1]
     columns = {
@@ -59,6 +62,7 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         ("accuracy", "step 0"): _shares(table, "greedy_start"),
         ("accuracy", "final"): _shares(table, "greedy_final"),
         ("gain", "paired"): _shares(table, "gain_final", signed=True),
+        **({LENIENT: _pairs(table["lenient_start"], table["lenient_final"])} if lenient else {}),
         ("sampled", "final"): _shares(table, "sampled_final"),
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
         ("", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
@@ -71,13 +75,16 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     named = [f"{number:3}  {name}  {note}".rstrip() for number, (name, note) in enumerate(noted, start=1)]
     above, below = ("\n".join(_filled(line) for line in part) for part in (filter(None, shared), named))
     unfinished = [] if all(table["finished"]) else ["* not finished"]
-    return "\n".join(
-        [*filter(None, [above]), *_fitting(columns), *(["", below] if several else []), "", *NOTES, *unfinished]
-    )
+    lines = _fitting(columns)
+    legend = [*NOTES[:2], *([LENIENT_NOTE] if LENIENT[1] in "".join(lines) else []), *NOTES[2:], *unfinished]
+    return "\n".join([*filter(None, [above]), *lines, *(["", below] if several else []), "", *legend])
 
 
 def _fitting(columns: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
-    """The lines of a table in WIDTH columns. If it is wider, spaces are left out, then long values wrapped."""
+    """The lines of a table in WIDTH columns. If it is wider, spaces are left out, then long values wrapped.
+
+    What is wider even so does without the column LENIENT.
+    """
     lines = _lines(columns, "  ")
     if not _fits(lines):
         columns = {heading: [cell.replace(" ±", "±") for cell in cells] for heading, cells in columns.items()}
@@ -86,6 +93,8 @@ def _fitting(columns: Mapping[tuple[str, str], Sequence[str]]) -> list[str]:
         if _fits(lines):
             break
         lines = _lines(columns, " ", width)
+    if LENIENT in columns and not _fits(lines):
+        return _fitting({heading: cells for heading, cells in columns.items() if heading != LENIENT})
     return lines
 
 
@@ -182,6 +191,8 @@ def row_of(run: Run) -> dict[str, Any]:
         **_evaluated(run, "accuracy_greedy", "greedy", "start"),
         **_evaluated(run, "accuracy_greedy", "greedy", "final"),
         **_evaluated(run, "gain_greedy", "gain", "final"),
+        **_evaluated(run, "lenient_greedy", "lenient", "start"),
+        **_evaluated(run, "lenient_greedy", "lenient", "final"),
         **_evaluated(run, "accuracy_sampled", "sampled", "final"),
         "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
         "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
@@ -208,6 +219,11 @@ def _shares(table: pd.DataFrame, name: str, signed: bool = False) -> list[str]:
         _number(100 * value, "+.1f" if signed else ".1f") + ("" if math.isnan(error) else f" ±{100 * error:.1f}")
         for value, error in zip(table[name], table[f"{name}_stderr"], strict=True)
     ]
+
+
+def _pairs(first: Iterable[float], second: Iterable[float]) -> list[str]:
+    """Two percentages of each run, such as 24.2→37.1."""
+    return ["→".join(_number(100 * value, ".1f") for value in pair) for pair in zip(first, second, strict=True)]
 
 
 def _number(value: float, form: str) -> str:

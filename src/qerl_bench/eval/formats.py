@@ -1,0 +1,140 @@
+"""Is the model answering at all? Which formats its own completions are in, and what to set so that they count.
+
+A reward reads one format, `task.answer_format`. A model that writes another earns nothing and seems unable, and so does
+one that is cut off before it answers. Nothing is sampled for this: the completions are those of the evaluation before
+the first step or, without one, of the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from qerl_bench.eval.base import Evaluation
+from qerl_bench.metrics import mean, repeats_itself
+from qerl_bench.records import Prompt
+from qerl_bench.rundir import RunDir
+from qerl_bench.task.base import Task
+from qerl_bench.task.grader.extract import ANSWER_FORMATS
+from qerl_bench.task.grader.last_number import last_number_is
+from qerl_bench.task.prompt_task import PromptTask
+
+FILE = "formats.json"
+MODES = ("sampled", "greedy")  # of evaluations; the first is what training does
+GAP = 0.05  # between two accuracies, from which on they tell different things
+LIMIT = "task.max_completion_tokens"
+MOST_CUT = 0.1  # share of completions
+Answer = tuple[Prompt, str, bool]  # prompt, completion, whether it is finished
+
+log = logging.getLogger(__name__)
+
+
+def answers_of(task: Task, evaluation: Evaluation) -> tuple[str, list[Answer]]:
+    """The mode of an evaluation that is most like training, and its answers; none of one with prompts of its own."""
+    for mode in MODES:
+        if rows := [row for row in evaluation.samples if row["mode"] == mode]:
+            prompts = {prompt.id: prompt for prompt in task.eval_prompts(len({row["question"] for row in rows}))}
+            return mode, [(prompts[row["question"]], row["completion"], row["finished"]) for row in rows]
+    return "", []
+
+
+def report_formats(run: RunDir, task: Task, answers: Sequence[Answer], where: str, limit: int) -> None:
+    """Say which formats `answers` are in and what to set, and record it in FILE; nothing for a task without formats."""
+    if not isinstance(task, PromptTask) or not answers:
+        return
+    found = {"where": where, **formats_of(task, answers), "max_tokens": limit}
+    found["advice"] = advice(found, LIMIT if limit == task.max_completion_tokens else "eval.max_tokens")
+    run.write(FILE, json.dumps(found, indent=1))
+    log.info(in_words(found))
+    if doubt := doubts(found):
+        log.warning("%s: %s", where, "; ".join(doubt))
+
+
+def warn(task: Task, evaluation: Evaluation, where: str) -> None:
+    """Warn if the strict accuracies of an evaluation say little about what the model can do."""
+    values = {score.metric.removeprefix("eval/"): score for score in evaluation.scores}
+    for mode in MODES:
+        strict, lenient = (values.get(f"{name}_{mode}") for name in ("accuracy", "lenient"))
+        if strict is not None and isinstance(task, PromptTask):
+            shares = strict.value, lenient and lenient.value, strict.truncated or 0.0
+            if doubt := accuracy_doubts(*shares, task.answer_format, evaluation.settings["max_tokens"]):
+                log.warning("%s, %s: %s", where, mode, "; ".join(doubt))
+                return
+
+
+def formats_of(task: PromptTask, answers: Sequence[Answer]) -> dict[str, Any]:
+    """For each format the share of `answers` that have an answer in it, and that would be right: shares of all.
+
+    `truncated` were cut off, `repeating` too and had begun to repeat themselves.
+    """
+    formats = {}
+    for name in ANSWER_FORMATS:
+        reader = replace(task, answer_format=name)
+        rewards = [reader.reward(prompt, text) for prompt, text, _ in answers]
+        formats[name] = {
+            "found": mean([float(reward.answer is not None) for reward in rewards]),
+            "right": mean([float(reward.correct) for reward in rewards]),
+        }
+    lenient = [last_number_is(prompt.answer, text, finished) for prompt, text, finished in answers]
+    return {
+        "completions": len(answers),
+        "answer_format": task.answer_format,
+        "formats": formats,
+        "lenient": None if None in lenient else mean([float(right or 0) for right in lenient]),
+        "truncated": mean([float(not finished) for *_, finished in answers]),
+        "repeating": mean([float(not finished and repeats_itself(text.split())) for _, text, finished in answers]),
+    }
+
+
+def advice(found: Mapping[str, Any], limit: str = LIMIT) -> dict[str, Any]:
+    """The options to set: a format that reads more of these answers, and a larger `limit`.
+
+    No other limit if most of what was cut off repeats itself, and would not end.
+    """
+    formats, asked = found["formats"], found["answer_format"]
+    best = max(formats.keys() - {"auto"}, key=lambda name: (formats[name]["right"], formats[name]["found"]))
+    best = "auto" if formats["auto"]["right"] > formats[best]["right"] + GAP else best
+    more = {key: formats[best][key] - formats[asked][key] for key in ("right", "found")}
+    options: dict[str, Any] = {}
+    if more["right"] > GAP or (more["right"] >= 0 and more["found"] > 0.5):
+        options["task.answer_format"] = best
+    if found["truncated"] > MOST_CUT and 2 * found["repeating"] < found["truncated"]:
+        options[limit] = (4 if found["truncated"] > 0.5 else 2) * found["max_tokens"]
+    return options
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Which formats are used, each with what would be right in it: one line."""
+    asked = found["answer_format"]
+    used = {name: one for name, one in found["formats"].items() if name == asked or (one["found"] and name != "auto")}
+    shares = [f"{one['found']:.0%} in {name} ({one['right']:.1%} right)" for name, one in used.items()]
+    lenient = "" if found["lenient"] is None else f"; {found['lenient']:.1%} right by their last number (lenient)"
+    return (
+        f"{found['where']}, formats of {found['completions']} answers: {', '.join(shares)}{lenient}; "
+        f"{found['truncated']:.0%} cut off at {found['max_tokens']} tokens"
+    )
+
+
+def doubts(found: Mapping[str, Any]) -> list[str]:
+    """Why the strict accuracy says little about what the model can do, and what to try; empty if it says enough."""
+    asked, options = found["answer_format"], found["advice"]
+    strict = found["formats"][asked]
+    lines = accuracy_doubts(strict["right"], found["lenient"], found["truncated"], asked, found["max_tokens"])
+    if not lines and options:
+        lines = [f"only {strict['found']:.0%} of the answers are in task.answer_format={asked}"]
+    if found["truncated"] > MOST_CUT and 2 * found["repeating"] >= found["truncated"]:
+        lines.append("most of these repeat themselves, and a larger limit would not end them")
+    return [*lines, *(["try " + " ".join(f"{key}={value}" for key, value in options.items())] if options else [])]
+
+
+def accuracy_doubts(strict: float, lenient: float | None, truncated: float, asked: str, limit: int) -> list[str]:
+    """What tells learning the format from learning the task, in words: a gap to the lenient accuracy, and cuts."""
+    lines = []
+    if lenient is not None and abs(lenient - strict) > GAP:
+        lines.append(f"{strict:.1%} are right in task.answer_format={asked}, {lenient:.1%} by their last number")
+    if truncated > MOST_CUT:
+        lines.append(f"{truncated:.0%} are cut off at {limit} tokens")
+    return lines

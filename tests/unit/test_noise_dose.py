@@ -1,0 +1,173 @@
+"""What the first noise of a run does: entropy and KL against loops, its size beside the norm scales, and the line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qerl_bench import dose, metrics
+from qerl_bench.config import build
+from qerl_bench.device import PhaseTimer
+from qerl_bench.experiment import collect_rollouts, rollout_sampling, run_experiment
+from qerl_bench.model_setup import build_noise
+from qerl_bench.records import Reward, Rollout
+
+NOISE = ("aqn=constant", "aqn.level=0.3", "quant=bf16", "rollout.temperature=0.8", "rollout.group_size=3")
+
+
+def logprobs(policy: Any, rollout: Any, temperature: float) -> np.ndarray:
+    """(T, V) in FP64: the distribution of each completion token, of the policy as it is now."""
+    ids = torch.tensor([rollout.prompt_ids + rollout.token_ids])
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).numpy()
+
+
+def mean_entropy(policy: Any, rollouts: list[Any], temperature: float) -> float:
+    rows = [row for rollout in rollouts for row in logprobs(policy, rollout, temperature)]
+    return float(np.mean([-(np.exp(row) * row).sum() for row in rows]))
+
+
+def noisy_policy(make_policy: Callable[..., Any], experiment: Any) -> Any:
+    policy = make_policy(quant="bf16", sharp=True, adapted=True)
+    policy.noise = build_noise(experiment, policy.model, policy.structure, policy.layers)
+    return policy
+
+
+def test_entropy_and_kl_of_the_first_noise_against_loops(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
+    experiment = make_experiment(*NOISE, "importance_sampling.split_mismatch=false", "rollout.prompts_per_step=2")
+    policy, sampling = noisy_policy(make_policy, experiment), rollout_sampling(experiment, 1)
+    engine = experiment.engine.build(policy)
+    _, groups, _ = collect_rollouts(experiment, policy, engine, 1, PhaseTimer("cpu"))
+    found = dose.first_dose(experiment, policy, engine, groups, sampling)
+    noisy = [rollout for group in groups for rollout in group.rollouts]
+    quiet = engine.generate([group.rollouts[0].prompt for group in groups], sampling)
+    with policy.noise.for_training():
+        with_noise = mean_entropy(policy, noisy, 0.8)
+        sampled = [logprobs(policy, rollout, 0.8) for rollout in noisy]
+    without = mean_entropy(policy, quiet, 0.8)
+    gaps = [
+        clean[place, token] - rows[place, token]
+        for rollout, rows in zip(noisy, sampled, strict=True)
+        for clean in [logprobs(policy, rollout, 0.8)]
+        for place, token in enumerate(rollout.token_ids)
+    ]
+    scales = np.concatenate([norm.weight.detach().float().abs().numpy() for norm in policy.noise.norms.values()])
+    assert found == {
+        "aqn/dose_entropy": pytest.approx(with_noise / without, rel=1e-4),
+        "aqn/dose_kl": pytest.approx(float(np.mean(np.exp(gaps) - np.array(gaps) - 1)), rel=1e-3),
+        "aqn/sigma_share": pytest.approx(0.3 / np.median(scales)),
+    }
+    assert abs(with_noise / without - 1) > 0.01 and found["aqn/dose_kl"] > 0.01  # else equal numbers would pass as well
+    assert mean_entropy(policy, quiet, 0.8) == without  # the noise is gone
+
+
+@pytest.mark.parametrize(
+    ("words", "share"), [((), 0.3), (("noise.relative=true",), 0.3), (("noise.where=adapters", "quant=nvfp4"), None)]
+)
+def test_sigma_as_a_share_of_the_scales(
+    words: tuple[str, ...],
+    share: float | None,
+    make_policy: Callable[..., Any],
+    make_experiment: Callable[..., Any],
+) -> None:
+    """Scales of 1 that differ in sign; relative noise is a share by itself, and so is noise on adapters."""
+    experiment = make_experiment(*NOISE, *words)
+    policy = noisy_policy(make_policy, experiment)
+    if words == ():
+        with torch.no_grad():
+            for norm in policy.noise.norms.values():
+                norm.weight.copy_(torch.where(torch.arange(len(norm.weight)) % 2 == 0, -1.0, 1.0))
+    with policy.noise.for_rollout(1, 0):
+        pass
+    assert policy.noise.scale_share() == ({} if share is None else {"aqn/sigma_share": pytest.approx(share)})
+
+
+class OddIsRight:
+    """A task, but completions of an odd number of characters are right."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
+        return [Reward(total=1.0, correct=len(rollout.text) % 2 == 1) for rollout in rollouts]
+
+
+def test_the_curve_of_any_experiment(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
+    """KL rises with sigma; without noise the numbers are those of plain sampling."""
+    experiment = make_experiment(*NOISE, "task=even_characters")
+    experiment = dataclasses.replace(experiment, task=OddIsRight(experiment.task))
+    policy = noisy_policy(make_policy, experiment)
+    prompts, engine = experiment.task.train_prompts(1, 2, seed=0), experiment.engine.build(policy)
+    found = dose.curve(experiment, policy, engine, prompts, (0, 0.2, 0.8), (0, 1), graded=True)
+    assert [one.sigma for one in found] == [0, 0.2, 0.8]
+    assert found[0].kl < 1e-6 < found[1].kl < found[2].kl
+    plain = [one for draw in (0, 1) for one in engine.generate(prompts, dose.probe_sampling(experiment, 3, 0.8, draw))]
+    assert found[0].entropy == pytest.approx(mean_entropy(policy, plain, 0.8), rel=1e-4)
+    assert found[0].accuracy == np.mean([len(one.text) % 2 == 1 for one in plain]) and 0 < found[0].accuracy < 1
+    assert dose.curve(experiment, policy, engine, prompts, [0.2], (0, 1))[0] == dataclasses.replace(
+        found[1], accuracy=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        (("aqn=exp", "aqn.stages=3"), 3),
+        (("aqn=constant",), 1),
+        (("aqn=entropy",), 1),
+        (("aqn=constant", "noise.site=rollout_and_training"), 1),
+        (("aqn=constant", "noise.cadence=group"), 1),
+        (("aqn=none",), None),
+    ],
+)
+def test_a_run_says_it_once_at_its_first_noisy_step(
+    words: tuple[str, ...],
+    first: int | None,
+    tmp_path: Path,
+    make_config: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    cfg = make_config(*words, "task=even_characters", "steps=6", "eval=none", f"root={tmp_path}", "name=a")
+    run_experiment(build(cfg), cfg)
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    of_dose = {line["step"]: line for line in lines if metrics.NOISE_DOSE.keys() & line.keys()}
+    assert [*of_dose] == ([] if first is None else [first])
+    said = [message for message in caplog.messages if message.startswith("first noise")]
+    assert len(said) == len(of_dose)
+    if first is not None:
+        numbers = of_dose[first]
+        assert {*metrics.NOISE_DOSE} <= numbers.keys() and numbers["aqn/dose_kl"] > 0
+        if "noise.site=rollout_and_training" not in words and "noise.cadence=group" not in words:
+            assert numbers["aqn/dose_kl"] == numbers["mismatch/noise_kl"]
+        shown = re.search(r"step (\d+): sigma (\S+) .*KL (\S+), entropy x(\S+): changes", said[0])
+        assert shown is not None and int(shown[1]) == first and float(shown[2]) == numbers["aqn/sigma"]
+        assert float(shown[3]) == pytest.approx(numbers["aqn/dose_kl"], rel=0.51)
+        assert float(shown[4]) == pytest.approx(numbers["aqn/dose_entropy"], abs=0.0051)
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"), [(0.0003, "next to nothing"), (0.005, "little"), (0.05, "something"), (1, "much")]
+)
+def test_the_line_says_what_the_numbers_mean(kl: float, words: str) -> None:
+    found = {"aqn/sigma": 0.01, "aqn/sigma_share": 0.0125, "aqn/dose_kl": kl, "aqn/dose_entropy": 1.004}
+    line = dose.in_words(7, found)
+    assert line.startswith("first noise, step 7: sigma 0.01 (1.2% of the median norm scale): KL ") and "x1.00" in line
+    assert line.endswith(f"changes {words}")
+    del found["aqn/sigma_share"]
+    assert "norm scale" not in dose.in_words(7, found)
