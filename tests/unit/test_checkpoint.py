@@ -19,12 +19,13 @@ from qerl_bench.model.base import placed
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant import export as exporting
-from qerl_bench.quant.checkpoint import CheckpointReader, read_packed, skeleton
+from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.export import export, main, parse_words
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quantizer.apply import quantize_model
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
