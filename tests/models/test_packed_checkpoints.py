@@ -27,6 +27,7 @@ from tests.models.builds import build
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7, 9, 66], [1, 2, 3, 4, 250, 6, 7, 8]])
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+EVEN = torch.tensor([1, 0] * 4, dtype=torch.float64) * 1e-12  # ties go to the even index
 SIBLINGS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # ModelOpt gives them one weight_scale_2
 ALONE = "model.layers.1.mlp.down_proj"  # left in 16 bits, as `ignore` says
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -59,7 +60,7 @@ def _modelopt(weight: torch.Tensor, amax: torch.Tensor) -> tuple[dict[str, torch
     scale = blocks.abs().amax(-1) / (6 * scale_2)
     scale = torch.where(scale == 0, 1.0, scale).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     scaled = (blocks / (scale.float() * scale_2)[..., None]).double()
-    index = (scaled.abs()[..., None] - GRID).abs().argmin(-1)
+    index = ((scaled.abs()[..., None] - GRID).abs() - EVEN).argmin(-1)
     code = (index + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)  # (N, K)
     meant = (scaled.sign() * GRID[index] * scale.double()[..., None] * scale_2.double()).flatten(-2)
     codes = code[:, 1::2] << 4 | code[:, 0::2]
@@ -258,6 +259,15 @@ def test_a_foreign_or_damaged_tensor_is_refused_by_name(folder: Path, kind: str)
     _edit(folder, change)
     with pytest.raises(ConfigError, match=message):
         _load(folder)
+
+
+def test_a_packed_head_is_refused(tmp_path: Path) -> None:
+    _publish("mistral", tmp_path / "untied")
+    head = load_file(tmp_path / "untied" / "model.safetensors")["lm_head.weight"]
+    parts, _ = _modelopt(head, head.float().abs().max())
+    _edit(tmp_path / "untied", lambda t: t.update({f"lm_head.{part}": tensor for part, tensor in parts.items()}))
+    with pytest.raises(ConfigError, match="has a packed head, lm_head"):
+        _load(tmp_path / "untied")
 
 
 def test_fp8_without_a_word_is_not_read_as_numbers(folder: Path) -> None:

@@ -62,11 +62,17 @@ def read_packed(
         unused = [*packing.unused, *source.check_names(model, experts_layers)]
         if unused:
             log.warning("%s: only its weights are used. Left out: %s", folder, ", ".join(unused))
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    require(
+        not source.is_packed(head),
+        f"{folder} has a packed head, {head}, and the loss needs one in 16 bits; give a checkpoint whose head is not "
+        "packed, or the unquantized model",
+    )
     for name, linear in list(model.named_modules()):
         if is_linear(linear) and source.is_packed(name):
-            packed = source.read(name, (linear.out_features, linear.in_features))
-            bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
             shape = (linear.out_features, linear.in_features)
+            packed = source.read(name, shape)
+            bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
             model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
     for path, experts in expert_modules(model).items():
         for leaf in expert_parameters(experts):
