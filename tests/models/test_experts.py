@@ -23,13 +23,14 @@ from qerl_bench.model import kernels
 from qerl_bench.model.adapters import LoRAExperts, adapted_layers, block_linears
 from qerl_bench.model.base import placed
 from qerl_bench.quant import experts
-from qerl_bench.quant.checkpoint import CheckpointReader, read_packed, skeleton
+from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.experts import PackedExperts, PackedMatrices, expert_parameters
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quant.share import packed_share, unpacked_parameters, weights_of
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.quantizer.calibration import Calibration

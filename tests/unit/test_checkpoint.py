@@ -19,12 +19,13 @@ from qerl_bench.model.base import placed
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant import export as exporting
-from qerl_bench.quant.checkpoint import CheckpointReader, read_packed, skeleton
+from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.export import export, main, parse_words
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quantizer.apply import quantize_model
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
@@ -289,10 +290,6 @@ def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
     [
         (lambda c: c.update(format="int-quantized"), "by compressed-tensors as int-quantized; readable are"),
         (lambda c: c.update(quant_method="gptq"), "by gptq"),
-        (
-            lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 4}),
-            "quantizes activations too",
-        ),
         (lambda c: c.update(format="mxfp4-pack-quantized"), "use quant=mxfp4"),
     ],
 )
@@ -302,6 +299,16 @@ def test_other_packings_are_refused(folder: Path, change: Any, message: str) -> 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
         read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
+
+
+def test_a_checkpoint_that_quantizes_activations_too_gives_its_weights(folder: Path) -> None:
+    """W4A4, as llm-compressor writes it: tests/models/test_packed_checkpoints.py compares with its own library."""
+    weights = _bytes_of(read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "dynamic": "local"}
+    (folder / "config.json").write_text(json.dumps(config))
+    _edit(folder, lambda tensors: tensors.update({f"{NAME}.input_global_scale": torch.tensor([300.0])}))
+    assert _bytes_of(read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")) == weights
 
 
 def test_a_plain_tensor_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:

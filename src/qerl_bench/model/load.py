@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from qerl_bench.checks import require
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.shape import RandomModel, RandomWeights
-from qerl_bench.quant.checkpoint import RELEASED, CheckpointReader, quantization_config, read_packed, skeleton
+from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
 from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
 from qerl_bench.quant.mxfp4 import MXFP4
+from qerl_bench.quant.packed_checkpoint import read_packed
+from qerl_bench.quant.packed_config import RELEASED, quantization_config
 from qerl_bench.quant.share import weights_of
 from qerl_bench.quantizer.apply import quantize_model
 

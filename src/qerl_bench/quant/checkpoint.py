@@ -1,4 +1,4 @@
-"""Reads checkpoint folders of safetensors, tensor by tensor: plain ones block by block, packed ones as they are.
+"""Reads checkpoint folders of safetensors, tensor by tensor, and plain ones block by block.
 
 All headers are read first. A file that is cut short or does not fit the model is refused, with the name of a tensor,
 before anything is returned. Tensors are copied out of the file, so that its pages do not stay in memory. Names that
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,30 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.quant.architecture import causal_lm_config
-from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.conversion import Source, rows_in_checkpoint, sources_of
-from qerl_bench.quant.experts import (
-    PackedMatrices,
-    expert_modules,
-    expert_parameters,
-    is_transposed,
-    matrix_shape,
-    pack_experts,
-)
-from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.architecture import TEXT_PART, causal_lm_config
+from qerl_bench.quant.conversion import Source, sources_of
+from qerl_bench.quant.experts import is_transposed, matrix_shape
 from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
-from qerl_bench.quant.nvfp4 import NVFP4
-from qerl_bench.quant.share import is_linear, persistent_buffers
+from qerl_bench.quant.packed_config import quantization_config
+from qerl_bench.quant.share import persistent_buffers
 from qerl_kernels import mxfp4
 
 log = logging.getLogger(__name__)
 
 BLOCKS, SCALES = "_blocks", "_scales"  # gpt-oss: codes (E, N, K/32, 16) and scale bytes (E, N, K/32) of its experts
-RELEASED = "mxfp4"  # `quant_method` of gpt-oss as published
-PACK_FORMATS = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}  # of compressed-tensors
-_STATE = ".quant_state.bitsandbytes__nf4"
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _REMEDY = "download or write the checkpoint again"
 
 
@@ -52,6 +41,7 @@ class CheckpointReader:
         self.folder, self.device = folder, device
         self.headers: dict[str, dict[str, Any]] = {}  # tensor name -> its entry in the file's header
         self.files: dict[str, Path] = {}
+        self.stored_names: dict[str, str] = {}  # where the file has another name
         self.sources: dict[str, Source] = {}  # tensor name of the model -> what it is made of
         for path in sorted(folder.glob("*.safetensors")):
             for name, entry in _header(path).items():
@@ -72,16 +62,35 @@ class CheckpointReader:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
+    def use_text_names(self) -> None:
+        """Give the tensors of a multimodal checkpoint the names that its text part has alone."""
+        for stored in list(self.files):
+            name = stored
+            for pattern, replacement in TEXT_PART.items():
+                name = re.sub(pattern, replacement, name)
+            if name != stored:
+                self.headers[name], self.files[name] = self.headers.pop(stored), self.files.pop(stored)
+                self.stored_names[name] = stored
+
+    def require_float(self, name: str) -> None:
+        """Raise ConfigError if the tensor is stored in fewer than 16 bits, which mean nothing without scales."""
+        dtype = self.headers[name]["dtype"]
+        require(
+            dtype in _FLOATS,
+            f"{self.files[name]}: tensor {name} is stored as {dtype}, and only layers in 16 or 32 bits are read beside "
+            "packed ones; give the unquantized model, which is packed while it is read",
+        )
+
     def read(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A copy of the tensor on the device. Raises ConfigError if it is missing, unreadable or not of `shape`."""
         require(name in self.files, f"{self.folder} has no tensor {name}; it is not a checkpoint of this model")
         try:
             with safe_open(self.files[name], framework="pt") as file:
-                tensor = file.get_tensor(name)
+                tensor = file.get_tensor(self.stored_names.get(name, name))
         except SafetensorError as error:
             raise ConfigError(f"{self.files[name]}: tensor {name} cannot be read ({error}); {_REMEDY}") from None
         if shape is not None:
-            self._check_shape(name, tensor.shape, shape)
+            self.check_shape(name, tensor.shape, shape)
         return tensor.to(self.device, copy=True)
 
     def fill(self, model: torch.nn.Module, names: Sequence[str]) -> None:
@@ -117,8 +126,11 @@ class CheckpointReader:
         )
         for name in wanted:
             source = self.sources[name]
+            if name not in buffers:
+                for key in (key for keys in source.keys.values() for key in keys):
+                    self.require_float(key)
             if source.converter is None:
-                self._check_shape(source.key, self.headers[source.key]["shape"], state[name].shape)
+                self.check_shape(source.key, self.headers[source.key]["shape"], state[name].shape)
         left = [name for name in self.sources if name not in state]
         if left and quantization_config(self.folder) is None:
             log.warning("%s: %d tensors belong to no part of the model, such as %s", self.folder, len(left), left[0])
@@ -131,10 +143,11 @@ class CheckpointReader:
             values = self.sources[name].make(name, model, self.read)
         except (RuntimeError, KeyError, ValueError) as error:  # tensors that do not fit together
             raise ConfigError(f"{self.folder}: {name} cannot be made of its tensors ({error}); {_REMEDY}") from None
-        self._check_shape(name, values.shape, shape)
+        self.check_shape(name, values.shape, shape)
         return values
 
-    def _check_shape(self, name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    def check_shape(self, name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+        """Raise ConfigError unless the tensor `name` has the shape that the model needs."""
         require(
             tuple(shape) == tuple(wanted),
             f"{self.files.get(name, self.folder)}: tensor {name} has the shape {tuple(shape)}, and the model needs "
@@ -196,182 +209,3 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
                 module._buffers[name] = buffer.float()
     model.tie_weights()
     return model.eval()
-
-
-def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """`quantization_config` of config.json, None for a plain checkpoint."""
-    try:
-        return json.loads((folder / "config.json").read_text()).get("quantization_config")
-    except (OSError, json.JSONDecodeError):
-        raise ConfigError(f"{folder} has no readable config.json; {_REMEDY}") from None
-
-
-def check_format(folder: Path, requested: WeightFormat) -> None:
-    """Raise ConfigError unless the packed checkpoint in `folder` holds weights of the format `requested`."""
-    config = quantization_config(folder) or {}
-    method = config.get("quant_method")
-    group = next(iter(config.get("config_groups", {}).values()), {})
-    if method == "compressed-tensors":
-        name = config.get("format") or group.get("format")
-        stored = PACK_FORMATS.get(str(name))
-        require(
-            not group.get("input_activations"),
-            f"{folder} quantizes activations too, which this harness does not; use a weight-only checkpoint (W4A16)",
-        )
-    elif method == RELEASED:
-        name, stored = method, MXFP4
-    else:
-        name = config.get("bnb_4bit_quant_type")
-        stored = NF4 if method == "bitsandbytes" and config.get("load_in_4bit") and name == "nf4" else None
-    if stored is None:
-        raise ConfigError(
-            f"{folder} is packed by {method}{f' as {name}' if name else ''}; readable are {', '.join(PACK_FORMATS)} of "
-            "compressed-tensors, nf4 of bitsandbytes, and gpt-oss's mxfp4"
-        )
-    require(
-        isinstance(requested, stored),
-        f"{folder} is packed as {name}, and the run asks for quant={requested.name}; "
-        f"use quant={stored.__name__.lower()}",
-    )
-    if isinstance(requested, NF4):
-        double = bool(config.get("bnb_4bit_use_double_quant"))
-        require(
-            requested.double_quant == double,
-            f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
-        )
-
-
-def read_packed(
-    folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str, trust_remote_code: bool = False
-) -> Any:
-    """The model of a packed checkpoint: packed layers byte for byte, everything else in `dtype`.
-
-    Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format.
-    """
-    check_format(folder, weight_format)
-    assert isinstance(weight_format, BlockFormat)
-    reader = CheckpointReader(folder, device)
-    model = skeleton(folder, dtype, trust_remote_code)
-    for name, linear in list(model.named_modules()):
-        if not is_linear(linear):
-            continue
-        if isinstance(weight_format, NF4):
-            packed = _read_nf4(reader, name, linear, weight_format)
-        else:
-            packed = _read_fp4(reader, name, linear, weight_format)
-        if packed is not None:
-            bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
-            shape = (linear.out_features, linear.in_features)
-            model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
-    for path, experts in expert_modules(model).items():
-        for leaf in expert_parameters(experts):
-            name, shape = f"{path}.{leaf}", matrix_shape(experts, leaf)
-            packed = _read_experts(reader, model, name, shape, weight_format)
-            if packed is not None:
-                pack_experts(experts, {leaf: PackedMatrices(weight_format, packed, shape, is_transposed(experts))})
-    reader.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
-    return model
-
-
-def _read_fp4(
-    reader: CheckpointReader, name: str, linear: torch.nn.Linear, weight_format: BlockFormat
-) -> dict[str, torch.Tensor] | None:
-    """The packed tensors of a layer in NVFP4 or MXFP4, None if it is not packed."""
-    if f"{name}.weight_packed" not in reader:
-        return None
-    weight_format.check_width(name, linear.in_features)
-    rows, width = linear.out_features, linear.in_features
-    nvfp4 = isinstance(weight_format, NVFP4)
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "weight_packed": ((rows, width // 2), torch.uint8),
-        "weight_scale": ((rows, width // weight_format.block), torch.float8_e4m3fn if nvfp4 else torch.uint8),
-    }
-    if nvfp4:
-        expected["weight_global_scale"] = ((1,), torch.float32)
-    packed = {}
-    for key, (shape, dtype) in expected.items():
-        packed[key] = reader.read(f"{name}.{key}", shape)
-        require(packed[key].dtype == dtype, f"{name}.{key} is stored as {packed[key].dtype}, not as {dtype}; {_REMEDY}")
-    if nvfp4:
-        scale = float(packed["weight_global_scale"])
-        ok = 0 < scale < float("inf") and not bool(packed["weight_scale"].to(torch.float32).isnan().any())
-        require(ok, f"{name} has a scale that is zero, infinite or not a number; {_REMEDY}")
-    return packed
-
-
-def _read_experts(
-    reader: CheckpointReader, model: Any, name: str, shape: tuple[int, int, int], weight_format: BlockFormat
-) -> dict[str, torch.Tensor] | None:
-    """The packed tensors (E, ...) of the experts parameter `name`, None if it is not packed."""
-    if f"{name}{BLOCKS}" in reader:
-        weight_format.check_width(name, shape[2])
-        return reader.released_experts(name, shape)
-    layers = rows_in_checkpoint(model, name, shape[:2])
-    if not any(f"{layer}.weight_packed" in reader for layer in layers):
-        return None
-    parts = []
-    for layer, rows in layers.items():
-        linear = torch.nn.Linear(shape[2], len(rows), bias=False, device="meta")
-        part = _read_fp4(reader, layer, linear, weight_format)
-        require(part is not None, f"{reader.folder}: {layer} is not packed, unlike other experts; {_REMEDY}")
-        parts.append((rows, part))
-    return _joined(reader.folder, name, parts, shape)
-
-
-def _joined(
-    folder: Path, name: str, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], shape: tuple[int, int, int]
-) -> dict[str, torch.Tensor]:
-    """The packed tensors (E, ...) of an experts parameter from those of its layers, each with its rows (n,)."""
-    joined = {}
-    for key, like in parts[0][1].items():
-        if key in TENSOR_SCALES:  # one for each expert, which its layers share
-            joined[key] = torch.stack([like] * shape[0])
-            for rows, part in parts:
-                joined[key][int(rows[0]) // shape[1]] = part[key]
-            shared = all(torch.equal(joined[key][int(rows[0]) // shape[1]], part[key]) for rows, part in parts)
-            require(
-                shared,
-                f"{folder}: the layers of an expert in {name} have different tensor scales, which one matrix cannot "
-                "keep; give the unquantized model, which is packed with one",
-            )
-        else:
-            flat = like.new_empty(shape[0] * shape[1], like.shape[1]).view(torch.uint8)
-            for rows, part in parts:
-                flat[rows.to(flat.device)] = part[key].view(torch.uint8)
-            joined[key] = flat.view(like.dtype).unflatten(0, shape[:2])
-    return joined
-
-
-def _read_nf4(
-    reader: CheckpointReader, name: str, linear: torch.nn.Linear, weight_format: NF4
-) -> dict[str, torch.Tensor] | None:
-    """The packed tensors of a layer in NF4, None if it is not packed."""
-    key = f"{name}.weight"
-    if key + _STATE not in reader:
-        return None
-    weight_format.check_width(name, linear.in_features)
-    shape = (linear.out_features, linear.in_features)
-    try:
-        state = json.loads(bytes(reader.read(key + _STATE).cpu().tolist()))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{reader.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
-    double = "nested_offset" in state
-    require(
-        state.get("blocksize") == NF4.block
-        and tuple(state.get("shape", ())) == shape
-        and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
-        and double == weight_format.double_quant,
-        f"{key} is packed with {state}; readable are blocks of {NF4.block}, nested blocks of {NESTED_BLOCK}, and the "
-        f"shape {shape}",
-    )
-    blocks = shape[0] * shape[1] // NF4.block
-    packed = {
-        "weight": reader.read(key, (shape[0] * shape[1] // 2, 1)),
-        "absmax": reader.read(f"{key}.absmax", (blocks,)),
-    }
-    if double:
-        packed["nested_absmax"] = reader.read(f"{key}.nested_absmax", (-(-blocks // NESTED_BLOCK),))
-        packed["nested_offset"] = torch.tensor([state["nested_offset"]], device=packed["absmax"].device)
-    dtype = torch.uint8 if double else torch.float32
-    require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
-    return packed

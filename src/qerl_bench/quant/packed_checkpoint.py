@@ -1,0 +1,239 @@
+"""Reads checkpoints that are packed already, byte for byte: of compressed-tensors, ModelOpt, bitsandbytes, and gpt-oss.
+
+All names are looked at before the first layer is read. Scales of activations and of the KV cache are left out, and
+named in one line of the log; any other tensor beside a layer's own is refused, since it may change what the layer
+computes. Layers that the checkpoint leaves in 16 bits stay so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.checkpoint import BLOCKS, CheckpointReader, skeleton
+from qerl_bench.quant.conversion import rows_in_checkpoint
+from qerl_bench.quant.experts import (
+    PackedMatrices,
+    expert_modules,
+    expert_parameters,
+    is_transposed,
+    matrix_shape,
+    pack_experts,
+)
+from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
+from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.packed_config import COMPRESSED, MODELOPT, packing_of
+from qerl_bench.quant.share import is_linear
+
+log = logging.getLogger(__name__)
+
+_STATE = ".quant_state.bitsandbytes__nf4"
+_REMEDY = "download or write the checkpoint again"
+_UNUSED = re.compile(r"(input|output|q|k|v)_((global_)?scale|zero_point)|[kv]_bias")  # of activations and KV cache
+_MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
+
+
+def read_packed(
+    folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+) -> Any:
+    """The model of a packed checkpoint: packed layers byte for byte, everything else in `dtype`.
+
+    Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format.
+    """
+    packing = packing_of(folder, weight_format)
+    assert isinstance(weight_format, BlockFormat)
+    reader = CheckpointReader(folder, device)
+    reader.use_text_names()
+    model = skeleton(folder, dtype, trust_remote_code)
+    source = _PackedSource(reader, weight_format, packing.method)
+    experts_layers = _experts_layers(reader, model)
+    if packing.method in (COMPRESSED, MODELOPT):
+        unused = [*packing.unused, *source.check_names(model, experts_layers)]
+        if unused:
+            log.warning("%s: only its weights are used. Left out: %s", folder, ", ".join(unused))
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    require(
+        not source.is_packed(head),
+        f"{folder} has a packed head, {head}, and the loss needs one in 16 bits; give a checkpoint whose head is not "
+        "packed, or the unquantized model",
+    )
+    for name, linear in list(model.named_modules()):
+        if is_linear(linear) and source.is_packed(name):
+            shape = (linear.out_features, linear.in_features)
+            packed = source.read(name, shape)
+            bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
+            model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
+    for path, experts in expert_modules(model).items():
+        for leaf in expert_parameters(experts):
+            name, shape = f"{path}.{leaf}", matrix_shape(experts, leaf)
+            packed = _read_experts(source, name, shape, experts_layers.get(name, {}))
+            if packed is not None:
+                pack_experts(experts, {leaf: PackedMatrices(weight_format, packed, shape, is_transposed(experts))})
+    reader.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
+    return model
+
+
+def _experts_layers(reader: CheckpointReader, model: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The linear layers in the checkpoint, each with its rows (n,), by the experts parameter that they make up."""
+    shapes = {
+        f"{path}.{leaf}": matrix_shape(experts, leaf)
+        for path, experts in expert_modules(model).items()
+        for leaf in expert_parameters(experts)
+    }
+    split = {name: shape for name, shape in shapes.items() if f"{name}{BLOCKS}" not in reader}
+    return {name: rows_in_checkpoint(model, name, shape[:2]) for name, shape in split.items()}
+
+
+@dataclass(frozen=True)
+class _PackedSource:
+    """The packed layers of a checkpoint. `method` is quant_method, which decides the names of their tensors."""
+
+    reader: CheckpointReader
+    weight_format: BlockFormat
+    method: str
+
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """The name in the checkpoint by the name here; ModelOpt's `weight` holds codes if its dtype is uint8."""
+        if self.method == MODELOPT:
+            return {"weight_packed": "weight", "weight_scale": "weight_scale", "weight_scale_2": "weight_scale_2"}
+        scale = {"weight_global_scale": "weight_global_scale"} if isinstance(self.weight_format, NVFP4) else {}
+        return {"weight_packed": "weight_packed", "weight_scale": "weight_scale"} | scale
+
+    def is_packed(self, layer: str) -> bool:
+        if isinstance(self.weight_format, NF4):
+            return f"{layer}.weight{_STATE}" in self.reader
+        codes = f"{layer}.{self.stored_names['weight_packed']}"
+        return codes in self.reader and (self.method != MODELOPT or self.reader.headers[codes]["dtype"] == "U8")
+
+    def check_names(self, model: Any, experts_layers: Mapping[str, Mapping[str, torch.Tensor]]) -> list[str]:
+        """How many tensors of which name are unused. Raises ConfigError at one that no module of `model` knows."""
+        own = {name: {*module._parameters, *module._buffers} for name, module in model.named_modules()}
+        own |= {layer: {"weight"} for rows_of_layer in experts_layers.values() for layer in rows_of_layer}
+        unused: Counter[str] = Counter()
+        for name in sorted(self.reader.files):
+            owner, _, leaf = name.rpartition(".")
+            if owner not in own:
+                continue
+            if leaf in own[owner] and not self.is_packed(owner):
+                if leaf == "weight":
+                    self.reader.require_float(name)
+                continue
+            if _UNUSED.fullmatch(leaf):
+                unused[leaf] += 1
+                continue
+            known = {*self.stored_names.values(), "bias"} if self.is_packed(owner) else own[owner]
+            require(
+                leaf in known,
+                f"{self.reader.files[name]}: tensor {name} is nothing that {owner} is known to have, and may change "
+                "what it computes; give the unquantized model, which is packed while it is read",
+            )
+        return [f"{count} tensors {leaf}" for leaf, count in unused.items()]
+
+    def read(self, layer: str, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """The packed tensors of a layer of `shape` (N, K), by their names here."""
+        self.weight_format.check_width(layer, shape[1])
+        if isinstance(self.weight_format, NF4):
+            return _read_nf4(self.reader, layer, shape, self.weight_format)
+        nvfp4 = isinstance(self.weight_format, NVFP4)
+        wanted = {
+            "weight_packed": ((shape[0], shape[1] // 2), torch.uint8),
+            "weight_scale": (
+                (shape[0], shape[1] // self.weight_format.block),
+                torch.float8_e4m3fn if nvfp4 else torch.uint8,
+            ),
+        }
+        packed = {}
+        for name, stored in self.stored_names.items():
+            tensor_shape, dtype = wanted.get(name, ((1,), torch.float32))
+            tensor = self.reader.read(f"{layer}.{stored}")
+            packed[name] = tensor.reshape(1) if tensor.dim() == 0 else tensor  # ModelOpt's tensor scale is a scalar
+            self.reader.check_shape(f"{layer}.{stored}", packed[name].shape, tensor_shape)
+            require(tensor.dtype == dtype, f"{layer}.{stored} is stored as {tensor.dtype}, not as {dtype}; {_REMEDY}")
+        if nvfp4:
+            tensor_scale = float(packed[next(name for name in packed if name in TENSOR_SCALES)])
+            ok = 0 < tensor_scale < float("inf") and int(packed["weight_scale"].view(torch.uint8).max()) <= _MAX_SCALE
+            require(ok, f"{layer} has a scale that is zero, negative, infinite or not a number; {_REMEDY}")
+        return packed
+
+
+def _read_experts(
+    source: _PackedSource, name: str, shape: tuple[int, int, int], layers: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """The packed tensors (E, ...) of the experts parameter `name`, None if it is not packed."""
+    if f"{name}{BLOCKS}" in source.reader:
+        source.weight_format.check_width(name, shape[2])
+        return source.reader.released_experts(name, shape)
+    packed = [layer for layer in layers if source.is_packed(layer)]
+    if not packed:
+        return None
+    plain = next((layer for layer in layers if layer not in packed), None)
+    require(plain is None, f"{source.reader.folder}: {plain} is not packed, unlike other experts; {_REMEDY}")
+    parts = [(rows, source.read(layer, (len(rows), shape[2]))) for layer, rows in layers.items()]
+    return _joined(source.reader.folder, name, parts, shape)
+
+
+def _joined(
+    folder: Path, name: str, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], shape: tuple[int, int, int]
+) -> dict[str, torch.Tensor]:
+    """The packed tensors (E, ...) of an experts parameter from those of its layers, each with its rows (n,)."""
+    joined = {}
+    for key, like in parts[0][1].items():
+        if key in TENSOR_SCALES:  # one for each expert, which its layers share
+            joined[key] = torch.stack([like] * shape[0])
+            for rows, part in parts:
+                joined[key][int(rows[0]) // shape[1]] = part[key]
+            shared = all(torch.equal(joined[key][int(rows[0]) // shape[1]], part[key]) for rows, part in parts)
+            require(
+                shared,
+                f"{folder}: the layers of an expert in {name} have different tensor scales, which one matrix cannot "
+                "keep; give the unquantized model, which is packed with one",
+            )
+        else:
+            flat = like.new_empty(shape[0] * shape[1], like.shape[1]).view(torch.uint8)
+            for rows, part in parts:
+                flat[rows.to(flat.device)] = part[key].view(torch.uint8)
+            joined[key] = flat.view(like.dtype).unflatten(0, shape[:2])
+    return joined
+
+
+def _read_nf4(
+    reader: CheckpointReader, name: str, shape: tuple[int, int], weight_format: NF4
+) -> dict[str, torch.Tensor]:
+    """The packed tensors of a layer in NF4."""
+    key = f"{name}.weight"
+    try:
+        state = json.loads(bytes(reader.read(key + _STATE).cpu().tolist()))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{reader.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
+    double = "nested_offset" in state
+    require(
+        state.get("blocksize") == NF4.block
+        and tuple(state.get("shape", ())) == shape
+        and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
+        and double == weight_format.double_quant,
+        f"{key} is packed with {state}; readable are blocks of {NF4.block}, nested blocks of {NESTED_BLOCK}, and the "
+        f"shape {shape}",
+    )
+    blocks = shape[0] * shape[1] // NF4.block
+    packed = {
+        "weight": reader.read(key, (shape[0] * shape[1] // 2, 1)),
+        "absmax": reader.read(f"{key}.absmax", (blocks,)),
+    }
+    if double:
+        packed["nested_absmax"] = reader.read(f"{key}.nested_absmax", (-(-blocks // NESTED_BLOCK),))
+        packed["nested_offset"] = torch.tensor([state["nested_offset"]], device=packed["absmax"].device)
+    dtype = torch.uint8 if double else torch.float32
+    require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
+    return packed

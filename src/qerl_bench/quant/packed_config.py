@@ -1,0 +1,150 @@
+"""What a packed checkpoint says about its bytes, and what of that is read.
+
+`quantization_config` of config.json says it; older checkpoints of ModelOpt have hf_quant_config.json instead. How
+activations and the KV cache were to be rounded is left out, and named in `Packing.unused`. Any other field may change
+what the weights mean, so one that is unknown here is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.mxfp4 import MXFP4
+from qerl_bench.quant.nf4 import NF4
+from qerl_bench.quant.nvfp4 import NVFP4
+
+COMPRESSED, MODELOPT, RELEASED = "compressed-tensors", "modelopt", "mxfp4"  # quant_method; the last one of gpt-oss
+PACK_FORMATS = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}  # of compressed-tensors
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
+MIXED = "MIXED_PRECISION", "mixed-precision"  # then groups or layers say more
+_READABLE = (
+    f"{', '.join(PACK_FORMATS)} of compressed-tensors, {', '.join(ALGORITHMS)} of modelopt, nf4 of bitsandbytes, and "
+    "gpt-oss's mxfp4"
+)
+_REMEDY = "download or write the checkpoint again"
+_ORIGINAL = "give the unquantized model, which is packed while it is read"
+_KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+_ACTIVATIONS = ("input_activations", "output_activations")
+_KNOWN = {  # fields that are read elsewhere, or say nothing about the weights
+    *("quant_method", "quant_algo", "producer", "version", "format", "quantization_status", "run_compressed"),
+    *("config_groups", "quantized_layers", "ignore", "exclude_modules", "targets", "weights"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs", "global_compression_ratio"),
+}
+_WEIGHTS = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "strategy": ("tensor_group", "group")}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """`method` is quant_method. `unused` says what the checkpoint asks for beyond its weights."""
+
+    method: str
+    weight_format: type[BlockFormat]
+    unused: tuple[str, ...] = ()
+
+
+def quantization_config(folder: Path) -> dict[str, Any] | None:
+    """What the checkpoint in `folder` says of its packing, without ModelOpt's nesting; None if it is plain."""
+    entry = _read(folder / "config.json").get("quantization_config")
+    separate = folder / "hf_quant_config.json"
+    if entry is None and separate.is_file():
+        entry = {"quant_method": MODELOPT} | _read(separate)
+    if isinstance(entry, dict) and isinstance(nested := entry.get("quantization"), dict):
+        entry = {key: value for key, value in entry.items() if key != "quantization"} | nested
+    if entry is not None and not isinstance(entry, dict):
+        raise ConfigError(f"{folder}: quantization_config={entry!r} of config.json is no mapping; {_REMEDY}")
+    return entry
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file.parent} has no readable {file.name}; {_REMEDY}")
+    return content
+
+
+def packing_of(folder: Path, requested: WeightFormat) -> Packing:
+    """How the weights in `folder` are packed. Raises ConfigError unless that is readable, and is `requested`."""
+    config = quantization_config(folder) or {}
+    method = str(config.get("quant_method")).removesuffix("_fp4")  # vLLM says modelopt_fp4
+    name, stored = _stored(folder, method, config)
+    require(
+        isinstance(requested, stored),
+        f"{folder} is packed as {name}, and the run asks for quant={requested.name}; "
+        f"use quant={stored.__name__.lower()}",
+    )
+    if isinstance(requested, NF4):
+        double = bool(config.get("bnb_4bit_use_double_quant"))
+        require(
+            requested.double_quant == double,
+            f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
+        )
+    if method not in (COMPRESSED, MODELOPT):
+        return Packing(method, stored)
+    try:
+        return Packing(method, stored, tuple(dict.fromkeys(_unused(folder, config, stored))))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: its quantization config is not of {method} ({error}); {_ORIGINAL}") from None
+
+
+def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, type[BlockFormat]]:
+    """Name and class of the format in which all packed layers are stored."""
+    readable: Mapping[str, type[BlockFormat]] = {}
+    if method == COMPRESSED:
+        named, readable = _named(config, "format", "config_groups"), PACK_FORMATS
+    elif method == MODELOPT:
+        named, readable = _named(config, "quant_algo", "quantized_layers"), {name: NVFP4 for name in ALGORITHMS}
+    elif method == RELEASED:
+        named, readable = {"": method}, {RELEASED: MXFP4}
+    else:
+        named = {"": str(config.get("bnb_4bit_quant_type") or "")}
+        if method == "bitsandbytes" and config.get("load_in_4bit"):
+            readable = {"nf4": NF4}
+    for place, name in named.items():
+        at = f" in {place}" if place else ""
+        require(
+            name in readable,
+            f"{folder} is packed by {method}{f' as {name}' if name else ''}{at}; readable are {_READABLE}. Otherwise "
+            f"{_ORIGINAL}",
+        )
+    formats = {readable[name]: name for name in named.values()}
+    require(len(formats) == 1, f"{folder} mixes {' and '.join(formats.values())}; {_ORIGINAL}")
+    ((stored, name),) = formats.items()
+    return name, stored
+
+
+def _named(config: Mapping[str, Any], key: str, parts: str) -> dict[str, str]:
+    """The name of the format by place: that of the checkpoint, or those of its groups or layers if it is mixed."""
+    whole, places = config.get(key), config.get(parts)
+    if isinstance(places, Mapping) and places and whole in (None, *MIXED):
+        named = {f"{parts}.{place}": part for place, part in places.items()}
+        return {place: str(part.get(key) if isinstance(part, Mapping) else part) for place, part in named.items()}
+    return {"": str(whole)}
+
+
+def _unused(folder: Path, config: Mapping[str, Any], stored: type[BlockFormat]) -> Iterator[str]:
+    """What `config` asks for beyond the weights. Raises ConfigError at a field that it does not know, or its value."""
+    allowed = _WEIGHTS | {"group_size": (stored.block,), "format": (*PACK_FORMATS, *MIXED)}
+    parts: dict[str, Any] = {"": config}
+    parts |= {f"config_groups.{name}": group for name, group in (config.get("config_groups") or {}).items()}
+    parts |= {f"{place}.weights": part["weights"] for place, part in parts.items() if place and part.get("weights")}
+    for place, part in parts.items():
+        for key, value in part.items():
+            if key in _KV_CACHE and value:
+                yield key
+            elif key in _ACTIVATIONS and value:
+                yield f"{key} in {value['num_bits']} bits"
+            elif value not in allowed[key] if key in allowed and value is not None else value and key not in _KNOWN:
+                raise ConfigError(
+                    f"{folder}: its quantization config has {f'{place}.{key}'.lstrip('.')}={shorten(str(value), 80)}, "
+                    f"which nothing here can read and which may change what the weights mean; {_ORIGINAL}"
+                )
