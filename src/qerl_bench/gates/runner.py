@@ -7,8 +7,9 @@ any; no run begins before the last of them, because gates are about all bases. T
 decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
 that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
 without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
-Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads: every five
-minutes, for a machine that may go, and when the runs end, which a signal may do.
+Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole
+study and the gates are packed into `out`, which `qerl-bench claims` reads: every five minutes, for a machine that may
+go, and when the runs end, which a signal may do.
 """
 
 from __future__ import annotations
