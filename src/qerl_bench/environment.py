@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.installation import CHECKOUT
+from qerl_bench.checkout import git, uncommitted
 from qerl_bench.metrics import definitions
 from qerl_bench.own_options import own_modules
 from qerl_bench.seals import digest
@@ -36,16 +36,17 @@ def environment(device: str) -> dict[str, Any]:
     """Code, packages, machine and command of this process, and the definitions of its metrics.
 
     Two runs come from the same code if their `code` is equal. `commit` does not tell: commits may differ in
-    documentation alone, and uncommitted changes have none.
+    documentation alone, and uncommitted changes, `dirty`, have none. Without git it is null.
     """
     import torch
 
     from qerl_kernels.decode_configs import tables
 
+    changes = uncommitted()
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {
         "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain")),
+        "dirty": None if changes is None else bool(changes),
         "code": code_digest(),
         "own_code": own_modules(),
         "metrics": definitions(),
@@ -72,17 +73,6 @@ def code_digest() -> str:
             if file.relative_to(package).parts[0] not in ONLY_READ_RUNS:
                 state.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
     return state.hexdigest()[:12]
-
-
-def git(*words: str) -> str | None:
-    """Output of a git command about this checkout; None if the code is not in a checkout."""
-    if CHECKOUT is None:
-        return None
-    try:
-        done = subprocess.run(["git", "--no-optional-locks", *words], cwd=CHECKOUT, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def cpu_name() -> str | None:

@@ -347,6 +347,7 @@ def save_checkpoint(
         "prompts_seen": step * experiment.rollout.prompts_per_step,
         "sigma": policy.noise.controller.sigma(step),
         "lr": experiment.optim.lr_at(step, experiment.steps),
+        "started": run.begun,
         "wall_s": run.wall_s,
         "energy_j": run.energy_j,
     }
@@ -368,3 +369,4 @@ def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch
     policy.noise.restore(state["noise"])
     position = json.loads((folder / "state.json").read_text())
     run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")
+    run.begun = position.get("started")

@@ -62,6 +62,8 @@ class RunDir:
         check_run_dir(path, cfg, elsewhere)
         self.path = path
         self.started = time.time()
+        self.begun: float | None = self.started  # of the first attempt whose steps are kept; None if it did not say
+        self.base: str | None = None  # the digest of the base weights, once they are known
         self.spent_s = 0.0  # by earlier attempts, up to the checkpoint that this one continues from
         self.spent_j: float | None = 0.0  # as spent_s; None if an earlier attempt did not measure it
         self._meter: tuple[str, float | None] = "cpu", None  # the device, and its counter when it was first read
@@ -136,6 +138,7 @@ class RunDir:
         `gguf` says of which GGUF file the weights are, and what they have been through; None for other models.
         `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
         """
+        self.base = base
         path = self.path / "env.json"
         if last_checkpoint(self.path) is not None and (reason := changed(self.path, "env.json")):
             log.warning("%s: %s. The code and the machine of the steps so far may be unknown", self.path, reason)
@@ -260,5 +263,10 @@ class RunDir:
         self.mark_finished(done)
 
     def mark_finished(self, content: dict[str, Any]) -> None:
-        """Write done.json with `content` and the seals of the growing files."""
-        self.write(DONE, json.dumps(content | {"seals": seals_of_growing(self.path)}, indent=1))
+        """Write done.json with `content`, when and on which base it was made, and the seals of the growing files.
+
+        `started` and `ended` are unix seconds; a run that paused took less between them.
+        """
+        begun = None if self.begun is None else round(self.begun, 3)
+        when = {"started": begun, "ended": round(time.time(), 3), "base": self.base}
+        self.write(DONE, json.dumps(when | content | {"seals": seals_of_growing(self.path)}, indent=1))

@@ -227,10 +227,14 @@ def test_a_stopped_run_continues_and_equals_the_uninterrupted_one(learning_root,
     assert not (stopped / "done.json").exists()
     with open(metrics, "a") as file:
         file.write('{"kind": "train", "step": 4, "ti')  # what a kill in the middle of a write leaves
+    continued = time.time()
     assert f"continuing after step {kept}" in made(learning_root, name)
     assert records(stopped) == records(straight)
     assert (stopped / "rollouts.jsonl").read_text() == (straight / "rollouts.jsonl").read_text()
     pd.testing.assert_frame_equal(*(pd.read_parquet(path / "samples.parquet") for path in (stopped, straight)))
+    done, env = (json.loads((stopped / name).read_text()) for name in ("done.json", "env.json"))
+    assert done["started"] < continued - 0.5 < continued < done["ended"]
+    assert done["base"] == env["base"] and done["base"].startswith("sha256:")
 
 
 def test_a_finished_run_is_not_run_again(learning_root):

@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -397,9 +398,17 @@ def test_done_json(run: RunDir) -> None:
     assert done["peak_memory_gib"] == 3.5
     assert 0 <= done["wall_s"] < 60
     assert run.finished and is_finished(run.path)
-    run.spent_s = 1000.0  # before the checkpoint that it continued from
+    assert 0 <= done["ended"] - done["started"] < 60 and 0 <= time.time() - done["ended"] < 60
+    assert done["base"] is None
+    run.spent_s, run.begun = 1000.0, 1.5  # before the checkpoint that it continued from
+    run.write_environment("cpu", "sha256:1f")
     run.finish()
-    assert 1000 <= json.loads((run.path / "done.json").read_text())["wall_s"] < 1060
+    done = json.loads((run.path / "done.json").read_text())
+    assert 1000 <= done["wall_s"] < 1060
+    assert (done["started"], done["base"]) == (1.5, "sha256:1f")
+    run.begun = None  # a checkpoint of an older version
+    run.finish()
+    assert json.loads((run.path / "done.json").read_text())["started"] is None
 
 
 def test_done_json_of_a_run_that_measured_nothing(run: RunDir) -> None:

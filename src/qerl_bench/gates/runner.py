@@ -7,8 +7,9 @@ any; no run begins before the last of them, because gates are about all bases. T
 decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
 that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
 without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
-Finished runs of the whole study and the gates are packed into `out`, which `qerl-bench claims` reads: every five
-minutes, for a machine that may go, and when the runs end, which a signal may do.
+Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole
+study and the gates are packed into `out`, which `qerl-bench claims` reads: every five minutes, for a machine that may
+go, and when the runs end, which a signal may do.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import stop
 from qerl_bench.cli import Point, check_points
+from qerl_bench.gates.accountable import account_for_changes
 from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
 from qerl_bench.gates.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
 from qerl_bench.gates.design import Design, read_design
@@ -246,12 +248,15 @@ def main(arguments: list[str] | None = None) -> None:
     log_to_stderr("qerl_bench", "hydra_plugins")
     parser = parser_of(__doc__)
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
+    kept = "run code that is not committed, and keep its changes in out"
+    parser.add_argument("--with-changes", action="store_true", help=kept)
     options = parsed(parser, arguments)
     design, slots, deadline = prepared(options)
     tiers = sorted({arm.tier for arm in design.arms})
     chosen = tiers if options.tiers is None else options.tiers
     require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
     out = options.out or design.root / "study"
+    account_for_changes(design.path, out, options.with_changes)
     arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
     probes, failed = probe_bases(design, options.words, slots, deadline, arms)
     results = gates_so_far(design, probes)

@@ -1,7 +1,8 @@
 """Reads a committed study: the part of many runs that fits into a repository, and from which its claims page follows.
 
     settings.json     the config keys that all runs share; those that vary, by fingerprint; the distinct environments;
-                      for each run its fingerprint, seed, environment, base, duration and peak memory
+                      for each run its fingerprint, seed, environment, base, duration and peak memory, and when it
+                      started and ended (unix seconds; older runs do not say)
     tidy.parquet      the long table of metrics (load.tidy)
     answers.parquet   run, mode, question, step, and how many of `samples` answers were correct; only if any were kept
 
@@ -34,7 +35,7 @@ ANSWERS_SCHEMA = pa.schema(
 )
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
-KEPT_OF_DONE = ("wall_s", "energy_j", "peak_memory_gib")
+KEPT_OF_DONE = ("started", "ended", "wall_s", "energy_j", "peak_memory_gib")
 REMEDY = "It is incomplete, or was edited. Collect it again: python analysis/collect.py RUNS --out"
 
 
