@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims import command
 from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
-from qerl_bench.claims.evaluate import ClaimResult, ContrastResult, evaluate_claims
+from qerl_bench.claims.claim import ClaimResult, ContrastResult
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.gates import diverged
 from qerl_bench.claims.match import match
 from qerl_bench.claims.paper import CLAIMS

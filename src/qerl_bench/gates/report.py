@@ -14,18 +14,20 @@ two sessions.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES, page_table
+from qerl_bench.claims.measure import held_out
 from qerl_bench.claims.report import markdown
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_bench.figures.dose import dose_response
@@ -35,11 +37,11 @@ from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.figures.paired import ENTROPY as ENTROPY_MEAN
 from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.figures.style import OTHER_COLORS, color, save
-from qerl_bench.gates.assay import by_base, final, gates, pass_at, render
+from qerl_bench.gates.assay import by_base, gates, override, pass_at, render
 from qerl_bench.gates.design import Arm
 from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci
-from qerl_bench.study.load import check_comparable
+from qerl_bench.study.load import Run, check_comparable
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn
@@ -65,8 +67,9 @@ def texts(study: Sessions) -> dict[str, str]:
     check_comparable(everything, mixed_code=True)
     ((scope, runs),) = by_scope(everything).items()  # all arms have one model and one task
     verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
+    judged = gates(study.design, [*study.probes.values()], study.runs)
     found = {
-        "gates.md": render(gates(study.design, [*study.probes.values()], study.runs)) + "\n",
+        "gates.md": render(override(judged, study.overridden)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
         "bases.md": bases(study),
@@ -135,16 +138,28 @@ def control_of(study: Sessions, arm: Arm) -> Arm | None:
     return next((one for one in study.arms if one.name == arm.compared_with), itself)
 
 
+def end_of(way: str) -> Callable[[Run], float]:
+    """Held-out accuracy after training, sampled or greedy; NaN for a run that was not asked so."""
+
+    def of_run(run: Run) -> float:
+        if run.series("eval", f"eval/accuracy_{way}").empty:
+            return nan
+        return float(np.mean(np.asarray(held_out(way)(run))))
+
+    return of_run
+
+
 def bases(study: Sessions) -> str:
     """A table in Markdown: what each base could do, and the effect of each arm on its accuracy after training."""
     reference, *formats = study.formats
     dosed = [arm for arm in study.arms if arm.dosed]
     treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
-    ends = {arm.name: by_base(study.runs, arm, final) for arm in study.arms}
+    ways = ("sampled", "greedy")
+    ends = {(arm.name, way): by_base(study.runs, arm, end_of(way)) for arm in study.arms for way in ways}
     session_of, samples = study.session_of, study.design.probe.samples
     heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
     heads += [f"KL {arm.name}" for arm in dosed]
-    heads += [f"{arm.name} - {control.name}" for arm, control in treated]
+    heads += [name for arm, control in treated for name in (f"{arm.name} - {control.name}", "greedy")]
     rows: list[list[float]] = []
 
     def known(column: Sequence[float]) -> list[float]:
@@ -153,10 +168,13 @@ def bases(study: Sessions) -> str:
     for base, probe in study.probes.items():
         damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
         numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
-        pairs = [(ends[arm.name].get(base, nan), ends[control.name].get(base, nan)) for arm, control in treated]
-        effects = [100 * (end - other) for end, other in pairs]  # NaN: not run on this base
+        effects = [  # NaN: not run on this base, or not asked
+            100 * (ends[arm.name, way].get(base, nan) - ends[control.name, way].get(base, nan))
+            for arm, control in treated
+            for way in ways
+        ]
         rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
-    means = [mean_ci(known(column)) for column in zip(*rows, strict=True)]
+    means = [mean_ci(known(column) or [nan]) for column in zip(*rows, strict=True)]
     small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
 
     def cells(numbers: Sequence[float]) -> list[str]:
@@ -176,6 +194,7 @@ def bases(study: Sessions) -> str:
     lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
-        " damage is what a format costs. Right: held-out questions after training, one sample, the mean of seeds.\n"
+        " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"
+        " evaluation, and beside it greedy answers; the mean of seeds.\n"
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])
