@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pandas as pd
 
@@ -171,6 +172,30 @@ RANK_1_AT_SCALE = (
     "python src/run.py experiment=paper/figure10 quant=bf16 aqn=none quantizer=rtn lora.rank=1,32 lora.alpha=32 -m"
 )
 ONE_ALPHA = (GRPO, NEAREST, DEFAULT_RATE, Filter("lora.alpha", among=(32,)))
+
+
+def _of_ais(
+    title: str, what: str, expected: Literal["more", "less"], measure: Measure, explores: bool = False
+) -> Claim:
+    """A claim about a 4-bit sampler beside a 16-bit one, both with a 16-bit trainer."""
+    return Claim(
+        title=title,
+        statement=f"With a 16-bit trainer, rollouts from 4-bit weights have {what}.",
+        paper="a bonus early, harm late, no number",
+        source="abstract: the mismatch of a low-bit sampler is an exploration bonus at first and harm later. Early is "
+        "the second tenth of the steps here. No importance weights; named after the runs were made",
+        expected=expected,
+        measure=measure,
+        where=(*MIXED, BF16),
+        primary=PRIMARY,
+        contrasts=(FOUR_BIT_SAMPLER,),
+        explores=explores,
+        exploratory=True,
+        gates=(learned,),
+        command="python src/run.py experiment=tiny/base quant=bf16 rollout.quant=null,nvfp4 -m",
+        at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 rollout.quant=null,nvfp4 -m",
+    )
+
 
 LITERATURE = (
     Paper(
@@ -453,30 +478,10 @@ LITERATURE = (
     Paper(
         name="AIS",
         address="arXiv 2605.13907",
-        claims=tuple(
-            Claim(
-                title=title,
-                statement=f"With a 16-bit trainer, rollouts from 4-bit weights have {statement}.",
-                paper=f"{said}, no number",
-                source="abstract: the mismatch of a low-bit sampler is an exploration bonus at first and harm later. "
-                "Early is the second tenth of the steps here. No importance weights; named after the runs were made",
-                expected=expected,
-                measure=measure,
-                where=(*MIXED, BF16),
-                primary=PRIMARY,
-                contrasts=(FOUR_BIT_SAMPLER,),
-                explores=explores,
-                exploratory=True,
-                gates=(learned,),
-                command="python src/run.py experiment=tiny/base quant=bf16 rollout.quant=null,nvfp4 -m",
-                at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 "
-                "rollout.quant=null,nvfp4 -m",
-            )
-            for title, statement, said, expected, measure, explores in (
-                ("A 4-bit sampler explores early", "more entropy early", "a bonus", "more", EARLY_ENTROPY, False),
-                ("Its exploration pays early", "more reward early", "a bonus", "more", EARLY_REWARD, True),
-                ("It harms late", "less reward late", "harm", "less", LATE_REWARD, False),
-            )
+        claims=(
+            _of_ais("A 4-bit sampler explores early", "more entropy early", "more", EARLY_ENTROPY),
+            _of_ais("Its exploration pays early", "more reward early", "more", EARLY_REWARD, explores=True),
+            _of_ais("It harms late", "less reward late", "less", LATE_REWARD),
         ),
     ),
     Paper(

@@ -1,9 +1,9 @@
 """The effect behind a verdict under every other choice that could have been made: a specification curve in numbers.
 
 An accuracy can be of sampled or greedy answers, at the end of training, as a gain over the start, or as a mean of late
-evaluations, if there are any; its interval can allow for other questions or not. A reward can be of the whole run, above
-its own start, or late. Each can be of this study or pooled over the bases of all studies of its task. Entropies and
-everything about speed have one way only and are left out.
+evaluations, if there are any; its interval can allow for other questions or not. A reward can be of the whole run,
+above its own start, or late. Each can be of this study, or pooled over the bases of all studies of its task in which no
+gate of the claim failed. Entropies and everything about speed have one way only and are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ ANSWERS = {"end": held_out, "gain": gained, "late mean": late_mean}
 REWARDS = {"whole run": area, "above its start": mean_gain, "last fifth": last_fifth_mean}
 
 
+Judged = tuple[Sequence[ClaimResult], Sequence[Run]]  # the verdicts of a study, and its runs
+
+
 @dataclass(frozen=True)
 class Specification:
     """One way to estimate the effect of a contrast. `questions`: the interval allows for other questions too."""
@@ -42,10 +45,9 @@ class Specification:
         return self.way + (", other questions" if self.questions else "") + (", pooled" if self.pooled else "")
 
 
-def specifications(
-    results: Sequence[ClaimResult], runs: Sequence[Run], others: Sequence[Sequence[Run]]
-) -> list[Specification]:
-    """Every specification of each primary contrast that has an effect; `others` are the runs of other studies."""
+def specifications(here: Judged, others: Sequence[Judged]) -> list[Specification]:
+    """Every specification of each primary contrast that has an effect; `others` are other studies of the task."""
+    results, runs = here
     return [
         one
         for result in results
@@ -72,22 +74,30 @@ def _of_way(
     way: str,
     measure: Measure,
     runs: Sequence[Run],
-    others: Sequence[Sequence[Run]],
+    others: Sequence[Judged],
 ) -> Iterator[Specification]:
     here = _comparison(result.claim, voting.contrast, measure, runs)
     if here is None or here.effect is None:
         return
     effect = here.effect
-    decides = bool(voting.primary and voting.primary.effect and voting.primary.effect.whole == effect.whole)
+    own = voting.primary.effect if voting.primary else None
+    decides = own is not None and own.whole == effect.whole and way != "sampled, gain"  # noise has no start of its own
     title, label = result.claim.title, voting.contrast.label
     whole = Specification(title, label, measure, way, False, effect.questions > 1, effect.whole, decides)
     yield whole
     if whole.questions:
         yield replace(whole, questions=False, estimate=mean_ci(_units(here)), decides=False)
-    there = [found for one in others if (found := _comparison(result.claim, voting.contrast, measure, one))]
-    if there and effect.bases:
+    testable = [more for verdicts, more in others if _is_testable(result.claim, voting.contrast, verdicts)]
+    there = [found for more in testable if (found := _comparison(result.claim, voting.contrast, measure, more))]
+    if there and effect.bases and not voting.status:
         units = [unit for one in (here, *there) if one.effect and one.effect.bases for unit in _units(one)]
         yield replace(whole, questions=False, pooled=True, estimate=mean_ci(units), decides=False)
+
+
+def _is_testable(claim: Claim, contrast: Contrast, verdicts: Sequence[ClaimResult]) -> bool:
+    """Whether another study has the contrast of the claim, and no gate of it failed there."""
+    there = (one for result in verdicts if result.claim is claim for one in result.voting if one.contrast is contrast)
+    return any(one.primary is not None and not one.status for one in there)
 
 
 def _comparison(claim: Claim, contrast: Contrast, measure: Measure, runs: Sequence[Run]) -> Comparison | None:

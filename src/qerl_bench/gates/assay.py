@@ -116,7 +116,7 @@ def between(
     """
     limit = f"{low:g} to {high:g}" if high < 1 else f"{'above' if must else 'at least'} {low:g}"
     numbers, top = _numbers(values), high if high < 1 else math.inf
-    bottom, peak = (numbers[end] if len(values) > 1 else numbers["value"] for end in ("low", "high"))
+    bottom, peak = (numbers[end] if len(values) > 1 else numbers.get("value", math.nan) for end in ("low", "high"))
     if not values or (must and len(values) < 2):
         word: Word = "open"
     elif (low < bottom if must else low <= bottom) and peak <= top:

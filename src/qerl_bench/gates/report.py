@@ -5,10 +5,11 @@
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
 arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
-of one shape in different sizes. Of many arms three of these are drawn once for each arm that
-others are compared with. Arms with random rewards are not in arms.svg, whose axes they would
-stretch. Runs of several versions of the code are taken together, since no pair of runs is from
-two sessions.
+of one shape in different sizes. specification.csv and specification.svg have the effect behind each
+verdict under every other choice, pooled with the other studies of the task in the folder beside. Of
+many arms three of the figures are drawn once for each arm that others are compared with. Arms with
+random rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the
+code are taken together, since no pair of runs is from two sessions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import cycle
 from math import isnan, nan
 from pathlib import Path
@@ -24,11 +26,13 @@ from statistics import fmean
 import numpy as np
 from matplotlib.figure import Figure
 
+from qerl_bench.claims.claim import ClaimResult
 from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES, page_table
 from qerl_bench.claims.measure import held_out
 from qerl_bench.claims.report import markdown
+from qerl_bench.claims.specification import Specification, specifications
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_bench.figures.dose import dose_response
 from qerl_bench.figures.effects import PlottedArm, dot_plot
@@ -36,9 +40,10 @@ from qerl_bench.figures.exploration import entropy_and_accuracy, pass_at_k_curve
 from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.figures.paired import ENTROPY as ENTROPY_MEAN
 from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
+from qerl_bench.figures.specification import specification_curve, specification_table
 from qerl_bench.figures.style import OTHER_COLORS, color, save
 from qerl_bench.gates.assay import by_base, gates, override, pass_at, render
-from qerl_bench.gates.design import Arm
+from qerl_bench.gates.design import Arm, read_design
 from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import Run, check_comparable
@@ -63,20 +68,46 @@ def main(arguments: list[str] | None = None) -> None:
 
 def texts(study: Sessions) -> dict[str, str]:
     """The files of the report that are text, by name."""
-    everything = [*study.runs.values()]
-    check_comparable(everything, mixed_code=True)
-    ((scope, runs),) = by_scope(everything).items()  # all arms have one model and one task
-    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
-    judged = gates(study.design, [*study.probes.values()], study.runs)
+    scope, runs, verdicts, later = judged(study)
+    results = gates(study.design, [*study.probes.values()], study.runs)
     found = {
-        "gates.md": render(override(judged, study.overridden)) + "\n",
+        "gates.md": render(override(results, study.overridden)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
         "bases.md": bases(study),
     }
     if any(one.verdict != "incomplete" for one in later):
         found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
+    if ways := specifications_of(study):
+        found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
+        found["specification.svg"] = svg(specification_curve(ways))
     return found
+
+
+def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[ClaimResult]]:
+    """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of later papers."""
+    runs = [*study.runs.values()]
+    check_comparable(runs, mixed_code=True)
+    ((scope, runs),) = by_scope(runs).items()  # all arms have one model and one task
+    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
+    return scope, runs, verdicts, later
+
+
+@lru_cache
+def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
+    """The verdicts and runs of a study that others are pooled with; read once in a process."""
+    _, runs, verdicts, later = judged(read_study(folder))
+    return [*verdicts, *later], runs
+
+
+def specifications_of(study: Sessions) -> list[Specification]:
+    """Of all verdicts of a study, pooled with the studies of its task that lie beside it and have runs."""
+    here = study.design.path.parent
+    task = study.design.option(study.design.reference, "task")["name"]
+    beside = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json")} - {here})
+    designs = [read_design(folder / "study.yaml") for folder in beside if (folder / "study.yaml").is_file()]
+    same = [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
+    return specifications(_other(here), [_other(folder) for folder in same])
 
 
 def figures(study: Sessions) -> dict[str, Figure]:
