@@ -64,22 +64,22 @@ def runs_of(study: str) -> tuple[list[Any], list[Any]]:
 
 def test_a_pool_has_every_base_once_and_leaves_out_where_a_gate_failed() -> None:
     here, there = runs_of("one"), runs_of("another")
-    found = {one.label: one for one in specifications(here, [there]) if one.claim == NVFP4}
+    found = {one.label: one for one in specifications(*here, [there]) if one.claim == NVFP4}
     assert {"sampled, end, other questions", "sampled, end", "sampled, end, pooled"} == {*found}  # no start, not greedy
     assert [one.decides for one in found.values()] == [True, False, False]
     whole, alone, pooled = (one.estimate for one in found.values())
     assert (alone.n, pooled.n) == (6, 12) and whole.value == pytest.approx(alone.value)
-    own = {one.label: one for one in specifications(there, []) if one.claim == NVFP4}["sampled, end"].estimate
+    own = {one.label: one for one in specifications(*there, []) if one.claim == NVFP4}["sampled, end"].estimate
     assert pooled.value == pytest.approx((alone.value + own.value) / 2)
     for run in there[1]:
         rows = run.metrics["metric"] == "accuracy"
         run.metrics.loc[rows, "value"] = 0.3
     failed = (evaluate_claims(CLAIMS, there[1]), there[1])
-    assert "sampled, end, pooled" not in {one.label for one in specifications(here, [failed]) if one.claim == NVFP4}
+    assert "sampled, end, pooled" not in {one.label for one in specifications(*here, [failed]) if one.claim == NVFP4}
 
 
 def test_the_figure_draws_every_row_of_the_table() -> None:
-    ways = specifications(runs_of("one"), [runs_of("another")])
+    ways = specifications(*runs_of("one"), [runs_of("another")])
     table = specification_table(ways)
     assert len(table) == len(ways) and {"points", "reward"} == {*table["unit"]}
     figure = specification_curve(ways)

@@ -45,9 +45,10 @@ class Specification:
         return self.way + (", other questions" if self.questions else "") + (", pooled" if self.pooled else "")
 
 
-def specifications(here: Judged, others: Sequence[Judged]) -> list[Specification]:
+def specifications(
+    results: Sequence[ClaimResult], runs: Sequence[Run], others: Sequence[Judged]
+) -> list[Specification]:
     """Every specification of each primary contrast that has an effect; `others` are other studies of the task."""
-    results, runs = here
     return [
         one
         for result in results

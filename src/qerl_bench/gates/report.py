@@ -32,7 +32,7 @@ from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES, page_table
 from qerl_bench.claims.measure import held_out
 from qerl_bench.claims.report import markdown
-from qerl_bench.claims.specification import Specification, specifications
+from qerl_bench.claims.specification import specifications
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_bench.figures.dose import dose_response
 from qerl_bench.figures.effects import PlottedArm, dot_plot
@@ -78,7 +78,7 @@ def texts(study: Sessions) -> dict[str, str]:
     }
     if any(one.verdict != "incomplete" for one in later):
         found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
-    if ways := specifications_of(study):
+    if ways := specifications([*verdicts, *later], runs, [_other(folder) for folder in beside(study)]):
         found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
         found["specification.svg"] = svg(specification_curve(ways))
     return found
@@ -100,14 +100,13 @@ def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
     return [*verdicts, *later], runs
 
 
-def specifications_of(study: Sessions) -> list[Specification]:
-    """Of all verdicts of a study, pooled with the studies of its task that lie beside it and have runs."""
+def beside(study: Sessions) -> list[Path]:
+    """The folders of other studies of the same task that lie beside one, and have runs."""
     here = study.design.path.parent
     task = study.design.option(study.design.reference, "task")["name"]
-    beside = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json")} - {here})
-    designs = [read_design(folder / "study.yaml") for folder in beside if (folder / "study.yaml").is_file()]
-    same = [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
-    return specifications(_other(here), [_other(folder) for folder in same])
+    folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json")} - {here})
+    designs = [read_design(folder / "study.yaml") for folder in folders if (folder / "study.yaml").is_file()]
+    return [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
 
 
 def figures(study: Sessions) -> dict[str, Figure]:
