@@ -25,7 +25,8 @@ from omegaconf import OmegaConf
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.evaluate import NO_RUNS, ContrastResult, evaluate_claims
+from qerl_bench.claims.claim import NO_RUNS, ContrastResult
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.measure import WARM_UP
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import build, compose

@@ -21,8 +21,9 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims import command
+from qerl_bench.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
-from qerl_bench.claims.evaluate import ClaimResult, ContrastResult, evaluate_claims
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.gates import diverged
 from qerl_bench.claims.match import match
 from qerl_bench.claims.paper import CLAIMS
@@ -87,7 +88,7 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
     def add(
         overrides: Iterable[str] = (), seeds: Iterable[int] = SEEDS, spread: float = 0.002, accuracy: float = 0.0,
         device: str = "cpu", finished: bool = True, asked: str = "q", packages: dict[str, str] = PACKAGES,
-        drop: Iterable[str] = (), **effects: float,
+        drop: Iterable[str] = (), greedy: float | None = None, **effects: float,
     ) -> list[Run]:  # fmt: skip
         name, text = composed(make_config, *overrides)
         own = np.random.default_rng(zlib.crc32(" ".join([*overrides]).encode()))
@@ -105,7 +106,8 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
             sizes["memory"] *= math.exp(spread * noise[0])
             lines = [{k: v for k, v in line.items() if k not in drop} for line in numbers(seed, sizes)]
             lines += [{"kind": "eval", "step": 0, "eval/accuracy_sampled": 0.3}]
-            lines += [{"kind": "eval", "step": STEPS, "eval/accuracy_sampled": 0.7}]
+            also = {} if greedy is None else {"eval/accuracy_greedy": 0.7}
+            lines += [{"kind": "eval", "step": STEPS, "eval/accuracy_sampled": 0.7, **also}]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             environment = {"code": "1f", "device": device, "gpu": device, "packages": packages}
             (folder / "env.json").write_text(json.dumps(environment))
@@ -113,7 +115,11 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
             right = common < 0.5 + accuracy + 0.2 * spread * noise[2]
             questions = [f"{asked}{question:02d}" for question in range(QUESTIONS) for _ in range(4)]
             rows = {"mode": "sampled", "question": questions, "step": STEPS, "correct": right.ravel()}
-            pd.DataFrame(rows).to_parquet(folder / "samples.parquet")
+            answers = [pd.DataFrame(rows)]
+            if greedy is not None:
+                best = common < 0.5 + greedy + 0.2 * spread * noise[0]
+                answers.append(answers[0].assign(mode="greedy", correct=best.ravel()))
+            pd.concat(answers).to_parquet(folder / "samples.parquet")
             if finished:
                 (folder / "done.json").write_text('{"wall_s": 60.0}')
         written.extend(load_runs(folders.values()))
@@ -362,6 +368,63 @@ def test_pairs_of_several_machines_are_compared_within_each(study: Study) -> Non
         study(["quant=bf16"], seeds=seeds, packages=packages)
         runs = study(["quant=nvfp4"], seeds=seeds, packages=packages, reward=0.1)
     assert verdicts(runs)[GROWTH].verdict == "supported"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "verdict"),
+    [
+        (0.1, "supported"),
+        (-0.1, "supported at temperature 1, reversed greedy"),
+        (0.0, "supported at temperature 1, open greedy"),
+        (None, "supported"),
+    ],
+)
+def test_an_accuracy_is_judged_by_greedy_answers_too(study: Study, greedy: float | None, verdict: str) -> None:
+    """Without greedy answers in one of the arms the table says so, and the verdict is that of sampled ones."""
+    study(["quant=bf16"], greedy=0.0, spread=0.05)
+    runs = study(["quant=nvfp4"], accuracy=0.1, greedy=greedy, spread=0.05)
+    found = evaluate_claims(CLAIMS, runs)[2]
+    assert (found.claim.title, found.verdict) == (ACCURACY, verdict)
+    assert found.greedy is not None and evaluate_claims(CLAIMS, runs)[1].greedy is None
+    (row,) = [row for row in summary_text([found]).splitlines() if ACCURACY in row]
+    if greedy is None:
+        assert "| 5 matched runs, but they have no greedy answers |" in row.replace("10 matched", "5 matched")
+    else:
+        assert effect(only(found.greedy)) == pytest.approx(greedy, abs=0.03)
+        assert f"{100 * effect(only(found.greedy)):+.2f} [" in row
+
+
+def test_the_way_of_sampling_is_in_the_word(study: Study) -> None:
+    usual = ["eval.temperature=0.6", "eval.top_p=0.95"]
+    study(["quant=bf16", *usual], greedy=0.0)
+    found = verdicts(study(["quant=nvfp4", *usual], accuracy=0.1, greedy=-0.1))[ACCURACY]
+    assert found.verdict == "supported at temperature 0.6 and top-p 0.95, reversed greedy"
+
+
+HOT, BONUS = "rollout.temperature=1.2", "train.entropy_coef=0.01"
+
+
+@pytest.mark.parametrize(
+    ("control", "gain", "size", "verdict", "says"),
+    [
+        (None, 0.0, -0.1, "harms", "no control of exploration was run"),
+        (None, 0.0, 0.0, "not testable here", "no control of exploration was run"),
+        (None, 0.0, 0.1, "supported", ""),
+        (HOT, 0.0, -0.1, "harms", "no control of exploration passed (a hotter sampler - none"),
+        (HOT, -0.1, 0.0, "not testable here", "no control of exploration passed"),
+        (HOT, 0.1, 0.0, "negligible", ""),
+        (BONUS, 0.1, -0.1, "reversed", ""),
+    ],
+)
+def test_noise_only_harms_where_no_control_shows_that_exploration_pays(
+    study: Study, control: str | None, gain: float, size: float, verdict: str, says: str
+) -> None:
+    if control:
+        study(["quant=bf16"])
+        study(["quant=bf16", control], accuracy=gain)
+    study(["quant=nvfp4"])
+    found = verdicts(study(["quant=nvfp4", "aqn=exp"], accuracy=size, noisy=1.1))[AQN]
+    assert found.verdict == verdict and says in found.reason and bool(says) == bool(found.reason)
 
 
 # --- gates -----------------------------------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_scrip
 
 @pytest.mark.parametrize("study", [path.parent for path in (ROOT / "docs" / "studies").glob("*/results")])
 def test_reports_of_studies_are_recomputed(study: Path) -> None:
-    pages = {name: text for name, text in texts(read_study(study)).items() if name.endswith(".md")}
-    assert pages == {path.name: path.read_text() for path in (study / "results").glob("*.md")}
-    assert {"gates.md", "claims.md", "bases.md"} <= set(pages)
+    pages = {name: text for name, text in texts(read_study(study)).items() if name.endswith((".md", ".csv"))}
+    committed = [path for path in (study / "results").iterdir() if path.suffix in (".md", ".csv")]
+    assert pages == {path.name: path.read_text() for path in committed}
+    assert {"gates.md", "claims.md", "bases.md", "specification.csv"} <= set(pages)
 
 
 def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compared_with() -> None:

@@ -25,7 +25,7 @@ from qerl_bench.claims.contrasts import MATCHED
 from qerl_bench.cli import Point
 from qerl_bench.config import build, compose
 from qerl_bench.gates import command, probing, runner
-from qerl_bench.gates.assay import Result, Runs, between, gates, render, stopped, to_json
+from qerl_bench.gates.assay import Result, Runs, between, gates, override, render, stopped, to_json
 from qerl_bench.gates.deadline import Deadline
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.dose import find_sigma
@@ -109,11 +109,18 @@ def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: D
     assert passing["headroom"].passed is None and math.isnan(passing["headroom"].value)
     assert passing["damage by nf4"].value == pytest.approx(np.mean([1, 2, 2, 2, 2, 2]) / 64)
 
-    unharmed = results(design, probes(design, lost=0))
-    assert set(stopped(unharmed.values())) == {"nvfp4", "nvfp4-noise", "nf4", "mxfp4"}
-    assert stopped(unharmed.values(), despite=["damage"]) == {}
+    for lost in (0, 8):  # damage is measured, whatever it is
+        hurt = results(design, probes(design, lost=lost))
+        assert stopped(hurt.values()) == {} and hurt["damage by nf4"].word == "measured"
     weak = results(design, probes(design, rise=0.01, kl=1e-4))
     assert set(stopped(weak.values())) == {"nvfp4-noise", "bf16-noise"}
+    told = override(weak.values(), ["rise", "KL", "headroom"])
+    assert stopped(told) == {} and {one.gate.split(",")[0] for one in told if one.overridden} == {
+        "rise of entropy",
+        "KL",
+    }
+    assert render(told).count("**no**, overridden") == 4
+    assert sum(row["overridden"] for row in json.loads(to_json(told, {}))["gates"]) == 4
     assert results(design, probes(design, sigma=None))["KL, nats, bf16-noise"].passed is False
     hopeless = probes(design)
     for record in hopeless:
@@ -130,20 +137,73 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
         return results(design, probes(design), runs)
 
     good = judged(0.5, 0.05, 0.04)
-    assert [good[name].passed for name in ("headroom", "rise in the last fifth", "control bf16-hot")] == [True] * 3
+    shown = ("headroom", "rise in the last fifth", "control of exploration bf16-hot")
+    assert [good[name].passed for name in shown] == [True] * 3
+    assert good["control of gain bf16-group8"].word == "no" and good["control of exploration bf16-hot"].stops == ()
     assert good["headroom"].value == pytest.approx(1 - 0.503)
-    assert good["gain on the longest questions"].value == pytest.approx(0.303) and good["control bf16-bonus"].passed
-    assert good["control bf16-hot"].value == pytest.approx(0.0405) and good["control bf16-hot"].bases == 4
+    assert (
+        good["gain on the longest questions"].value == pytest.approx(0.303)
+        and good["control of exploration bf16-bonus"].passed
+    )
+    hot = good["control of exploration bf16-hot"]
+    assert hot.value == pytest.approx(0.0405) and hot.bases == 4
     flat, full, dull = judged(0.5, 0.0, 0.04), judged(0.9, 0.05, 0.04), judged(0.5, 0.05, 0.005)
-    assert flat["rise in the last fifth"].passed is False and full["headroom"].passed is False
+    assert flat["rise in the last fifth"].fails and full["headroom"].passed is False
     two_kinds = between("a mean where no base is", 0.1, 0.4, [0.05, 0.05, 0.6], ())
-    assert (two_kinds.passed, two_kinds.meeting, two_kinds.bases) == (True, 0, 3)
+    assert (two_kinds.word, two_kinds.meeting, two_kinds.bases) == ("neither", 0, 3)
     assert between("all are at a limit", 0.1, 0.4, [0.1, 0.4], ()).meeting == 2
-    assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), surely=True).passed is False
+    assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), must=True).passed is False
     assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
     assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}
     unlearned = judged(0.22, 0.05, 0.04)
     assert unlearned["gain on the longest questions"].passed is False
+
+
+@pytest.mark.parametrize(
+    ("values", "must", "word"),
+    [
+        ([0.2, 0.21, 0.22], False, "yes"),
+        ([0.08, 0.1, 0.13], False, "neither"),  # 0.1 lies inside of the interval, whose mean meets it
+        ([0.35, 0.4, 0.42], False, "neither"),
+        ([0.05, 0.06, 0.07], False, "no"),
+        ([0.5, 0.51, 0.52], False, "no"),
+        ([0.09], False, "no"),  # one base has no interval
+        ([0.11], False, "yes"),
+        ([0.11], True, "open"),
+        ([math.nan, math.nan], False, "no"),  # no dose was found
+        ([], False, "open"),
+    ],
+)
+def test_a_limit_inside_of_the_interval_is_neither_passed_nor_failed(
+    values: list[float], must: bool, word: str
+) -> None:
+    found = between("a gate", 0.1, 0.4, values, ("arm",), must=must)
+    assert found.word == word
+    assert (stopped([found]) == {"arm": ["a gate"]}) == (word == "no")
+    shown = between("a gate that must be passed", 0.1, 0.4, [0.08, 0.1, 0.13], ("arm",), must=True)
+    assert shown.word == "neither" and stopped([shown]) and not stopped(override([shown], ["a gate"]))
+
+
+def test_a_control_is_of_gain_or_of_exploration_and_a_study_may_lack_one(design: Design, tmp_path: Path) -> None:
+    assert {arm.name: arm.shows for arm in design.arms if arm.control} == {
+        "bf16-hot": "exploration", "bf16-group8": "gain", "bf16-bonus": "exploration",
+    }  # fmt: skip
+    without = replace(design, arms=tuple(arm for arm in design.arms if arm.shows != "exploration"))
+    found = results(without, probes(design))
+    assert found["control of exploration"].word == "no such arm" and stopped(found.values()) == {}
+    assert "| no such arm | harm can be shown, a lack of help cannot |" in render([*found.values()])
+    words = yaml.safe_load(STUDY.read_text())
+    words["arms"]["bf16-group8"]["control"] = "exploration"
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(words, sort_keys=False))
+    (said,) = (arm for arm in read_design(path).arms if arm.name == "bf16-group8")
+    assert said.shows == "exploration"
+
+
+def test_a_control_that_lowers_accuracy_shows_no_gain(design: Design) -> None:
+    runs = {("bf16", base, 0): run(design, "bf16", base, 0.5, 0.05) for base in design.bases}
+    runs |= {("bf16-group8", b, 0): run(design, "bf16-group8", b, 0.4 + 0.001 * (b % 2)) for b in design.bases}
+    assert results(design, probes(design), runs)["control of gain bf16-group8"].word == "no"
 
 
 def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
@@ -156,9 +216,9 @@ def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
     def judged() -> dict[str, bool | None]:
         return {one.gate: one.passed for one in runner.gates_so_far(design, records)}
 
-    assert judged()["headroom"] is False and judged()["control bf16-hot"] is False
+    assert judged()["headroom"] is False and judged()["control of exploration bf16-hot"] is False
     del runs["bf16", 3, 0]
-    assert judged()["headroom"] is None and judged()["control bf16-hot"] is None
+    assert judged()["headroom"] is None and judged()["control of exploration bf16-hot"] is None
     assert judged()["pass@1 of the base"] is True
 
 
@@ -327,6 +387,7 @@ def test_words_of_the_command_line_replace_common_ones(design: Design) -> None:
         ({"more": 1}, r"exactly the keys .*more"),
         ({"arms": {"a": {"tier": 1, "words": ["quant=bf16"], "dose": 1}}}, r"arms.a must .*dose"),
         ({"arms": {"a": {"tier": 0, "words": ["quant=bf16"]}}}, "arms.a.tier"),
+        ({"arms": {"a": {"tier": 1, "words": [], "control": "hot"}}}, "arms.a.control must be gain, .* got 'hot'"),
         ({"arms": {"a": {"tier": 1, "words": []}, "b": {"tier": 1, "words": ["task=dag"]}}}, "model or task"),
         (
             {"arms": {"a": {"tier": 1, "words": []}, "b": {"tier": 1, "words": [], "compared_with": "c"}}},
@@ -552,12 +613,13 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
 def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design, lost=0)[:1], ["probe of base 9"]))
+    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design, rise=0.01)[:1], ["probe of base 9"]))
     monkeypatch.setattr(Blocks, "run", lambda _: [])
     with pytest.raises(TrainingStopped, match="base 9"):
-        runner.main([str(STUDY), "bases=0", "despite=damage", f"out={tmp_path}"])
+        runner.main([str(STUDY), "bases=0", "despite=rise of entropy", f"out={tmp_path}"])
     packed = json.loads((tmp_path / "gates.json").read_text())
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
+    assert all(gate["overridden"] == (gate["passed"] is False) for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
         runner.main([str(STUDY), "minutes=0.7"])
 
@@ -589,7 +651,7 @@ def test_only_arms_of_the_chosen_tiers_run(
     points = [*chain(*blocks_of(design, probes(design)[:1], others))]
     assert [point.name for point in started] == [point.name for point in points] and len(points) == runs
     gates_of = {gate["gate"] for gate in json.loads((tmp_path / "gates.json").read_text())["gates"]}
-    assert "damage by mxfp4" in gates_of and "control bf16-hot" in gates_of  # of the whole study
+    assert "damage by mxfp4" in gates_of and "control of exploration bf16-hot" in gates_of  # of the whole study
     with pytest.raises(ConfigError, match=r"tiers \[1, 2, 3\], got tiers=\[1, 4\]"):
         runner.main([str(STUDY), "tiers=1,4"])
 

@@ -18,7 +18,8 @@ from matplotlib.text import Text
 from omegaconf import OmegaConf
 
 from qerl_bench.claims import command
-from qerl_bench.claims.evaluate import ClaimResult, evaluate_claims
+from qerl_bench.claims.claim import ClaimResult
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.gates import ManipulationCheck
 from qerl_bench.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
 from qerl_bench.claims.paper import NOISY_ENTROPY

@@ -10,124 +10,97 @@ correction; it is reversed if any shows the opposite, which is corrected by Bonf
 over the claims of one model and task, once to the tests of direction (two-sided, 5 %) and once to the tests of
 smallness (2.5 %).
 
+Two things limit a word. An accuracy has a verdict for each way of answering, and where the words differ the verdict has
+both: reversed at temperature 1, open greedy. And a claim that exploration helps (`explores`) needs a control of
+exploration that passed (exploration.py): without it the opposite is called harm, and a lack of help is not testable.
+
 Only the primary setting votes; the claim names it before there are data. Other settings are robustness checks.
-Contrasts of the paper's own recipes, which differ in more than the claim is about, are reported without a vote.
+Contrasts of the paper's own recipes, which differ in more than the claim is about, are reported without a vote. Claims
+that were named after their data were made are `exploratory`, and a family of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
-from typing import Literal
 
 import numpy as np
 
-from qerl_bench.checks import require
-from qerl_bench.claims.estimate import Comparison, compare
-from qerl_bench.claims.gates import Gate
-from qerl_bench.claims.match import Contrast, Filter, Stratum, confounders, match
-from qerl_bench.claims.measure import Measure
-from qerl_bench.claims.stopped import StoppedArm, stopped_arms, why_stopped
+from qerl_bench.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, Status
+from qerl_bench.claims.estimate import compare
+from qerl_bench.claims.exploration import why_only_harm
+from qerl_bench.claims.match import Contrast, Stratum, match
+from qerl_bench.claims.stopped import StoppedArm, stopped_arms, which_stopped
 from qerl_bench.statistics import Estimate, holm, mean_ci
 from qerl_bench.study.load import Run
 
 DIRECTION = 0.05  # level of the two-sided tests of direction, over all claims of a model and task
 SMALLNESS = 0.025  # level of the tests that an effect lies within its margin: an interval of 95 %
-NO_RUNS = "no runs"
-Verdict = Literal[
-    "supported",
-    "supported but negligible",
-    "reversed",
-    "reversed but negligible",
-    "negligible",
-    "undecided",
-    "not testable here",
-    "incomplete",
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One statement of the paper, and how runs can support or contradict it."""
-
-    title: str
-    statement: str
-    paper: str  # the paper's own numbers, in a few words
-    paper_effects: tuple[float, ...] = ()  # the same in units of the measure, for figures
-    source: str  # where the paper says it, and under which conditions
-    expected: Literal["more", "less", "same"]
-    measure: Measure
-    where: tuple[Filter, ...]  # which runs count at all
-    primary: tuple[Filter, ...]  # the one setting of them that votes
-    contrasts: tuple[Contrast, ...]
-    gates: tuple[Gate, ...] = ()
-    command: str  # makes the runs: with the built-in model and task, unless the claim is about a GPU
-    at_scale: str  # makes the runs with the paper's models, including arms for a matched contrast that the paper lacks
-    additional: tuple[tuple[str, Callable[[Run, Run], float]], ...] = ()  # numbers of pairs, shown without a verdict
-
-    def __post_init__(self) -> None:
-        require(
-            bool(self.primary) and any(contrast.votes for contrast in self.contrasts),
-            f"the claim {self.title!r} names no primary contrast: give it a contrast that votes, and in `primary` the "
-            "conditions of its one setting, before there are data",
-        )
-
-
-@dataclass(frozen=True)
-class ContrastResult:
-    """What the runs say about one contrast. `primary` is the comparison that votes, if there is exactly one."""
-
-    contrast: Contrast
-    status: Verdict | None  # not testable here or incomplete, because of `reason`; None if it can be tested
-    reason: str
-    primary: Comparison | None = None
-    others: tuple[Comparison, ...] = ()
-    additional: tuple[tuple[str, Estimate], ...] = ()
-
-    @property
-    def comparisons(self) -> list[Comparison]:
-        return [*([self.primary] if self.primary else []), *self.others]
-
-    @property
-    def confounders(self) -> list[str]:
-        """What else the arms differ in, with values; empty for matched arms."""
-        return confounders(self.contrast, [comparison.stratum for comparison in self.comparisons])
-
-
-@dataclass(frozen=True)
-class ClaimResult:
-    """The verdict on a claim. p-values are adjusted; NaN if no test was made."""
-
-    claim: Claim
-    contrasts: tuple[ContrastResult, ...]
-    verdict: Verdict
-    reason: str
-    p_direction: float = math.nan
-    p_within: float = math.nan
-    detectable: float = math.nan  # smallest effect found with a power of 80 %, at the strictest level of Holm's method
-    needed: int | None = None  # units, bases or seeds, with which an effect of one margin would be found so
-
-    @property
-    def voting(self) -> list[ContrastResult]:
-        return [result for result in self.contrasts if result.contrast.votes]
 
 
 def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimResult]:
     """The verdict on each claim from the finished `runs`. Raises ConfigError, naming runs that lack a number."""
     finished = [run for run in runs if run.finished]
     stopped = stopped_arms(finished)
-    tested = [(claim, tuple(_test(claim, one, finished, stopped) for one in claim.contrasts)) for claim in claims]
-    p = np.array([_p_values(*pair) for pair in tested]).reshape(len(tested), 3)  # claimed, reversed, within
+    only_harm = why_only_harm(finished) if any(claim.explores for claim in claims) else ""
+    found: dict[int, ClaimResult] = {}
+    for exploratory in (False, True):
+        places = [i for i, claim in enumerate(claims) if claim.exploratory == exploratory]
+        family = [claims[i] for i in places]
+        asked = [replace(claim, measure=claim.measure.greedy or claim.measure) for claim in family]
+        sampled = [_tested(claim, finished, stopped) for claim in family]
+        greedy = [
+            one if other.measure is claim.measure else _tested(other, finished, stopped)
+            for one, claim, other in zip(sampled, family, asked, strict=True)
+        ]
+        ways = [_judged(claims_, of_way, only_harm) for claims_, of_way in ((family, sampled), (asked, greedy))]
+        for i, one, other in zip(places, *ways, strict=True):
+            found[i] = _by_ways(one, other) if one.claim.measure.greedy else one
+    return [found[i] for i in range(len(claims))]
+
+
+def _tested(claim: Claim, runs: list[Run], stopped: Sequence[StoppedArm]) -> tuple[ContrastResult, ...]:
+    return tuple(_test(claim, contrast, runs, stopped) for contrast in claim.contrasts)
+
+
+def _judged(claims: Sequence[Claim], tested: Sequence[tuple[ContrastResult, ...]], only_harm: str) -> list[ClaimResult]:
+    """The verdicts on one family of claims, corrected for their number."""
+    p = np.array([_p_values(*pair) for pair in zip(claims, tested, strict=True)]).reshape(len(claims), 3)
     two_sided = np.where(np.isnan(p[:, :2]).all(1), np.nan, np.fmin(2 * np.fmin(p[:, 0], p[:, 1]), 1.0))
-    direction, within = holm(two_sided), holm(p[:, 2])
+    direction, within = holm(two_sided), holm(p[:, 2])  # columns of p: claimed, reversed, within
     level = DIRECTION / 2 / max(int((~np.isnan(two_sided)).sum()), 1)
     as_claimed = (p[:, 0] <= p[:, 1]) | np.isnan(p[:, 1])  # False if only the opposite could be tested
-    return [
-        _verdict(claim, results, bool(as_claimed[i]), direction[i], within[i], level)
-        for i, (claim, results) in enumerate(tested)
+    results = [
+        _verdict(claim, one, bool(as_claimed[i]), direction[i], within[i], level)
+        for i, (claim, one) in enumerate(zip(claims, tested, strict=True))
     ]
+    return [_of_harm(one, only_harm) if one.claim.explores and only_harm else one for one in results]
+
+
+def _of_harm(result: ClaimResult, only_harm: str) -> ClaimResult:
+    """What may be said where nothing shows that exploration can pay: no help or harm of a size, and no lack of help."""
+    word = {"reversed": "harms", "negligible": "not testable here"}.get(result.verdict.split(" ")[0])
+    if word is None:
+        return replace(result, verdict=result.verdict.removesuffix(" but negligible"))
+    return replace(result, verdict=word, reason="; ".join(filter(None, (result.reason, only_harm))))
+
+
+def _by_ways(sampled: ClaimResult, greedy: ClaimResult) -> ClaimResult:
+    """The verdict with both words, if both ways of answering can be judged and they differ."""
+    words = (sampled.verdict, greedy.verdict)
+    if words[0] == words[1] or {"not testable here", "incomplete"} & {*words}:
+        return replace(sampled, greedy=greedy)
+    said = ["open" if word == "undecided" else word for word in words]
+    return replace(sampled, verdict=f"{said[0]} {_how_sampled(sampled)}, {said[1]} greedy", greedy=greedy)
+
+
+def _how_sampled(result: ClaimResult) -> str:
+    """At which temperature the answers of the primary contrast were drawn."""
+    items = next(one.primary.stratum.shared for one in result.voting if one.primary)
+    temperature, top_p = items.get("eval.temperature", 1.0), items.get("eval.top_p", 1.0)
+    return f"at temperature {temperature:g}" + (f" and top-p {top_p:g}" if top_p < 1 else "")
 
 
 def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[StoppedArm]) -> ContrastResult:
@@ -177,7 +150,7 @@ def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run]
 
 def _why_no_comparison(
     claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run], stopped: Sequence[StoppedArm]
-) -> tuple[Verdict, str]:
+) -> tuple[Status, str]:
     """There are no runs, perhaps because a gate stopped them, or matched ones that one condition excludes."""
     excuses = [(claim.measure.excuse, claim.where, runs if len(eligible) < len(runs) else [])]
     excuses += [
@@ -189,8 +162,9 @@ def _why_no_comparison(
         excluded = {run.path for stratum in match(contrast, where, candidates) for run in stratum.runs}
         if excluded:
             return "not testable here", f"{len(excluded)} matched runs, but {excuse}"
-    if why := why_stopped(contrast, (*claim.where, *claim.primary), stopped):
-        return "not testable here", why
+    if found := which_stopped(contrast, (*claim.where, *claim.primary), stopped):
+        why, counts = found
+        return "not testable here" if counts else "incomplete", why
     return "incomplete", NO_RUNS
 
 
@@ -234,7 +208,7 @@ def _verdict(
     needed = max((count for count in counts if count), default=None) if None not in counts else None
     failed = [result for result in results if result.contrast.votes and result.status]
     small = within <= SMALLNESS
-    verdict: Verdict = "undecided"
+    verdict = "undecided"
     reason = ""
     if direction <= DIRECTION and as_claimed:
         verdict = "supported but negligible" if small else "supported"

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.claims import paper
+from qerl_bench.claims.claim import Claim, ClaimResult
 from qerl_bench.claims.contrasts import (
     ADAPTER,
     ANSWERING,
@@ -40,11 +42,11 @@ from qerl_bench.claims.contrasts import (
     schedules,
     two_values,
 )
-from qerl_bench.claims.evaluate import Claim, ClaimResult
 from qerl_bench.claims.gates import ManipulationCheck, learned
 from qerl_bench.claims.match import Arm, Contrast, Filter
 from qerl_bench.claims.measure import Measure, first_step, held_out, last_fifth_mean, mean_between
 from qerl_bench.claims.paper import INITIAL_ENTROPY, LATE_REWARD, MAIN, NOISY, NOISY_ENTROPY, NVFP4_RUNS, TRAINED
+from qerl_bench.claims.report import greedy_text
 from qerl_bench.study.load import Run
 
 
@@ -85,9 +87,11 @@ MISMATCH_GROWTH = Measure(
     ratio=True,
     margin=math.log(1.5),
 )
-NEARLY_AS_ACCURATE = Measure(
-    paper.ACCURACY.name, paper.ACCURACY.metric, unit="points", scale=100.0, margin=0.1
-)  # 21.4 points of gain nearly match 29.1
+NEARLY_AS_ACCURATE = replace(paper.ACCURACY, margin=0.1)  # 21.4 points of gain nearly match 29.1
+EARLY_ENTROPY = replace(NOISY_ENTROPY, margin=math.log(1.02))
+EARLY_REWARD = Measure(
+    "mean reward over the second tenth of the steps", mean_between("reward/mean", 0.1, 0.2), unit="reward", margin=0.02
+)
 PASS_AT_K = Measure("held-out pass@k, k all samples", answered_once, unit="points", scale=100.0, margin=0.01)
 MANY_SAMPLES = Filter(
     "eval.samples",
@@ -147,6 +151,11 @@ TWO_PRECISIONS = Contrast(
         Arm("nvfp4", -1, (NVFP4, Filter("rollout.quant", among=(None, "nvfp4")))),
     ),
 )
+FOUR_BIT_SAMPLER = Contrast(
+    "sampled from nvfp4 - from bf16",
+    ("rollout.quant",),
+    (Arm("sampled from nvfp4", +1, (SAMPLED_IN_NVFP4,)), Arm("sampled from bf16", -1, (ONE_FORMAT,))),
+)
 FORMATS_AT_SCALE = "python src/run.py experiment=paper/table1 recipe=none quant=bf16,nvfp4 -m"
 MIXED_RUNS = "python src/run.py experiment=tiny/base quant=bf16,nvfp4 rollout.quant=nvfp4 -m"
 MIXED_AT_SCALE = (
@@ -164,6 +173,30 @@ RANK_1_AT_SCALE = (
 )
 ONE_ALPHA = (GRPO, NEAREST, DEFAULT_RATE, Filter("lora.alpha", among=(32,)))
 
+
+def _of_ais(
+    title: str, what: str, expected: Literal["more", "less"], measure: Measure, explores: bool = False
+) -> Claim:
+    """A claim about a 4-bit sampler beside a 16-bit one, both with a 16-bit trainer."""
+    return Claim(
+        title=title,
+        statement=f"With a 16-bit trainer, rollouts from 4-bit weights have {what}.",
+        paper="a bonus early, harm late, no number",
+        source="abstract: the mismatch of a low-bit sampler is an exploration bonus at first and harm later. Early is "
+        "the second tenth of the steps here. No importance weights; named after the runs were made",
+        expected=expected,
+        measure=measure,
+        where=(*MIXED, BF16),
+        primary=PRIMARY,
+        contrasts=(FOUR_BIT_SAMPLER,),
+        explores=explores,
+        exploratory=True,
+        gates=(learned,),
+        command="python src/run.py experiment=tiny/base quant=bf16 rollout.quant=null,nvfp4 -m",
+        at_scale="python src/run.py experiment=paper/gsm8k model=qwen3-1.7b quant=bf16 rollout.quant=null,nvfp4 -m",
+    )
+
+
 LITERATURE = (
     Paper(
         name="Entrocraft",
@@ -180,6 +213,7 @@ LITERATURE = (
                 where=NVFP4_RUNS,
                 primary=NOISY,
                 contrasts=schedules("linear", "exp"),
+                explores=True,
                 gates=(
                     ManipulationCheck(NOISY_ENTROPY, (noise("linear"), noise("exp")), (*NVFP4_RUNS, *NOISY)),
                     *TRAINED,
@@ -266,16 +300,7 @@ LITERATURE = (
                 measure=MISMATCH_GROWTH,
                 where=(*MIXED, BF16, ROUNDS),
                 primary=PRIMARY,
-                contrasts=(
-                    Contrast(
-                        "sampled from nvfp4 - from bf16",
-                        ("rollout.quant",),
-                        (
-                            Arm("sampled from nvfp4", +1, (SAMPLED_IN_NVFP4,)),
-                            Arm("sampled from bf16", -1, (ONE_FORMAT,)),
-                        ),
-                    ),
-                ),
+                contrasts=(FOUR_BIT_SAMPLER,),
                 gates=TRAINED,
                 command="python src/run.py experiment=tiny/base quant=bf16 rollout.quant=null,nvfp4 "
                 "model.dtype=bfloat16 -m",
@@ -428,6 +453,38 @@ LITERATURE = (
         ),
     ),
     Paper(
+        name="HiFloat4 for RL",
+        address="arXiv 2607.26515",
+        claims=(
+            Claim(
+                title="16 bits for the trainer alone make it worse",
+                statement="With rollouts from 4-bit weights a 16-bit trainer answers fewer held-out questions than one "
+                "with 4-bit weights.",
+                paper="worse than 4 bits in both, no number",
+                source="abstract: giving 16 bits back to the trainer alone is worse than 4 bits throughout. The paper "
+                "rounds activations too and trains all weights. QaRL's contrast, and named after its runs were made",
+                expected="less",
+                measure=paper.ACCURACY,
+                where=(*MIXED, EVALUATED),
+                primary=PRIMARY,
+                contrasts=(TWO_PRECISIONS,),
+                exploratory=True,
+                gates=(learned,),
+                command=MIXED_RUNS,
+                at_scale=MIXED_AT_SCALE,
+            ),
+        ),
+    ),
+    Paper(
+        name="AIS",
+        address="arXiv 2605.13907",
+        claims=(
+            _of_ais("A 4-bit sampler explores early", "more entropy early", "more", EARLY_ENTROPY),
+            _of_ais("Its exploration pays early", "more reward early", "more", EARLY_REWARD, explores=True),
+            _of_ais("It harms late", "less reward late", "less", LATE_REWARD),
+        ),
+    ),
+    Paper(
         name="ReSET",
         address="arXiv 2606.13233",
         claims=(
@@ -476,6 +533,7 @@ LITERATURE = (
                 where=(*ASKED, BF16, MANY_SAMPLES, TRUNCATED),
                 primary=PRIMARY,
                 contrasts=(NOISY_ADAPTERS,),
+                explores=True,
                 gates=(ManipulationCheck(NOISY_ENTROPY, (NOISY_ADAPTERS,), (*ASKED, BF16, *PRIMARY)), *TRAINED),
                 command="python src/run.py experiment=tiny/base quant=bf16 noise.where=adapters aqn=none,matched "
                 "importance_sampling.mode=truncate importance_sampling.clip_max=2 -m",
@@ -500,6 +558,7 @@ LITERATURE = (
                 where=(*ANSWERING, BF16),
                 primary=NOISY,
                 contrasts=(noise(),),
+                explores=True,
                 gates=(ManipulationCheck(NOISY_ENTROPY, (noise(),), (*LEARNING, BF16, *NOISY)), *TRAINED),
                 command="python src/run.py experiment=worlds/outliers quant=bf16 aqn=none,matched "
                 "model.seed=0,1,2,3 -m",
@@ -556,8 +615,10 @@ def page_table(results: Sequence[ClaimResult]) -> str:
 def _verdict_cells(result: ClaimResult) -> tuple[str, str]:
     effects = [
         f"{one.contrast.label}: {result.claim.measure.estimate_text(one.primary.effect.whole)}"
+        + (f", greedy {greedy_text(result, one)}" if result.greedy else "")
         for one in result.voting
         if one.primary and one.primary.effect
     ]
-    verdict = f"**{result.verdict}**" + (f": {result.reason}" if result.reason else "")
-    return verdict.replace("|", "/"), "; ".join(effects) or "-"
+    verdict = f"**{result.verdict}**" + (", exploratory" if result.claim.exploratory else "")
+    reason = f": {result.reason}" if result.reason else ""
+    return f"{verdict}{reason}".replace("|", "/"), "; ".join(effects) or "-"

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from qerl_bench.checks import require
+from qerl_bench.claims.claim import NO_RUNS, Claim, ClaimResult
 from qerl_bench.claims.command import by_scope
-from qerl_bench.claims.evaluate import NO_RUNS, Claim, ClaimResult, evaluate_claims
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.study.load import Run, by_folder, chosen_runs, load_runs
 from qerl_bench.study.script import parser_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from qerl_bench.study.load import Run
 
 TRAINED_SHARE = "train/taught_frac"  # share of a step's completion tokens with a gradient
 WARM_UP = 0.1  # share of a run's steps, at its start, that timings leave out
+LATE_ANSWERS = 0.25  # share of a run's steps whose evaluations are late ones
 LATE = 0.2  # share of a run's steps that count as its end
 START_STEPS = 5  # that count as the start of a curve
 WINDOW = 10  # steps in the mean that must reach a threshold
@@ -42,16 +43,29 @@ class Measure:
     gpu: bool = False
     needs: str = ""
     exact: bool = False
+    answers: str = ""
+    asked: bool = False
     level_format: str = "{:.3f}"  # of an arm's own mean in a figure
 
     def counts(self, run: Run) -> bool:
         """Whether the run can have this number."""
         placed = not self.gpu or run.environment.get("device") == "cuda"
-        return placed and (not self.needs or not run.series("train", self.needs).empty)
+        asked = not self.asked or not run.series("eval", f"eval/accuracy_{self.answers}").empty
+        return placed and asked and (not self.needs or not run.series("train", self.needs).empty)
+
+    @property
+    def greedy(self) -> Measure | None:
+        """The same accuracy of greedy answers; None for what is no accuracy of sampled ones."""
+        if self.answers != "sampled":
+            return None
+        name = self.name.replace("sampled", "greedy")
+        return replace(self, name=name, metric=held_out("greedy"), answers="greedy", asked=True)
 
     @property
     def excuse(self) -> str:
         """Why runs for which `counts` is false do not count."""
+        if self.asked:
+            return f"they have no {self.answers} answers"
         return f"they did not record {self.needs}" if self.needs else "they ran on a CPU and cannot speak for a GPU"
 
     def number(self, run: Run) -> float:
@@ -188,6 +202,29 @@ def held_out(mode: str) -> Callable[[Run], float | pd.Series]:
     return of_run
 
 
+def gained(mode: str) -> Callable[[Run], pd.Series]:
+    """How much more often each held-out question is answered after training than before it."""
+
+    def of_run(run: Run) -> pd.Series:
+        answers, last = run.answers(mode), run.option("steps")
+        require({0, last} <= {*answers}, f"{run.name} was not evaluated before its first and after its last step")
+        return answers.loc[:, last] - answers.loc[:, 0]
+
+    return of_run
+
+
+def late_mean(mode: str) -> Callable[[Run], pd.Series]:
+    """Share of correct answers to each held-out question, a mean of all evaluations in the last quarter of the run."""
+
+    def of_run(run: Run) -> pd.Series:
+        answers, last = run.answers(mode), run.option("steps")
+        late = [step for step in answers if step > (1 - LATE_ANSWERS) * last]
+        require(len(late) > 1, f"{run.name} was evaluated {len(late)} times in the last quarter of its steps")
+        return answers[late].mean(axis=1)
+
+    return of_run
+
+
 def final_accuracy(mode: str) -> RunMetric:
     """Held-out accuracy at the last evaluation after step 0. Raises ConfigError for a run without one."""
 
@@ -224,3 +261,13 @@ def steps_saved(run: Run, control: Run) -> float:
 
 def _arrays(series: pd.Series) -> tuple[np.ndarray, np.ndarray]:
     return series.index.to_numpy(), series.to_numpy()
+
+
+ACCURACY = Measure(
+    "held-out accuracy after training, sampled",
+    held_out("sampled"),
+    unit="points",
+    scale=100.0,
+    margin=0.01,
+    answers="sampled",
+)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+from qerl_bench.claims.claim import Claim
 from qerl_bench.claims.contrasts import (
     ADAPTER,
     ANSWERING,
@@ -38,15 +39,14 @@ from qerl_bench.claims.contrasts import (
     rank,
     schedules,
 )
-from qerl_bench.claims.evaluate import Claim
 from qerl_bench.claims.gates import ManipulationCheck, learned, stable
 from qerl_bench.claims.match import Filter
 from qerl_bench.claims.measure import (
+    ACCURACY,
     Measure,
     area,
     difference,
     first_step,
-    held_out,
     last_fifth_mean,
     mean_between,
     mean_gain,
@@ -64,9 +64,6 @@ NOISY_ENTROPY = Measure(
 REWARD = Measure("mean reward over the run (area under its curve)", area("reward/mean"), unit="reward", margin=0.02)
 LATE_REWARD = Measure(
     "mean reward over the last fifth of the steps", last_fifth_mean("reward/mean"), unit="reward", margin=0.02
-)
-ACCURACY = Measure(
-    "held-out accuracy after training, sampled", held_out("sampled"), unit="points", scale=100.0, margin=0.01
 )
 SPEED_MARGIN = math.log(1.05)
 ROLLOUT = Measure(
@@ -158,6 +155,7 @@ CLAIMS = (
         where=(*ANSWERING, NVFP4),
         primary=NOISY,
         contrasts=(noise(),),
+        explores=True,
         gates=(ManipulationCheck(NOISY_ENTROPY, (noise(),), (*NVFP4_RUNS, *NOISY)), *TRAINED),
         command=MAIN,
         at_scale=f"{TABLE_1} recipe=method/nvfp4,method/qerl -m",
@@ -172,6 +170,7 @@ CLAIMS = (
         where=NVFP4_RUNS,
         primary=NOISY,
         contrasts=schedules("exp", "linear", "cosine", "log"),
+        explores=True,
         gates=(
             ManipulationCheck(
                 NOISY_ENTROPY, tuple(map(noise, ("exp", "linear", "cosine", "log"))), (*NVFP4_RUNS, *NOISY)

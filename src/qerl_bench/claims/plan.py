@@ -16,8 +16,9 @@ from itertools import product
 from statistics import fmean, median
 
 from qerl_bench.checks import require
+from qerl_bench.claims.claim import ClaimResult
 from qerl_bench.claims.estimate import Effect
-from qerl_bench.claims.evaluate import DIRECTION, ClaimResult, evaluate_claims
+from qerl_bench.claims.evaluate import DIRECTION, evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES
 from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import load_runs

@@ -8,15 +8,16 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from qerl_bench.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult
 from qerl_bench.claims.estimate import Comparison, Effect
-from qerl_bench.claims.evaluate import DIRECTION, NO_RUNS, SMALLNESS, Claim, ClaimResult, ContrastResult
+from qerl_bench.claims.evaluate import DIRECTION, SMALLNESS
 from qerl_bench.claims.gates import diverged_arms
 from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import Run
 from qerl_bench.study.tables import Table
 
 DECIDED = ("supported", "reversed", "negligible")
-SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "from", "detectable", "why", "the paper")
+SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
 
 
@@ -48,7 +49,7 @@ def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -
 
 
 def css_class(verdict: str) -> str:
-    first = verdict.split(" ")[0]
+    first = {"harms": "reversed"}.get(word := verdict.split(" ")[0], word)
     return first if first in DECIDED else "open"
 
 
@@ -117,6 +118,7 @@ def _summary(results: Sequence[ClaimResult]) -> list[dict[str, Any]]:
             cells = (
                 result.contrast.label,
                 claim.measure.estimate_text(effect.whole) if effect else "-",
+                greedy_text(claim_result, result),
                 effect.origin if effect else "-",
                 _detectable(claim_result) if first else "",
                 claim_result.reason if first else "",
@@ -140,6 +142,9 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "verdict": result.verdict,
         "reason": result.reason,
         "power": _power(result),
+        "greedy": [
+            f"{label_of(one)} {greedy_text(result, one)}" for one in result.voting if result.greedy and _effect(one)
+        ],
         "rows": [row_of(claim, one, comparison) for one in compared for comparison in one.comparisons],
         "bases": [text for one in compared if (text := _bases(claim, one))],
         "differing": [f"{label_of(one)}: {', '.join(one.confounders)}" for one in compared if one.confounders],
@@ -151,6 +156,21 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
 
 def _effect(result: ContrastResult) -> Effect | None:
     return result.primary.effect if result.primary else None
+
+
+def greedy_text(claim_result: ClaimResult, result: ContrastResult) -> str:
+    """The effect on greedy answers of the same contrast, or why there is none."""
+    if claim_result.greedy is None:
+        return "-"
+    greedy = claim_result.greedy.contrasts[claim_result.contrasts.index(result)]
+    effect = _effect(greedy)
+    return (
+        claim_result.claim.measure.estimate_text(effect.whole)
+        if effect
+        else "-"
+        if _effect(result) is None
+        else greedy.reason
+    )
 
 
 def label_of(result: ContrastResult) -> str:

@@ -32,13 +32,18 @@ def stopped_arms(runs: Iterable[Run]) -> list[StoppedArm]:
     return [StoppedArm(tuple(stopped[0][name]), _items(folders[0], name)) for name in sorted(names)]
 
 
-def why_stopped(contrast: Contrast, where: Sequence[Filter], arms: Sequence[StoppedArm]) -> str:
-    """The failed gates of an arm that `contrast` needs, as a sentence; empty if there is none."""
+def which_stopped(contrast: Contrast, where: Sequence[Filter], arms: Sequence[StoppedArm]) -> tuple[str, bool] | None:
+    """Why an arm that `contrast` needs was stopped, and whether by a gate that still counts; None if none was.
+
+    Damage by a format stops no arm any more, so an arm that it stopped was merely not run.
+    """
     for needed in contrast.arms:
         for arm in arms:
             if all_accept((*where, *needed.where), arm.items):
-                return f"{needed.label} was stopped by a gate of the study: {', '.join(arm.gates)}"
-    return ""
+                counts = not all(gate.startswith("damage by") for gate in arm.gates)
+                former = "a gate of the study" if counts else "what was a gate of the study and is none now"
+                return f"{needed.label} was stopped by {former}: {', '.join(arm.gates)}", counts
+    return None
 
 
 def _items(folder: Path, name: str) -> Items:

@@ -10,13 +10,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qerl_bench.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.claims.estimate import Effect
-from qerl_bench.claims.evaluate import ClaimResult, ContrastResult
 from qerl_bench.figures.style import FULL_WIDTH, caption, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
 BAND, ZERO, BLACK, ROBUST, PAPER = "#E4E4E4", "#777777", "#000000", "#0072B2", "#D55E00"
-VERDICTS = {"supported": "#00694d", "reversed": "#a34700", "negligible": "#0b5394"}
+VERDICTS = {"supported": "#00694d", "reversed": "#a34700", "harms": "#a34700", "negligible": "#0b5394"}
 OPEN = "#666666"
 ROW = 0.19  # inches
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from qerl_bench.checks import TrainingStopped, require
-from qerl_bench.gates.assay import gates, render, stopped, to_json
+from qerl_bench.gates.assay import gates, override, render, stopped, to_json
 from qerl_bench.gates.probing import probe_bases
 from qerl_bench.gates.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.gates.sessions import read_sessions
@@ -37,7 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         probes, failed = probe_bases(design, options.words, slots, deadline, design.arms)
         results = gates_so_far(design, probes)
-    arms_stopped = stopped(results, options.despite)
+    results = override(results, options.despite)
+    arms_stopped = stopped(results)
     out = options.out or (options.runs[0] if options.runs else design.root / "study")
     out.mkdir(parents=True, exist_ok=True)
     (out / "gates.json").write_text(to_json(results, arms_stopped))

@@ -5,13 +5,15 @@
     seeds: 2                                 # seed 0 and 1
     arms:                                    # the first is the reference, RL in 16 bits
       bf16: {tier: 1, words: [quant=bf16]}
-      hot: {tier: 1, words: [rollout.temperature=1.2], control: true}
+      hot: {tier: 1, words: [rollout.temperature=1.2], control: exploration}
       nvfp4-noise: {tier: 1, words: [quant=nvfp4, aqn=matched]}
     probe: {questions: 256, samples: 64}     # of a base, before any arm
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
 
-Tier 1 is run on all bases before tier 2 begins. A control is an arm whose effect on the reference is known to be large.
-Reports compare an arm with itself without noise, otherwise with the reference, unless it says `compared_with: ARM`.
+Tier 1 is run on all bases before tier 2 begins. A control shows that the world has a gain to be had (`gain`), or that
+more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
+entropy, otherwise the first. Reports compare an arm with itself without noise, otherwise with the reference, unless it
+says `compared_with: ARM`.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from typing import Any
 import yaml
 
 from qerl_bench.checkpoints import is_finished
-from qerl_bench.checks import check_fields, count, flag, number, optional, require, text
+from qerl_bench.checks import Check, check_fields, count, number, optional, require, text
 from qerl_bench.cli import Point
 from qerl_bench.composer import Composer
 from qerl_bench.fingerprint import fingerprint
+
+EXPLORES = ("rollout.temperature=", "train.entropy_coef=")  # beginnings of the words of known means
+CONTROL = Check(lambda value: isinstance(value, bool) or value in ("gain", "exploration"), "gain, exploration or true")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +43,19 @@ class Arm:
     name: str
     tier: int
     words: list[str]
-    control: bool = False
+    control: bool | str = False
     compared_with: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, f"arms.{self.name}", tier=count(), control=flag, compared_with=optional(text))
+        check_fields(self, f"arms.{self.name}", tier=count(), control=CONTROL, compared_with=optional(text))
         check_words(f"arms.{self.name}.words", self.words)
+
+    @property
+    def shows(self) -> str | bool:
+        """Of a control, what it can show: gain or exploration."""
+        if self.control is not True:
+            return self.control
+        return "exploration" if any(word.startswith(EXPLORES) for word in self.words) else "gain"
 
     @property
     def dosed(self) -> bool:

@@ -5,28 +5,34 @@
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
 arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
-of one shape in different sizes. Of many arms three of these are drawn once for each arm that
-others are compared with. Arms with random rewards are not in arms.svg, whose axes they would
-stretch. Runs of several versions of the code are taken together, since no pair of runs is from
-two sessions.
+of one shape in different sizes. specification.csv and specification.svg have the effect behind each
+verdict under every other choice, pooled with the other studies of the task in the folder beside. Of
+many arms three of the figures are drawn once for each arm that others are compared with. Arms with
+random rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the
+code are taken together, since no pair of runs is from two sessions.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import cycle
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 
+from qerl_bench.claims.claim import ClaimResult
 from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.literature import REGISTRIES, page_table
+from qerl_bench.claims.measure import held_out
 from qerl_bench.claims.report import markdown
+from qerl_bench.claims.specification import specifications
 from qerl_bench.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_bench.figures.dose import dose_response
 from qerl_bench.figures.effects import PlottedArm, dot_plot
@@ -34,12 +40,13 @@ from qerl_bench.figures.exploration import entropy_and_accuracy, pass_at_k_curve
 from qerl_bench.figures.forest import all_claims, svg
 from qerl_bench.figures.paired import ENTROPY as ENTROPY_MEAN
 from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
+from qerl_bench.figures.specification import specification_curve, specification_table
 from qerl_bench.figures.style import OTHER_COLORS, color, save
-from qerl_bench.gates.assay import by_base, final, gates, pass_at, render
-from qerl_bench.gates.design import Arm
+from qerl_bench.gates.assay import by_base, gates, override, pass_at, render
+from qerl_bench.gates.design import Arm, read_design
 from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci
-from qerl_bench.study.load import check_comparable
+from qerl_bench.study.load import Run, check_comparable
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn
@@ -61,19 +68,45 @@ def main(arguments: list[str] | None = None) -> None:
 
 def texts(study: Sessions) -> dict[str, str]:
     """The files of the report that are text, by name."""
-    everything = [*study.runs.values()]
-    check_comparable(everything, mixed_code=True)
-    ((scope, runs),) = by_scope(everything).items()  # all arms have one model and one task
-    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
+    scope, runs, verdicts, later = judged(study)
+    results = gates(study.design, [*study.probes.values()], study.runs)
     found = {
-        "gates.md": render(gates(study.design, [*study.probes.values()], study.runs)) + "\n",
+        "gates.md": render(override(results, study.overridden)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
         "bases.md": bases(study),
     }
     if any(one.verdict != "incomplete" for one in later):
         found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
+    if ways := specifications([*verdicts, *later], runs, [_other(folder) for folder in beside(study)]):
+        found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
+        found["specification.svg"] = svg(specification_curve(ways))
     return found
+
+
+def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[ClaimResult]]:
+    """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of later papers."""
+    runs = [*study.runs.values()]
+    check_comparable(runs, mixed_code=True)
+    ((scope, runs),) = by_scope(runs).items()  # all arms have one model and one task
+    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
+    return scope, runs, verdicts, later
+
+
+@lru_cache
+def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
+    """The verdicts and runs of a study that others are pooled with; read once in a process."""
+    _, runs, verdicts, later = judged(read_study(folder))
+    return [*verdicts, *later], runs
+
+
+def beside(study: Sessions) -> list[Path]:
+    """The folders of other studies of the same task that lie beside one, and have runs."""
+    here = study.design.path.parent
+    task = study.design.option(study.design.reference, "task")["name"]
+    folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json")} - {here})
+    designs = [read_design(folder / "study.yaml") for folder in folders if (folder / "study.yaml").is_file()]
+    return [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
 
 
 def figures(study: Sessions) -> dict[str, Figure]:
@@ -135,16 +168,28 @@ def control_of(study: Sessions, arm: Arm) -> Arm | None:
     return next((one for one in study.arms if one.name == arm.compared_with), itself)
 
 
+def end_of(way: str) -> Callable[[Run], float]:
+    """Held-out accuracy after training, sampled or greedy; NaN for a run that was not asked so."""
+
+    def of_run(run: Run) -> float:
+        if run.series("eval", f"eval/accuracy_{way}").empty:
+            return nan
+        return float(np.mean(np.asarray(held_out(way)(run))))
+
+    return of_run
+
+
 def bases(study: Sessions) -> str:
     """A table in Markdown: what each base could do, and the effect of each arm on its accuracy after training."""
     reference, *formats = study.formats
     dosed = [arm for arm in study.arms if arm.dosed]
     treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
-    ends = {arm.name: by_base(study.runs, arm, final) for arm in study.arms}
+    ways = ("sampled", "greedy")
+    ends = {(arm.name, way): by_base(study.runs, arm, end_of(way)) for arm in study.arms for way in ways}
     session_of, samples = study.session_of, study.design.probe.samples
     heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
     heads += [f"KL {arm.name}" for arm in dosed]
-    heads += [f"{arm.name} - {control.name}" for arm, control in treated]
+    heads += [name for arm, control in treated for name in (f"{arm.name} - {control.name}", "greedy")]
     rows: list[list[float]] = []
 
     def known(column: Sequence[float]) -> list[float]:
@@ -153,10 +198,13 @@ def bases(study: Sessions) -> str:
     for base, probe in study.probes.items():
         damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
         numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
-        pairs = [(ends[arm.name].get(base, nan), ends[control.name].get(base, nan)) for arm, control in treated]
-        effects = [100 * (end - other) for end, other in pairs]  # NaN: not run on this base
+        effects = [  # NaN: not run on this base, or not asked
+            100 * (ends[arm.name, way].get(base, nan) - ends[control.name, way].get(base, nan))
+            for arm, control in treated
+            for way in ways
+        ]
         rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
-    means = [mean_ci(known(column)) for column in zip(*rows, strict=True)]
+    means = [mean_ci(known(column) or [nan]) for column in zip(*rows, strict=True)]
     small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
 
     def cells(numbers: Sequence[float]) -> list[str]:
@@ -176,6 +224,7 @@ def bases(study: Sessions) -> str:
     lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
     note = (
         f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
-        " damage is what a format costs. Right: held-out questions after training, one sample, the mean of seeds.\n"
+        " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"
+        " evaluation, and beside it greedy answers; the mean of seeds.\n"
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])

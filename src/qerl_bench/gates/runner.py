@@ -34,7 +34,7 @@ from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.children import stop
 from qerl_bench.cli import Point, check_points
 from qerl_bench.gates.accountable import account_for_changes
-from qerl_bench.gates.assay import Result, gates, render, stopped, to_json
+from qerl_bench.gates.assay import Result, gates, override, render, stopped, to_json
 from qerl_bench.gates.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.probing import probe_bases
@@ -259,8 +259,8 @@ def main(arguments: list[str] | None = None) -> None:
     account_for_changes(design.path, out, options.with_changes)
     arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
     probes, failed = probe_bases(design, options.words, slots, deadline, arms)
-    results = gates_so_far(design, probes)
-    arms_stopped = stopped(results, options.despite)
+    results = override(gates_so_far(design, probes), options.despite)
+    arms_stopped = stopped(results)
     log.info("before the runs\n%s", render(results))
     for name, by in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
@@ -268,8 +268,8 @@ def main(arguments: list[str] | None = None) -> None:
     blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
 
     def packed() -> list[Result]:
-        results = gates_so_far(design, probes)
-        pack(design, probes, results, stopped(results, options.despite), out)
+        results = override(gates_so_far(design, probes), options.despite)
+        pack(design, probes, results, stopped(results), out)
         return results
 
     def keep() -> None:

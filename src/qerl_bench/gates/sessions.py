@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Sessions:
     design: Design
     probes: dict[int, dict[str, Any]]
     runs: dict[tuple[str, int, int], Run]  # by arm, base and seed
+    overridden: tuple[str, ...] = ()  # gates that failed in a session and stopped nothing there
 
     @property
     def session_of(self) -> dict[int, str]:
@@ -60,6 +61,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     """What these sessions packed. Raises ConfigError if two of them trained one base, or if a folder is no session."""
     probes: dict[int, dict[str, Any]] = {}
     runs: dict[tuple[str, int, int], Run] = {}
+    overridden: list[str] = []
     for folder in folders:
         file = folder / "probes.json"
         require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
@@ -70,7 +72,19 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
         probes |= {one["base"]: one for one in here if one["base"] not in trained}
         runs |= found
-    return Sessions(design, dict(sorted(probes.items())), runs)
+        overridden += _overridden(folder / "gates.json")
+    return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)))
+
+
+def _overridden(file: Path) -> list[str]:
+    """The gates of a session that failed and stopped none of their arms; none without a record.
+
+    Older records do not say of what kind a control was, and call it `control ARM`.
+    """
+    record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"gates": [], "stopped": {}}
+    stopping = {gate for by in record["stopped"].values() for gate in by}
+    failed = [one["gate"] for one in record["gates"] if one["passed"] is False and one["gate"] not in stopping]
+    return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in failed]
 
 
 def study_of(session: Path) -> Path | None:
@@ -86,4 +100,4 @@ def read_study(folder: Path) -> Sessions:
         read_design(folder / "study.yaml"), sorted(path.parent for path in folder.glob("data/*/probes.json"))
     )
     require(bool(study.runs), f"{folder / 'data'} has no packed session with runs of {folder / 'study.yaml'}")
-    return Sessions(study.design, {base: study.probes[base] for base in study.session_of}, study.runs)
+    return replace(study, probes={base: study.probes[base] for base in study.session_of})

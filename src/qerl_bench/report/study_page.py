@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.claims.command import by_scope
 from qerl_bench.claims.estimate import Comparison
-from qerl_bench.claims.evaluate import ClaimResult, ContrastResult, evaluate_claims
+from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.match import Contrast
 from qerl_bench.claims.measure import Measure
 from qerl_bench.claims.paper import CLAIMS

@@ -1,0 +1,133 @@
+"""Specification curves: their numbers against an independent recomputation, and the page that quotes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.claims.evaluate import evaluate_claims
+from qerl_bench.claims.measure import gained, late_mean
+from qerl_bench.claims.paper import CLAIMS
+from qerl_bench.claims.planting import planted_runs
+from qerl_bench.claims.specification import specifications
+from qerl_bench.figures.specification import specification_curve, specification_table
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "docs" / "studies"
+NVFP4, NOISE, PLAIN = "Higher final accuracy than 16-bit LoRA", "AQN adds to it", "Noise helps without quantization"
+# (study, claim, specification): bases, effect, low, high, from a review that computed them with code of its own
+REVIEWED = {
+    ("worlds-2026", NVFP4, "sampled, end, pooled"): (60, -1.14, -1.46, -0.83),
+    ("worlds-2026", NVFP4, "greedy, end, pooled"): (60, -0.41, -0.92, 0.11),
+    ("worlds-2026", NVFP4, "sampled, end"): (16, -1.29, -1.70, -0.88),
+    ("worlds-2026", NOISE, "sampled, end"): (16, -1.18, -1.67, -0.70),
+    ("worlds-2026", NOISE, "sampled, end, pooled"): (44, -1.77, -2.27, -1.27),
+    ("worlds-2026", NOISE, "greedy, end, pooled"): (44, -1.69, -2.47, -0.92),
+    ("literature-2026", PLAIN, "sampled, end, pooled"): (28, -2.36, -3.10, -1.62),
+    ("literature-2026", PLAIN, "greedy, end, pooled"): (28, -1.87, -3.01, -0.73),
+    ("worlds-2026-25m", NVFP4, "sampled, end"): (12, -1.03, -2.06, -0.01),
+    ("worlds-2026-25m", NOISE, "sampled, end"): (12, -3.36, -4.49, -2.24),
+    ("shortcut-2026-doses", NOISE, "sampled, end"): (16, 6.69, 2.61, 10.78),
+    ("shortcut-2026-doses", NOISE, "greedy, end"): (16, 4.1, -1.7, 9.8),
+    ("shortcut-2026", NVFP4, "sampled, end, pooled"): (32, 1.5, 0.3, 2.7),
+    ("shortcut-2026", NOISE, "sampled, end, pooled"): (48, 5.1, 3.2, 7.0),
+}
+
+
+def curve(study: str) -> pd.DataFrame:
+    return pd.read_csv(STUDIES / study / "results" / "specification.csv")
+
+
+@pytest.mark.parametrize("key", REVIEWED, ids=" ".join)
+def test_committed_curves_are_what_others_computed(key: tuple[str, str, str]) -> None:
+    study, claim, specification = key
+    rows = curve(study)
+    (row,) = rows[(rows["claim"] == claim) & (rows["specification"] == specification)].to_dict("records")
+    bases, *numbers = REVIEWED[key]
+    assert row["units"] == bases
+    assert [row[name] for name in ("effect", "low", "high")] == pytest.approx(
+        numbers, abs=0.051 if bases == 32 else 0.05
+    )
+
+
+def runs_of(study: str) -> tuple[list[Any], list[Any]]:
+    runs = planted_runs(2.0, 6, 1, np.random.default_rng(len(study)))
+    return evaluate_claims(CLAIMS, runs), runs
+
+
+def test_a_pool_has_every_base_once_and_leaves_out_where_a_gate_failed() -> None:
+    here, there = runs_of("one"), runs_of("another")
+    found = {one.label: one for one in specifications(*here, [there]) if one.claim == NVFP4}
+    assert {"sampled, end, other questions", "sampled, end", "sampled, end, pooled"} == {*found}  # no start, not greedy
+    assert [one.decides for one in found.values()] == [True, False, False]
+    whole, alone, pooled = (one.estimate for one in found.values())
+    assert (alone.n, pooled.n) == (6, 12) and whole.value == pytest.approx(alone.value)
+    own = {one.label: one for one in specifications(*there, []) if one.claim == NVFP4}["sampled, end"].estimate
+    assert pooled.value == pytest.approx((alone.value + own.value) / 2)
+    for run in there[1]:
+        rows = run.metrics["metric"] == "accuracy"
+        run.metrics.loc[rows, "value"] = 0.3
+    failed = (evaluate_claims(CLAIMS, there[1]), there[1])
+    assert "sampled, end, pooled" not in {one.label for one in specifications(*here, [failed]) if one.claim == NVFP4}
+
+
+def test_the_figure_draws_every_row_of_the_table() -> None:
+    ways = specifications(*runs_of("one"), [runs_of("another")])
+    table = specification_table(ways)
+    assert len(table) == len(ways) and {"points", "reward"} == {*table["unit"]}
+    figure = specification_curve(ways)
+    marks = [line for ax in figure.axes if ax.get_visible() for line in ax.lines if line.get_marker() in "oD"]
+    assert len(marks) == len(ways)
+    assert sum(line.get_marker() == "D" for line in marks) == table["decides"].sum() > 0
+
+
+def test_gains_and_late_means_are_only_of_runs_that_were_asked_often_enough() -> None:
+    def run(*steps: int) -> Any:
+        answers = pd.DataFrame({step: [0.1 * place, 0.2 * place] for place, step in enumerate(steps)}, index=["a", "b"])
+        return SimpleNamespace(name="x", option=lambda _: 64, answers=lambda _: answers)
+
+    often = run(0, 24, 48, 56, 64)
+    assert gained("greedy")(often).tolist() == pytest.approx([0.4, 0.8])
+    assert late_mean("greedy")(often).tolist() == pytest.approx([0.35, 0.7])  # of 56 and 64: 48 is three quarters
+    with pytest.raises(ConfigError, match="1 times in the last quarter"):
+        late_mean("greedy")(run(0, 64))
+    with pytest.raises(ConfigError, match="before its first"):
+        gained("greedy")(run(32, 64))
+
+
+# --- the page of changed verdicts ------------------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "results" / "verdicts.md"
+
+
+def test_the_page_of_changed_verdicts_has_the_words_of_the_reports() -> None:
+    rows = re.findall(r"^\| \[([\w-]+)\]\(\.\./(\S+)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
+    assert len(rows) == 16
+    for _, report, claim, before, now, _ in rows:
+        text = (ROOT / "docs" / report).read_text()
+        said = f"### {claim}: {now}\n" if report.endswith("claims.md") else f"| {claim} | "
+        assert said in text and before != now
+        if report.endswith("literature.md"):
+            (line,) = (line for line in text.splitlines() if f"| {claim} |" in line)
+            assert f"| **{now}**" in line
+
+
+def test_every_number_of_that_page_is_in_a_report() -> None:
+    reports = "".join(
+        file.read_text() for file in (*STUDIES.glob("*/results/claims.md"), *STUDIES.glob("*/results/literature.md"))
+    ).replace("×", "")
+    changed, pooled = PAGE.read_text().split("## Pooled over studies")
+    intervals = re.findall(r"[-+]?\d+\.\d+ \[[-+\d., ]+\]", changed)
+    assert len(intervals) > 30 and all(interval in reports for interval in intervals)
+    tables = pd.concat([curve(path.parent.parent.name) for path in STUDIES.glob("*/results/specification.csv")])
+    numbers = [tables[name] for name in ("effect", "low", "high")]
+    shown = {f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" for mean, low, high in zip(*numbers, strict=True)}
+    cells = re.findall(r"[-+]\d+\.\d\d \[[-+\d., ]+\]", pooled)
+    assert len(cells) == 15 and {*cells} <= shown
