@@ -68,6 +68,22 @@ def test_all_sums_were_found() -> None:
     assert {row[0] for row in SUMS} == ARMS.keys() and len(SUMS) == 8
 
 
+DOSES = re.findall(r"(?m)^\| ([\w-]+) \| (0\.\d{3}) \| (\d+), (\d\.\d) \| (0\.\d{3}) \|", TRIED)
+
+
+@pytest.mark.parametrize("row", DOSES, ids=lambda row: row[0])
+def test_doses_are_those_of_the_probes(row: tuple[str, ...]) -> None:
+    name, *said = row
+    doses = [probe["doses"] for probe in study(name).probes.values()]
+    found = [one.get("nvfp4-noise", one.get("nvfp4-exp")) for one in doses]
+    sigma, kl = (float(np.mean([dose[key] for dose in found])) for key in ("sigma", "kl"))
+    assert said == [f"{sigma:.3f}", f"{sigma / 0.01:.0f}", f"{sigma / 0.05:.1f}", f"{kl:.3f}"]
+
+
+def test_all_doses_were_found() -> None:
+    assert len(DOSES) == 6
+
+
 def found_on_pages() -> list[tuple[float, ...]]:
     """Effect and interval wherever a page of results has both; of its own sign, and without."""
     pages = [*STUDIES.rglob("*.md"), *(ROOT / "docs" / "results").rglob("*.md")]
