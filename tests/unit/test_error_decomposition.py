@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.config import build, compose
 from qerl_bench.figures.error_decomposition import draw
+from qerl_bench.model.small import spread_channels
 from qerl_bench.quant.error_decomposition import layer_report, output_error, unpacked_report, write_layers
 from qerl_bench.quant.linear import pack_linear
 from qerl_bench.quant.mxfp4 import MXFP4
@@ -25,6 +28,8 @@ from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
+NF4_SPEC = NF4(name="nf4", double_quant=True, backend="own", partial=False)
+DIAL_ROW = r"(?m)^\| (\d[\d.]*)(?:, [^|]*)? \| (0\.\d+) \| (0\.\d+) \|$"
 
 
 def analysis(name: str) -> Any:
@@ -183,3 +188,32 @@ def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_out
         error = found["with text"][layer].output_error
         assert report.output_error is None and error is not None and 0.02 < error < 0.3
         assert replace(found["with text"][layer], output_error=None) == report
+
+
+def test_what_the_dial_does_to_weights_is_what_the_page_says() -> None:
+    """The error of the weights as the model uses them: what channels were multiplied by is undone."""
+    page = (Path(__file__).parents[2] / "docs" / "studies" / "tried.md").read_text()
+    said = {float(dial): (float(nvfp4), float(nf4)) for dial, nvfp4, nf4 in re.findall(DIAL_ROW, page)}
+    assert said.keys() == {0, 1.05, 1.15}
+    small = build(compose(["model=small/10m", "model.layers=2"])).model
+    for dial, rows in said.items():
+        torch.manual_seed(0)
+        plain = Qwen2ForCausalLM(small.qwen2_config())
+        dialled = copy.deepcopy(plain)
+        spread_channels(dialled, dial, seed=0)
+        for spec, expected in zip((NVFP4_SPEC, NF4_SPEC), rows, strict=True):
+            assert relative_error(plain, dialled, spec) == pytest.approx(expected, abs=0.015)
+
+
+def relative_error(plain: Qwen2ForCausalLM, dialled: Qwen2ForCausalLM, spec: Any) -> float:
+    """Of all linear layers in blocks together, with the weights of `dialled` packed."""
+    error = size = 0.0
+    weights = plain.state_dict()
+    for name, after in dialled.state_dict().items():
+        if name.endswith("_proj.weight"):
+            before, linear = weights[name], torch.nn.Linear(*reversed(after.shape), bias=False)
+            linear.weight.data = after
+            change = pack_linear(name, linear, spec).dequantized() - after  # type: ignore[operator]
+            error += float((change * torch.where(after == 0, 1.0, before / after)).square().sum())
+            size += float(before.square().sum())
+    return math.sqrt(error / size)

@@ -1,0 +1,104 @@
+"""What the README and docs/studies/tried.md say of effects is what results pages and committed answers say."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qerl_bench.gates.sessions import Sessions, read_study
+from qerl_bench.study.load import Run
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "docs" / "studies"
+NUMBER = r"[×x]?([-+]?\d+\.\d+)"
+EFFECT = re.compile(rf"{NUMBER}(?:\*\*)?(?: points)?,? ?(?:9\d(?:\.\d)? % )?\[{NUMBER}, {NUMBER}\]")
+TRIED = (STUDIES / "tried.md").read_text()
+NAMES = dict(re.findall(r"(?m)^\| (\d+) \| \[([\w-]+)\]", TRIED))
+ARMS = {
+    "NVFP4 - BF16": ("nvfp4", "bf16"),
+    "noise on NVFP4 - none": ("nvfp4-noise", "nvfp4"),
+    "noise on NVFP4 - none, 97.1 %": ("nvfp4-noise", "nvfp4"),
+    "noise of the paper's size on NVFP4 - none": ("nvfp4-paper", "nvfp4"),
+    "supervised, NVFP4 - BF16": ("nvfp4-sft", "bf16-sft"),
+    "supervised, NF4 - BF16": ("nf4-sft", "bf16-sft"),
+}
+SUMS = re.findall(r"(?m)^\| ([^|]+) \| ([\d, ]+) \| (\d+) \| ([^|]+) \| ([^|]+) \|$", TRIED)
+
+
+@cache
+def study(name: str) -> Sessions:
+    return read_study(STUDIES / name)
+
+
+def points(run: Run, mode: str) -> float:
+    answers = run.kept_answers
+    assert answers is not None
+    last = answers[(answers["mode"] == mode) & (answers["step"] > 0)]
+    return 100 * float(last["correct"].sum()) / float(last["samples"].sum())
+
+
+def by_base(name: str, arm: str, control: str, mode: str) -> list[float]:
+    """The mean over seeds of the difference, for each base."""
+    if (name, arm) == ("worlds-2026-settings", "nvfp4-noise"):
+        arm = "nvfp4-exp"  # the same noise, beside other schedules
+    found: dict[int, list[float]] = {}
+    for one, other in zip(*study(name).pairs(arm, control), strict=True):
+        found.setdefault(one.option("model.seed"), []).append(points(one, mode) - points(other, mode))
+    return [float(np.mean(values)) for values in found.values()]
+
+
+@pytest.mark.parametrize("row", SUMS, ids=lambda row: f"{row[0]} in {row[1]}")
+def test_sums_over_studies_are_made_again(row: tuple[str, ...]) -> None:
+    contrast, numbers, bases, *said = row
+    for text, mode in zip(said, ("sampled", "greedy"), strict=True):
+        values = [one for number in numbers.split(", ") for one in by_base(NAMES[number], *ARMS[contrast], mode)]
+        assert len(values) == int(bases)
+        level = 0.971 if "97.1" in contrast else 0.95
+        reach = stats.t.ppf((1 + level) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+        mean = float(np.mean(values))
+        assert text == f"{mean:+.2f} [{mean - reach:+.2f}, {mean + reach:+.2f}]"
+
+
+def test_all_sums_were_found() -> None:
+    assert {row[0] for row in SUMS} == ARMS.keys() and len(SUMS) == 8
+
+
+DOSES = re.findall(r"(?m)^\| ([\w-]+) \| (0\.\d{3}) \| (\d+), (\d\.\d) \| (0\.\d{3}) \|", TRIED)
+
+
+@pytest.mark.parametrize("row", DOSES, ids=lambda row: row[0])
+def test_doses_are_those_of_the_probes(row: tuple[str, ...]) -> None:
+    name, *said = row
+    doses = [probe["doses"] for probe in study(name).probes.values()]
+    found = [one.get("nvfp4-noise", one.get("nvfp4-exp")) for one in doses]
+    sigma, kl = (float(np.mean([dose[key] for dose in found])) for key in ("sigma", "kl"))
+    assert said == [f"{sigma:.3f}", f"{sigma / 0.01:.0f}", f"{sigma / 0.05:.1f}", f"{kl:.3f}"]
+
+
+def test_all_doses_were_found() -> None:
+    assert len(DOSES) == 6
+
+
+def found_on_pages() -> list[tuple[float, ...]]:
+    """Effect and interval wherever a page of results has both; of its own sign, and without."""
+    pages = [*STUDIES.rglob("*.md"), *(ROOT / "docs" / "results").rglob("*.md")]
+    triples = [tuple(map(float, triple)) for page in pages for triple in EFFECT.findall(page.read_text())]
+    return triples + [(-value, -high, -low) for value, low, high in triples]
+
+
+FOUND = (ROOT / "README.md").read_text().split("## What was found")[1].split("## Choose")[0]
+
+
+def test_every_effect_of_the_readme_is_on_a_page_of_results() -> None:
+    shown = EFFECT.findall(FOUND)
+    assert len(shown) >= 20
+    pages = np.array(found_on_pages())
+    for triple in shown:
+        half = 0.5 * 10.0 ** -len(triple[1].partition(".")[2]) + 1e-9
+        near = np.abs(pages - np.array(triple, float)) <= half
+        assert near.all(1).any(), f"no page has {triple[0]} [{triple[1]}, {triple[2]}]"
