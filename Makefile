@@ -9,6 +9,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 CLUSTER_VENV := .venv-cluster
 CLUSTER_READY := $(CLUSTER_VENV)/.ready
+REAL_READY := $(VENV)/.ready-real
 
 # All studies of conf/experiment/tiny, the largest first: together the tiny study. It begins with one setting of it on every base, so
 # that the bases are made side by side, and not one after the other while the runs of each wait for it.
@@ -17,7 +18,7 @@ FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
 FAULTS ?= 200
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
-.PHONY: run study test test-faults test-models test-vllm test-cluster test-page check docs notebooks setup clean
+.PHONY: run study test test-faults test-models test-vllm test-cluster test-page test-real check docs notebooks setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
@@ -59,6 +60,11 @@ test-page: $(READY)
 		echo "Chromium cannot be installed here (root, and Debian's chromium): its tests are skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/page
 
+# SmolLM2 (98 MB out of its Python package) for three steps, and GGUF files of each architecture beside llama.cpp, which is
+# built from source: a C++ compiler and ten minutes.
+test-real: $(REAL_READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real -m real --durations=0
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,6 +88,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[reasoning]" \
 		|| echo "task=reasoning_gym is left out: its package cannot be installed here (pycosat needs a C compiler)"
 	touch $(READY)
+
+$(REAL_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	touch $(REAL_READY)
 
 # Without dependencies: the file names them all.
 $(VLLM_READY): pyproject.toml requirements-vllm.txt

@@ -43,7 +43,12 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
-GEMMA = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_hidden_layers": 6}
+GEMMA = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "num_hidden_layers": 6,
+    "initializer_range": 0.02,
+}
 
 
 def model_of(model_type: str, tied: bool = True, seed: int = 0, **changes: Any) -> Any:

@@ -99,8 +99,8 @@ def test_presets_set_only_what_differs() -> None:
     ("words", "says"),
     [
         (["model.id=/a/folder"], "which belongs to model=hub"),
-        (["model=hub"], "model.id must be a hub id or a folder: model.id=ORG/NAME"),
-        (["model=hub", "model.id=7"], "model.id must be a hub id or a folder"),
+        (["model=hub"], "model.id must be a hub id, a folder or a GGUF file: model.id=ORG/NAME"),
+        (["model=hub", "model.id=7"], "model.id must be a hub id, a folder or a GGUF file"),
         (["model=hub", "model.id=x", "model.template=chatml"], "model.template must be null or a mapping"),
         (["model=hub", "model.id=x", "model.template.enable_thinking=false"], r"\+model.template.KEYWORD=VALUE"),
     ],

@@ -1,7 +1,7 @@
 """What llama.cpp computes of a GGUF file, to compare with.
 
-On packed blocks llama.cpp rounds activations to 8 bits, so it gets a copy of the file with every tensor in F32. Its keys
-and values stay in F32 too.
+On packed blocks llama.cpp rounds activations to 8 bits, so it gets a copy of the file with every tensor in F32. Its
+keys and values stay in F32 too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WRITTEN_ANYHOW = ("GGUF.", "general.architecture")  # by the writer
 
 
 def f32_copy(file: Path, to: Path, tied: bool) -> Path:
-    """The file with all tensors in F32. One that is `tied` has no head of its own, and its finer matrix as embedding."""
+    """The file with all tensors in F32. If it is `tied`, the matrix of a head takes the place of the embedding."""
     reader = GGUFReader(file)
     writer = GGUFWriter(to, str(reader.fields["general.architecture"].contents()))
     for key, field in reader.fields.items():
@@ -30,7 +30,8 @@ def f32_copy(file: Path, to: Path, tied: bool) -> Path:
     for tensor in reader.tensors:
         if tied and head and tensor.name == EMBEDDING:
             continue
-        numbers = dequantize(tensor.data, tensor.tensor_type) if tensor.tensor_type != GGMLQuantizationType.F32 else tensor.data
+        plain = tensor.tensor_type == GGMLQuantizationType.F32
+        numbers = tensor.data if plain else dequantize(tensor.data, tensor.tensor_type)
         shape = [int(length) for length in reversed(tensor.shape)]
         name = EMBEDDING if tied and tensor.name == HEAD else tensor.name
         writer.add_tensor(name, np.ascontiguousarray(numbers, dtype=np.float32).reshape(shape))
@@ -47,9 +48,9 @@ class Peer:
     def __init__(self, file: Path, context: int = 1024) -> None:
         import llama_cpp
 
-        f32 = llama_cpp.GGML_TYPE_F32
-        words: dict[str, Any] = {"type_k": f32, "type_v": f32, "flash_attn": False, "logits_all": True}
-        self.model = llama_cpp.Llama(str(file), n_ctx=context, n_batch=context, n_ubatch=context, verbose=False, **words)
+        words: dict[str, Any] = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+        words |= {"n_ctx": context, "n_batch": context, "logits_all": True, "flash_attn": False, "verbose": False}
+        self.model = llama_cpp.Llama(str(file), **words)
 
     def ids(self, text: str) -> list[int]:
         return self.model.tokenize(text.encode(), add_bos=True, special=True)

@@ -121,6 +121,20 @@ def test_several_bases_made_from_seeds_are_one_kind_of_model(tmp_path: Path) -> 
     assert len(group_by_setting(load_runs(made))) == 1
 
 
+def test_copies_that_dither_draws_of_one_file_are_bases_of_one_model(tmp_path: Path) -> None:
+    runs = []
+    for dither in (None, 0, 1):
+        model: dict[str, Any] = {"name": "m", "id": "/models/m.gguf", "dither": dither}
+        runs.append(write_hub_run(tmp_path / str(dither), model, f"sha256:{dither}"))
+        env = json.loads((runs[-1] / "env.json").read_text())
+        (runs[-1] / "env.json").write_text(json.dumps(env | {"gguf": {"digest": "sha256:file"}}))
+    (setting,) = group_by_setting(load_runs(runs))
+    assert {base for base, _ in setting.by_cell} == {"sha256:None", "sha256:0", "sha256:1"}
+    (runs[-1] / "env.json").write_text(json.dumps(env | {"gguf": {"digest": "sha256:another"}}))
+    with pytest.raises(ConfigError, match="2 models are called m"):
+        load_runs(runs)
+
+
 def test_runs_are_found_at_any_depth_and_not_inside_a_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "study" / "b")
     write_run(run / "checkpoints" / "copy")

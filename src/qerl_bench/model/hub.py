@@ -104,7 +104,7 @@ class HubModel:
 
     def config(self) -> dict[str, Any] | None:
         if self.gguf is not None:
-            return config_of(read_header(self.gguf))
+            return config_of(read_header(self.gguf)) if self.gguf.is_file() else None
         path = Path(self.id) / "config.json"
         if not path.is_file():
             return None

@@ -32,7 +32,9 @@ Cell = tuple[str, int]  # base model and seed: runs of different settings are co
 
 OPTIONS = ("quant", "aqn", "quantizer", "algo", "lora_rank", "model", "task")
 IDENTITY = ("run", *OPTIONS, "base", "seed", "lr", "fingerprint", "finished")
-BASE_KEYS = frozenset({"model.seed", "aqn.sigma_of_base"})  # config keys that select the base model, or belong to it
+BASE_KEYS = frozenset(
+    {"model.seed", "model.dither", "aqn.sigma_of_base"}
+)  # config keys that select the base model, or belong to it
 PLACE_KEYS = frozenset({"model.id", "model.revision"})  # where it came from, which its digest makes irrelevant
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "numpy")  # those that any run may compute with
 MEASURED = ("kind", "step", "metric", "value")
@@ -310,12 +312,16 @@ def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
 
 
 def _require_one_model_per_name(runs: Sequence[Run]) -> None:
-    """A model that is loaded has one base. One that is made from a seed may have many: repetitions of one kind."""
+    """A model that is loaded has one base. One that is made from a seed may have many: repetitions of one kind.
+
+    So may a GGUF file, of which model.dither draws copies.
+    """
     by_model: dict[str, dict[str, list[str]]] = {}
     for run in runs:
         loaded = "id" in run.config.get("model", {})
+        file = run.environment.get("gguf", {}).get("digest")
         weights = by_model.setdefault(str(run.option("model.name")), {})
-        weights.setdefault(run.base if loaded else "made from model.seed", []).append(run.name)
+        weights.setdefault(file or (run.base if loaded else "made from model.seed"), []).append(run.name)
     for name, weights in by_model.items():
         listed = "\n".join(f"  {base}: {first_names(names)}" for base, names in weights.items())
         require(

@@ -1,0 +1,52 @@
+"""A GGUF file from the command line to a finished run, and copies of it as bases of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_run import run, run_dirs
+from tests.models.gguf_files import model_of, write
+
+WORDS = ["experiment=smoke", "model=hub", "quant=nvfp4", "aqn=constant", "steps=2", "task.max_completion_tokens=16"]
+
+
+@pytest.mark.slow
+def test_a_file_trains_for_two_steps_and_says_that_it_was_rounded(tmp_path: Path) -> None:
+    file = write(tmp_path / "Tiny Qwen.gguf", model_of("qwen2"), "Q4_1")
+    done = run(*WORDS, f"model.id={file}", f"root={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (folder,) = run_dirs(tmp_path)
+    assert folder.name.startswith("tiny-qwen-nvfp4-constant-")
+    env = json.loads((folder / "env.json").read_text())
+    assert env["gguf"]["bits_per_weight"] == 5.0 and env["gguf"]["dither"] is None
+    said = (folder / "run.log").read_text()
+    assert "these 16-bit weights were rounded to 5.0 bits a weight before" in said
+    assert said.index("rounded to 5.0") < said.index("step 1")
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 2
+    (kept,) = (path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir())
+    made = (kept / "model.safetensors").stat().st_mtime_ns
+
+    copy = run(*WORDS, f"model.id={file}", f"root={tmp_path}", "model.dither=3")
+    assert copy.returncode == 0, copy.stderr
+    first, second = (json.loads((path / "env.json").read_text()) for path in sorted(run_dirs(tmp_path), key=dithered))
+    assert second["gguf"]["dither"] == 3 and first["gguf"]["digest"] == second["gguf"]["digest"]
+    assert first["base"] != second["base"]
+    again = run(*WORDS, f"model.id={file}", f"root={tmp_path}", "seed=1")
+    assert again.returncode == 0 and (kept / "model.safetensors").stat().st_mtime_ns == made
+
+
+def dithered(folder: Path) -> bool:
+    return json.loads((folder / "env.json").read_text())["gguf"]["dither"] is not None
+
+
+@pytest.mark.parametrize("content", [b"GGUF", b"PK\3\4" + bytes(100)])
+def test_a_bad_file_ends_in_one_message(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content)
+    done = run(*WORDS, f"model.id={file}", f"root={tmp_path}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "x.gguf" in done.stderr and not (tmp_path / "runs").exists()
