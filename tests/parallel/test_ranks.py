@@ -119,6 +119,20 @@ def nan_on_rank_1(rank: int) -> None:
     training.forward_backward = poisoned
 
 
+def little_memory_on_rank_1(rank: int) -> None:
+    import qerl_bench.train.update as training
+
+    forward_backward, calls = training.forward_backward, []
+
+    def short(*arguments: Any) -> Any:
+        calls.append(1)
+        if rank == 1 and len(calls) == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return forward_backward(*arguments)
+
+    training.forward_backward = short
+
+
 def another_adapter_on_rank_1(rank: int) -> None:
     import qerl_bench.experiment as loop
 
@@ -212,6 +226,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_with_one_message(make_r
     folder, ended = make_run("nan", 2, sabotage=nan_on_rank_1)
     assert ended.codes == [1, 1] and ended.said.count("not finite") == 1, ended.said
     assert (folder / "nonfinite" / "step_000001" / "batch.safetensors").exists()
+
+
+def test_a_shortage_on_one_rank_makes_smaller_micro_batches_on_all(summed: Path, make_run: Run) -> None:
+    """The numbers are those of two ranks that had such micro-batches from the beginning."""
+    folder, ended = make_run("short", 2, "train.micro_batch_tokens=160", sabotage=little_memory_on_rank_1)
+    assert ended.codes == [0, 0] and ended.said.count("no memory is left") == 1, ended.said
+    assert json.loads((folder / "memory.json").read_text())["micro_batch_tokens"] == 80
+    assert_equal(summed, folder)
 
 
 def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from hydra_plugins.process_launcher import launcher
+from hydra_plugins.ray_launcher.launcher import RayLauncher
 from qerl_bench import locks
 from qerl_bench.checks import ConfigError
 from qerl_bench.cli import Point, SweepFailed
 from qerl_bench.gpu_share import RUNS_ON_GPU, neighbours
+from qerl_bench.job import not_of_node
 from qerl_bench.progress import watch
 from qerl_bench.sweep_table import AROUND, Pace, share_to_make, time_left
 from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
@@ -131,6 +133,12 @@ def test_a_run_knows_with_how_many_it_shares_its_gpu(tmp_path: Path, monkeypatch
     monkeypatch.setenv(RUNS_ON_GPU, "5")
     assert said(2, ["0"], "g", "h") == ["5", "5"]
     assert [neighbours(slot, 24, 8) for slot in range(24)] == [3] * 24
+
+
+@pytest.mark.parametrize(("gpus", "runs"), [(1, None), (0, None), (2, None), (0.5, "2"), (0.3, "3")])
+def test_a_task_of_ray_knows_its_share_of_a_gpu(tmp_path: Path, gpus: float, runs: str | None) -> None:
+    job = RayLauncher(gpus=gpus).job(point(tmp_path / "run", DONE))
+    assert job.environment.get(RUNS_ON_GPU) == runs and not_of_node(RUNS_ON_GPU)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

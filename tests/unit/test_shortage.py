@@ -105,6 +105,20 @@ def test_an_update_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
     assert caplog.text.count("no memory is left (Tried to allocate 2.00 GiB)") == len(failing)
 
 
+def test_what_sampling_keeps_is_given_up_for_an_update(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
+) -> None:
+    policy = make_policy()
+    engine = hf.HFEngine(policy, 4, kept_gib=1.0)
+    policy.kept["sampler"] = engine.sampler = Sampler(policy, engine.limits)
+    engine.generate(PROMPTS, SAMPLING)
+    engine.sleep()
+    assert engine.sampler.kept is not None
+    with shortages(policy, "token_stats", 1):
+        _updated(policy, make_experiment("train.micro_batch_tokens=80"), run)
+    assert engine.sampler.kept is None
+
+
 def test_a_later_update_on_the_same_batch_goes_on_with_what_the_first_has_fixed(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
 ) -> None:

@@ -103,6 +103,7 @@ class HFEngine:
         )
         reason = eager_reason(policy)
         self.sampler = Sampler(policy, self.limits) if reason is None else None
+        policy.kept["sampler"] = self.sampler
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
         log.info("sampling: %s", self.decoding)
 

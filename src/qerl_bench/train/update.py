@@ -140,6 +140,8 @@ def update(
                 size = after_shortage(error, size, train, policy, longest, run, may_shrink=not exact)
             if passes is not None and not size.recorded:
                 passes.forget()
+            if (sampler := policy.kept.get("sampler")) is not None:
+                sampler.release()  # sampling reserves again what it needs then
             release()  # only now: until here the traceback holds what was computed
             set_random_state(random)
             before, micro_batches = micro_batches, micro_batches_of(size)
