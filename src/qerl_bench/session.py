@@ -16,8 +16,8 @@ from qerl_bench.checks import require
 from qerl_bench.device import device_name, resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.engine.shared import SharedEngine
+from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
-from qerl_bench.eval.formats import answers_of, report_formats, warn
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.experiment_spec import Experiment
@@ -171,11 +171,8 @@ def evaluate(
         return []
     scores = record_evaluation(run, experiment.task.name, step, evaluation)
     log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
-    if step > 0:
-        warn(experiment.task, evaluation, f"step {step}")
-    elif world.first:
-        mode, answers = answers_of(experiment.task, evaluation)
-        report_formats(run, experiment.task, answers, f"step 0, {mode}", evaluation.settings["max_tokens"])
+    if world.first:
+        formats.report(run, experiment.task, evaluation, step)
     return scores
 
 

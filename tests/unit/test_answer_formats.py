@@ -83,6 +83,7 @@ def test_formats_are_counted_as_each_of_them_would_be_graded() -> None:
         (["\\boxed{8}"] * 9, 0, "hash", {"task.answer_format": "boxed"}),  # wrong, but read
         (["\\boxed{7}", "#### 7", "A: 7", "x"] * 3, 0, "tags", {"task.answer_format": "auto"}),
         (["I do not know"] * 5, 0, "tags", {}),
+        (["It is 7"] * 5, 0, "tags", {"task.instruction": "suffix"}),  # right, but not marked
     ],
 )
 def test_what_to_set(texts: list[str], cut: int, asked: str, options: dict[str, Any]) -> None:
@@ -115,10 +116,10 @@ def test_later_evaluations_warn_of_a_gap_and_of_cuts(caplog: pytest.LogCaptureFi
     ):
         caplog.clear()
         task = spec(compose(["task=gsm8k", f"task.answer_format={words}"]), "task")
-        formats.warn(task, evaluation(texts, task, cut), "step 60")
+        formats.warn(task, evaluation(texts, task, cut), "step 60", 400)
         assert len(caplog.messages) == bool(said) and all(part in caplog.text for part in said), (words, texts)
     caplog.clear()
-    formats.warn(spec(compose(["task=even_characters"]), "task"), Evaluation(), "step 60")
+    formats.warn(spec(compose(["task=even_characters"]), "task"), Evaluation(), "step 60", 400)
     assert not caplog.messages
 
 

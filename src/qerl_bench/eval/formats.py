@@ -32,6 +32,16 @@ Answer = tuple[Prompt, str, bool]  # prompt, completion, whether it is finished
 log = logging.getLogger(__name__)
 
 
+def report(run: RunDir, task: Task, evaluation: Evaluation, step: int) -> None:
+    """Of the evaluation before the first step all that `report_formats` says, and of later ones a warning."""
+    limit = evaluation.settings.get("max_tokens", task.max_completion_tokens)
+    if step > 0:
+        warn(task, evaluation, f"step {step}", limit)
+        return
+    mode, answers = answers_of(task, evaluation)
+    report_formats(run, task, answers, f"step 0, {mode}", limit)
+
+
 def answers_of(task: Task, evaluation: Evaluation) -> tuple[str, list[Answer]]:
     """The mode of an evaluation that is most like training, and its answers; none of one with prompts of its own."""
     for mode in MODES:
@@ -53,14 +63,14 @@ def report_formats(run: RunDir, task: Task, answers: Sequence[Answer], where: st
         log.warning("%s: %s", where, "; ".join(doubt))
 
 
-def warn(task: Task, evaluation: Evaluation, where: str) -> None:
+def warn(task: Task, evaluation: Evaluation, where: str, limit: int) -> None:
     """Warn if the strict accuracies of an evaluation say little about what the model can do."""
     values = {score.metric.removeprefix("eval/"): score for score in evaluation.scores}
     for mode in MODES:
         strict, lenient = (values.get(f"{name}_{mode}") for name in ("accuracy", "lenient"))
         if strict is not None and isinstance(task, PromptTask):
             shares = strict.value, lenient and lenient.value, strict.truncated or 0.0
-            if doubt := accuracy_doubts(*shares, task.answer_format, evaluation.settings["max_tokens"]):
+            if doubt := accuracy_doubts(*shares, task.answer_format, limit):
                 log.warning("%s, %s: %s", where, mode, "; ".join(doubt))
                 return
 
@@ -82,6 +92,7 @@ def formats_of(task: PromptTask, answers: Sequence[Answer]) -> dict[str, Any]:
     return {
         "completions": len(answers),
         "answer_format": task.answer_format,
+        "instruction": task.instruction,
         "formats": formats,
         "lenient": None if None in lenient else mean([float(right or 0) for right in lenient]),
         "truncated": mean([float(not finished) for *_, finished in answers]),
@@ -95,12 +106,15 @@ def advice(found: Mapping[str, Any], limit: str = LIMIT) -> dict[str, Any]:
     No other limit if most of what was cut off repeats itself, and would not end.
     """
     formats, asked = found["formats"], found["answer_format"]
-    best = max(formats.keys() - {"auto"}, key=lambda name: (formats[name]["right"], formats[name]["found"]))
+    singles = [asked, *(name for name in formats if name != "auto")]  # of equals the first
+    best = max(singles, key=lambda name: (formats[name]["right"], formats[name]["found"]))
     best = "auto" if formats["auto"]["right"] > formats[best]["right"] + GAP else best
     more = {key: formats[best][key] - formats[asked][key] for key in ("right", "found")}
     options: dict[str, Any] = {}
     if more["right"] > GAP or (more["right"] >= 0 and more["found"] > 0.5):
         options["task.answer_format"] = best
+    elif formats[best]["found"] < 0.5 and (found["lenient"] or 0) > formats[best]["right"] + GAP:
+        options |= {} if found["instruction"] == "suffix" else {"task.instruction": "suffix"}  # nothing is marked
     if found["truncated"] > MOST_CUT and 2 * found["repeating"] < found["truncated"]:
         options[limit] = (4 if found["truncated"] > 0.5 else 2) * found["max_tokens"]
     return options

@@ -25,6 +25,8 @@ from qerl_bench.study.private import Private
 METRICS = {  # of eval/*, in the order of the card
     "accuracy_sampled": "accuracy, sampled (pass@1)",
     "accuracy_greedy": "accuracy, greedy",
+    "lenient_sampled": "right by the last number, sampled",
+    "lenient_greedy": "right by the last number, greedy",
     "pass_at_k": "pass@k",
     "majority": "majority of the samples",
     "gain_sampled": "gain over the base, sampled",

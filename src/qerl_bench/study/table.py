@@ -171,7 +171,8 @@ def no_gradient_warning(table: pd.DataFrame) -> str | None:
     return (
         f"{', '.join(names)}: the last {LAST_STEPS} steps had no backward pass (train/taught_frac = 0), because the "
         "rewards of every group were equal. Nothing was learned, and time, tokens/s and memory are those of sampling "
-        "and one forward pass. To measure training use task=shape, whose rewards always differ"
+        "and one forward pass. If answers are in another format or cut off, formats.json of the run says what to set. "
+        "To measure training use task=shape, whose rewards always differ"
     )
 
 
