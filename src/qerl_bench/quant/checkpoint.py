@@ -186,8 +186,14 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     config = causal_lm_config(folder, None, trust_remote_code)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
+    words: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, **words)
+    if apart := _tied_but_different(folder, model):
+        log.warning("%s: config.json says that %s is the embedding, and the two differ: both are kept", folder, apart)
+        config.tie_word_embeddings = False
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, **words)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     for path, module in model.named_modules():  # some buffers stay in FP32 whatever `dtype` is
@@ -196,6 +202,20 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
                 module._buffers[name] = buffer.float()
     model.tie_weights()
     return model.eval()
+
+
+def _tied_but_different(folder: Path, model: Any) -> str | None:
+    """A parameter that `model` takes for another, though the files have both, with other numbers; None without one."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    reader = CheckpointReader(folder, "cpu") if tied else None
+    sources = {} if reader is None else sources_of(model, reader.files)
+    for name, like in tied.items():
+        both = [sources[key] for key in (name, like) if key in sources]
+        if reader is not None and len(both) == 2 and not any(source.converter for source in both):
+            first, second = (reader.read(source.key) for source in both)
+            if not torch.equal(first, second):
+                return str(name)
+    return None
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
