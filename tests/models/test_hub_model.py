@@ -13,7 +13,8 @@ import pytest
 import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForImageTextToText
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from qerl_bench.checks import ConfigError
@@ -217,6 +218,27 @@ def test_remote_code_runs_only_if_it_is_allowed_and_is_then_recorded(
     experiment = build(cfg)
     model, _, _ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
     assert type(model).__name__ == "OwnModel"
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "tied"), [(1.0, True), (1.5, False)])
+def test_a_head_that_differs_from_the_embedding_is_kept_though_config_ties_them(
+    copy: Path, factor: float, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = copy / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"] * factor
+    save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
+    experiment = build(compose(["model=hub", f"model.id={copy}", "model.dtype=float32"]))
+    model, _, _ = load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied  # type: ignore[union-attr]
+    assert torch.equal(model.lm_head.weight, head.float())  # type: ignore[arg-type]
+    assert ("lm_head.weight is the embedding, and the two differ" in caplog.text) == (not tied)
+    theirs = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(20)[None]).logits, theirs(torch.arange(20)[None]).logits)
 
 
 # --- the text part of multimodal models ------------------------------------------------------------------------------

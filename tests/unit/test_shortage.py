@@ -462,10 +462,11 @@ def test_a_shortage_while_a_pass_is_recorded_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpu_that_is_really_full_in_the_middle_of_a_rollout(make_policy: Callable[..., Any]) -> None:
-    """All memory is taken when the first prompt is read, and given back before the second attempt."""
+    """All memory is taken when the first prompt is read, and given back before the second attempt, which draws what an
+    engine of that size draws."""
     words = ("model.heads=8", "model.kv_heads=8", "model.hidden_size=512", "model.dtype=bfloat16")
     policy = make_policy(*words, device="cuda", adapted=True)
-    wanted = hf.HFEngine(policy, 16).generate(PROMPTS, SAMPLING)
+    wanted = hf.HFEngine(policy, 8).generate(PROMPTS, SAMPLING)
     engine, read, release = hf.HFEngine(policy, 16), hf_graph.Decoding._read, hf.release
     taken: list[torch.Tensor] = []
     attempts: list[int] = []
@@ -484,5 +485,4 @@ def test_a_gpu_that_is_really_full_in_the_middle_of_a_rollout(make_policy: Calla
         patch.setattr(hf, "release", lambda: (taken.clear(), release()))
         found = engine.generate(PROMPTS, SAMPLING)
     assert attempts[0] == 16 and {*attempts[1:]} == {8} and engine.limits.rows == 8
-    same = sum(one.token_ids == other.token_ids for one, other in zip(found, wanted, strict=True))
-    assert same >= 12  # of 16; with fewer rows a GPU rounds otherwise, and a token can change with that
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]

@@ -199,8 +199,14 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     config = causal_lm_config(folder, None, trust_remote_code)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
+    words: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, **words)
+    if apart := _tied_but_different(folder, model):
+        log.warning("%s: config.json says that %s is the embedding, and the two differ: both are kept", folder, apart)
+        config.tie_word_embeddings = False
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, **words)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     for path, module in model.named_modules():  # some buffers stay in FP32 whatever `dtype` is
@@ -209,3 +215,199 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
                 module._buffers[name] = buffer.float()
     model.tie_weights()
     return model.eval()
+<<<<<<< HEAD
+=======
+
+
+def _tied_but_different(folder: Path, model: Any) -> str | None:
+    """A parameter that `model` takes for another, though the files have both, with other numbers; None without one."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    reader = CheckpointReader(folder, "cpu") if tied else None
+    sources = {} if reader is None else sources_of(model, reader.files)
+    for name, like in tied.items():
+        both = [sources[key] for key in (name, like) if key in sources]
+        if reader is not None and len(both) == 2 and not any(source.converter for source in both):
+            first, second = (reader.read(source.key) for source in both)
+            if not torch.equal(first, second):
+                return str(name)
+    return None
+
+
+def quantization_config(folder: Path) -> dict[str, Any] | None:
+    """`quantization_config` of config.json, None for a plain checkpoint."""
+    try:
+        return json.loads((folder / "config.json").read_text()).get("quantization_config")
+    except (OSError, json.JSONDecodeError):
+        raise ConfigError(f"{folder} has no readable config.json; {_REMEDY}") from None
+
+
+def check_format(folder: Path, requested: WeightFormat) -> None:
+    """Raise ConfigError unless the packed checkpoint in `folder` holds weights of the format `requested`."""
+    config = quantization_config(folder) or {}
+    method = config.get("quant_method")
+    group = next(iter(config.get("config_groups", {}).values()), {})
+    if method == "compressed-tensors":
+        name = config.get("format") or group.get("format")
+        stored = PACK_FORMATS.get(str(name))
+        require(
+            not group.get("input_activations"),
+            f"{folder} quantizes activations too, which this harness does not; use a weight-only checkpoint (W4A16)",
+        )
+    elif method == RELEASED:
+        name, stored = method, MXFP4
+    else:
+        name = config.get("bnb_4bit_quant_type")
+        stored = NF4 if method == "bitsandbytes" and config.get("load_in_4bit") and name == "nf4" else None
+    if stored is None:
+        raise ConfigError(
+            f"{folder} is packed by {method}{f' as {name}' if name else ''}; readable are {', '.join(PACK_FORMATS)} of "
+            "compressed-tensors, nf4 of bitsandbytes, and gpt-oss's mxfp4"
+        )
+    require(
+        isinstance(requested, stored),
+        f"{folder} is packed as {name}, and the run asks for quant={requested.name}; "
+        f"use quant={stored.__name__.lower()}",
+    )
+    if isinstance(requested, NF4):
+        double = bool(config.get("bnb_4bit_use_double_quant"))
+        require(
+            requested.double_quant == double,
+            f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
+        )
+
+
+def read_packed(
+    folder: Path, weight_format: WeightFormat, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+) -> Any:
+    """The model of a packed checkpoint: packed layers byte for byte, everything else in `dtype`.
+
+    Raises ConfigError, naming the tensor, if the folder is damaged or does not fit the format.
+    """
+    check_format(folder, weight_format)
+    assert isinstance(weight_format, BlockFormat)
+    reader = CheckpointReader(folder, device)
+    model = skeleton(folder, dtype, trust_remote_code)
+    for name, linear in list(model.named_modules()):
+        if not is_linear(linear):
+            continue
+        if isinstance(weight_format, NF4):
+            packed = _read_nf4(reader, name, linear, weight_format)
+        else:
+            packed = _read_fp4(reader, name, linear, weight_format)
+        if packed is not None:
+            bias = None if linear.bias is None else reader.read(f"{name}.bias", linear.bias.shape).to(dtype)
+            shape = (linear.out_features, linear.in_features)
+            model.set_submodule(name, PackedLinear(weight_format, packed, shape, bias).eval())
+    for path, experts in expert_modules(model).items():
+        for leaf in expert_parameters(experts):
+            name, shape = f"{path}.{leaf}", matrix_shape(experts, leaf)
+            packed = _read_experts(reader, model, name, shape, weight_format)
+            if packed is not None:
+                pack_experts(experts, {leaf: PackedMatrices(weight_format, packed, shape, is_transposed(experts))})
+    reader.fill(model, [name for name, parameter in model.named_parameters() if parameter.is_meta])
+    return model
+
+
+def _read_fp4(
+    reader: CheckpointReader, name: str, linear: torch.nn.Linear, weight_format: BlockFormat
+) -> dict[str, torch.Tensor] | None:
+    """The packed tensors of a layer in NVFP4 or MXFP4, None if it is not packed."""
+    if f"{name}.weight_packed" not in reader:
+        return None
+    weight_format.check_width(name, linear.in_features)
+    rows, width = linear.out_features, linear.in_features
+    nvfp4 = isinstance(weight_format, NVFP4)
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "weight_packed": ((rows, width // 2), torch.uint8),
+        "weight_scale": ((rows, width // weight_format.block), torch.float8_e4m3fn if nvfp4 else torch.uint8),
+    }
+    if nvfp4:
+        expected["weight_global_scale"] = ((1,), torch.float32)
+    packed = {}
+    for key, (shape, dtype) in expected.items():
+        packed[key] = reader.read(f"{name}.{key}", shape)
+        require(packed[key].dtype == dtype, f"{name}.{key} is stored as {packed[key].dtype}, not as {dtype}; {_REMEDY}")
+    if nvfp4:
+        scale = float(packed["weight_global_scale"])
+        ok = 0 < scale < float("inf") and not bool(packed["weight_scale"].to(torch.float32).isnan().any())
+        require(ok, f"{name} has a scale that is zero, infinite or not a number; {_REMEDY}")
+    return packed
+
+
+def _read_experts(
+    reader: CheckpointReader, model: Any, name: str, shape: tuple[int, int, int], weight_format: BlockFormat
+) -> dict[str, torch.Tensor] | None:
+    """The packed tensors (E, ...) of the experts parameter `name`, None if it is not packed."""
+    if f"{name}{BLOCKS}" in reader:
+        weight_format.check_width(name, shape[2])
+        return reader.released_experts(name, shape)
+    layers = rows_in_checkpoint(model, name, shape[:2])
+    if not any(f"{layer}.weight_packed" in reader for layer in layers):
+        return None
+    parts = []
+    for layer, rows in layers.items():
+        linear = torch.nn.Linear(shape[2], len(rows), bias=False, device="meta")
+        part = _read_fp4(reader, layer, linear, weight_format)
+        require(part is not None, f"{reader.folder}: {layer} is not packed, unlike other experts; {_REMEDY}")
+        parts.append((rows, part))
+    return _joined(reader.folder, name, parts, shape)
+
+
+def _joined(
+    folder: Path, name: str, parts: list[tuple[torch.Tensor, dict[str, torch.Tensor]]], shape: tuple[int, int, int]
+) -> dict[str, torch.Tensor]:
+    """The packed tensors (E, ...) of an experts parameter from those of its layers, each with its rows (n,)."""
+    joined = {}
+    for key, like in parts[0][1].items():
+        if key in TENSOR_SCALES:  # one for each expert, which its layers share
+            joined[key] = torch.stack([like] * shape[0])
+            for rows, part in parts:
+                joined[key][int(rows[0]) // shape[1]] = part[key]
+            shared = all(torch.equal(joined[key][int(rows[0]) // shape[1]], part[key]) for rows, part in parts)
+            require(
+                shared,
+                f"{folder}: the layers of an expert in {name} have different tensor scales, which one matrix cannot "
+                "keep; give the unquantized model, which is packed with one",
+            )
+        else:
+            flat = like.new_empty(shape[0] * shape[1], like.shape[1]).view(torch.uint8)
+            for rows, part in parts:
+                flat[rows.to(flat.device)] = part[key].view(torch.uint8)
+            joined[key] = flat.view(like.dtype).unflatten(0, shape[:2])
+    return joined
+
+
+def _read_nf4(
+    reader: CheckpointReader, name: str, linear: torch.nn.Linear, weight_format: NF4
+) -> dict[str, torch.Tensor] | None:
+    """The packed tensors of a layer in NF4, None if it is not packed."""
+    key = f"{name}.weight"
+    if key + _STATE not in reader:
+        return None
+    weight_format.check_width(name, linear.in_features)
+    shape = (linear.out_features, linear.in_features)
+    try:
+        state = json.loads(bytes(reader.read(key + _STATE).cpu().tolist()))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ConfigError(f"{reader.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
+    double = "nested_offset" in state
+    require(
+        state.get("blocksize") == NF4.block
+        and tuple(state.get("shape", ())) == shape
+        and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
+        and double == weight_format.double_quant,
+        f"{key} is packed with {state}; readable are blocks of {NF4.block}, nested blocks of {NESTED_BLOCK}, and the "
+        f"shape {shape}",
+    )
+    blocks = shape[0] * shape[1] // NF4.block
+    packed = {
+        "weight": reader.read(key, (shape[0] * shape[1] // 2, 1)),
+        "absmax": reader.read(f"{key}.absmax", (blocks,)),
+    }
+    if double:
+        packed["nested_absmax"] = reader.read(f"{key}.nested_absmax", (-(-blocks // NESTED_BLOCK),))
+        packed["nested_offset"] = torch.tensor([state["nested_offset"]], device=packed["absmax"].device)
+    dtype = torch.uint8 if double else torch.float32
+    require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
+    return packed
+>>>>>>> wt-gguf
