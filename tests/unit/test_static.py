@@ -177,7 +177,7 @@ def test_a_replayed_pass_is_the_plain_one(
             module.update(experiment, policy, optimizer, batch.rows(rows), NO_RUN, step)
             for step, rows in ((1, torch.arange(7)), (2, torch.arange(6, -1, -1)))
         ]
-        assert passes is None or len(passes.recorded) == 1
+        assert passes is None or len(passes.recordings.passes) == 1
         state = torch.cat([p.detach().flatten().cpu() for p in policy.trainable])
         results.append((found, state))
     (plain, state), (replayed, other) = results
