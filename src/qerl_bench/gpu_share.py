@@ -61,6 +61,15 @@ def free_bytes() -> int:
     return max(0, min(free, share_bytes(total) - torch.cuda.memory_reserved()))
 
 
+def keepable_bytes(wanted: float, device: str) -> float:
+    """How much of `wanted` bytes sampling may keep while training works: of a shared GPU, a quarter of the share."""
+    import torch
+
+    if device != "cuda" or runs_on_gpu() == 1:
+        return wanted
+    return min(wanted, share_bytes(torch.cuda.mem_get_info()[1]) / 4)
+
+
 def spare_bytes() -> int:
     """Bytes that PyTorch has taken and can use for anything: nothing lies there, and no recording owns them."""
     import torch

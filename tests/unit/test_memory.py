@@ -14,7 +14,7 @@ import torch
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.device import PhaseTimer, peak_bytes
 from qerl_bench.exits import exit_in_words
-from qerl_bench.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, spare_bytes
+from qerl_bench.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, keepable_bytes, spare_bytes
 from qerl_bench.memory import memory_for, shortage, whole_or_halves
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
@@ -167,10 +167,11 @@ def test_pytorch_is_told_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (40 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)
     keep_to_share()
-    assert told == []  # alone
+    assert told == [] and keepable_bytes(50 * GIB, "cuda") == 50 * GIB  # alone
     monkeypatch.setenv(RUNS_ON_GPU, "2")
     keep_to_share()
-    assert told == [39 / 80]
+    assert told == [39 / 80] and keepable_bytes(8 * GIB, "cuda") == 8 * GIB
+    assert keepable_bytes(10 * GIB, "cuda") == 39 / 4 * GIB and keepable_bytes(10 * GIB, "cpu") == 10 * GIB
     monkeypatch.setenv(RUNS_ON_GPU, "80")  # a share that CUDA's own memory would fill
     keep_to_share()
     assert told[1] == 0.75 / 80

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +108,18 @@ def test_an_update_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
 def test_what_sampling_keeps_is_given_up_for_an_update(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
 ) -> None:
-    policy = make_policy()
-    engine = hf.HFEngine(policy, 4, kept_gib=1.0)
-    policy.kept["sampler"] = engine.sampler = Sampler(policy, engine.limits)
-    engine.generate(PROMPTS, SAMPLING)
-    engine.sleep()
-    assert engine.sampler.kept is not None
-    with shortages(policy, "token_stats", 1):
-        _updated(policy, make_experiment("train.micro_batch_tokens=80"), run)
-    assert engine.sampler.kept is None
+    """Also if a micro-batch is a single sequence already, which then ends the run the second time only."""
+    for tokens, failing in ((80, (1,)), (14, (1,)), (14, (1, 2))):
+        policy = make_policy()
+        engine = hf.HFEngine(policy, 4, kept_gib=1.0)
+        policy.kept["sampler"] = engine.sampler = Sampler(policy, engine.limits)
+        engine.generate(PROMPTS, SAMPLING)
+        engine.sleep()
+        assert engine.sampler.kept is not None
+        ends = pytest.raises(TrainingStopped, match="up to 14 tokens") if len(failing) > 1 else nullcontext()
+        with shortages(policy, "token_stats", *failing), ends:
+            _updated(policy, make_experiment(f"train.micro_batch_tokens={tokens}"), run)
+        assert engine.sampler.kept is None
 
 
 def test_a_later_update_on_the_same_batch_goes_on_with_what_the_first_has_fixed(

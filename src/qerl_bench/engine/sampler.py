@@ -23,7 +23,7 @@ from qerl_bench.engine.rollout_queue import (
     most_pages,
     pages_of,
 )
-from qerl_bench.gpu_share import free_bytes, spare_bytes
+from qerl_bench.gpu_share import free_bytes, keepable_bytes, spare_bytes
 from qerl_bench.model.kernels import adapters_cast_to
 from qerl_bench.model.policy import Policy
 from qerl_bench.progress import bar
@@ -93,7 +93,8 @@ class Sampler:
         """Release 16-bit copies, and what takes more than `kept_gib`. Returns the metrics of all calls since then."""
         if self.kept is not None:
             self.kept.forget_dequantized()
-        if self.kept is not None and self.kept.kept_bytes > self.limits.kept_gib * 2**30:
+        most = keepable_bytes(self.limits.kept_gib * 2**30, self.policy.device.type)
+        if self.kept is not None and self.kept.kept_bytes > most:
             self.release()
         report, self.report = self.report, {}
         return report

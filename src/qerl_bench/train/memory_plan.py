@@ -175,7 +175,9 @@ def after_shortage(
     said = shortage(error)
     if said is None:
         raise error
-    smaller = size.smaller(longest) if may_shrink else None
+    smaller, sampler = size.smaller(longest) if may_shrink else None, policy.kept.get("sampler")
+    if smaller is None and may_shrink and sampler is not None and sampler.kept is not None:
+        smaller = size  # `update` frees what sampling keeps
     if smaller is None:
         raise TrainingStopped(no_smaller_size(said, size, train, longest, may_shrink)) from error
     log.warning("%s (%s) in %s; the update is repeated in %s", NO_MEMORY, said, size, smaller)
