@@ -181,18 +181,27 @@ class Run:
 
         `mode` is greedy or sampled. Raises ConfigError if answers were not kept, or if none are of this mode.
         """
-        rows = self.answer_counts()
         where = self.path / "samples.parquet"
         require(
-            rows is not None,
+            self._answers is not None,
             f"the held-out answers of {self.name} were not kept: {where} is missing (or, in a committed study, its "
             "rows of answers.parquet). Run it with eval=task",
         )
-        assert rows is not None
-        chosen = rows[rows["mode"] == mode]
-        require(not chosen.empty, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
-        share = chosen["correct"] / chosen["samples"]
-        return chosen.assign(share=share).pivot(index="question", columns="step", values="share")
+        assert self._answers is not None
+        require(mode in self._answers, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
+        return self._answers[mode]
+
+    @cached_property
+    def _answers(self) -> dict[str, pd.DataFrame] | None:
+        """What `answers` returns of each mode, made once: reports ask for it in many ways. None if none were kept."""
+        rows = self.answer_counts()
+        if rows is None:
+            return None
+        rows = rows.assign(share=rows["correct"] / rows["samples"])
+        return {
+            str(mode): of_mode.pivot(index="question", columns="step", values="share")
+            for mode, of_mode in rows.groupby("mode", observed=True)
+        }
 
     def answer_counts(self) -> pd.DataFrame | None:
         """Columns mode, question, step, correct and samples, both counts; None if no answers were kept.
