@@ -32,6 +32,9 @@ def device_name(wanted: str) -> str:
     return f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
 
 
+_earlier = [0.0, 0.0]  # `peaks` of the phase that goes on, up to the latest `peak_bytes`, which measures anew
+
+
 class PhaseTimer:
     """Seconds and peak memory (GiB) of the named phases of one step: `with timer("train"): ...`.
 
@@ -46,14 +49,15 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        _earlier[:] = 0.0, 0.0
         reset_peak(self.device)
         started = now(self.device)
         with memory_for(name), phase(name):
             yield
         self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - started
-        self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), peak_gib(self.device))
+        used, held = (max(pair) for pair in zip(peaks(self.device), _earlier, strict=True))
+        self.peak_gib[name] = max(self.peak_gib.get(name, 0.0), used)
         if self.device == "cuda":
-            held = torch.cuda.max_memory_reserved() / 2**30
             self.reserved_gib[name] = max(self.reserved_gib.get(name, 0.0), held)
 
 
@@ -106,9 +110,15 @@ def peak_gib(device: str) -> float:
     return int(peak[1]) / 2**20
 
 
+def peaks(device: str) -> tuple[float, float]:
+    """Peaks since `reset_peak` in GiB: of what is in use, and on a GPU of what PyTorch's allocator holds, else 0."""
+    return peak_gib(device), torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0
+
+
 def peak_bytes(device: str, work: Callable[[], object]) -> int:
-    """How much more memory than before was allocated at once during `work`."""
+    """How much more memory than before was allocated at once during `work`. A phase around it keeps its own peak."""
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    _earlier[:] = map(max, _earlier, peaks(device))
     reset_peak(device)
     work()
     return int(peak_gib(device) * 2**30) - before

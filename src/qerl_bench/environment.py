@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checkout import git, uncommitted
+from qerl_bench.gpu_share import runs_on_gpu
 from qerl_bench.metrics import definitions
 from qerl_bench.own_options import own_modules
 from qerl_bench.seals import digest
@@ -56,6 +57,7 @@ def environment(device: str) -> dict[str, Any]:
         "device": device,
         "cpu": cpu_name(),
         "gpu": gpu,
+        "runs_on_gpu": runs_on_gpu() if gpu else None,  # of equal shares of its memory
         "driver": nvidia_driver() if gpu else None,
         "kernel_tables": {str(path): digest(path) for path in tables(gpu)} if gpu else {},
         "threads": torch.get_num_threads(),

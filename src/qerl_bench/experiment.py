@@ -43,6 +43,7 @@ from qerl_bench.records import Group
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.session import evaluate, on_base_in, prepare_device, require_places, session, validate
+from qerl_bench.shortages import shortages_of
 from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
@@ -119,12 +120,14 @@ def run_steps(
             evaluate_and_log(experiment, policy, engine, run, mirror, 0, world)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
+                shortages_of(policy).begin(step)
                 step_metrics = train_step(experiment, policy, sampler, optimizer, world, run, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
                 if is_due(experiment.eval, step, experiment.steps, experiment.save_every):
                     log_point(run, mirror, step, validate(experiment, policy, engine, run, step, world))
+                shortages_of(policy).agree(world)
                 signum = next(filter(None, world.gather(noted.signum)), None)
                 if step % experiment.save_every == 0 or step == experiment.steps or signum:
                     require_equal_weights(policy.model, world)
@@ -341,6 +344,7 @@ def save_checkpoint(
     """Fill `folder` with everything that the next step depends on."""
     policy.save(folder)
     state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
+    state["shortages"] = shortages_of(policy).state()
     torch.save(state, folder / "trainer.pt")
     position = {
         "step": step,
@@ -355,7 +359,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Restore policy, optimizer, noise, random state and clock from the last checkpoint in `run_dir`."""
+    """Restore policy, optimizer, noise, random state, what shortages have made smaller, and clock from the last checkpoint in `run_dir`."""
     folder = last_checkpoint(run_dir)
     require(folder is not None, f"only process 0 sees the checkpoint in {run_dir}: choose a root=DIR that all can read")
     assert folder is not None
@@ -367,6 +371,7 @@ def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["torch_rng"].cpu())
     policy.noise.restore(state["noise"])
+    shortages_of(policy).restore(state.get("shortages"))  # which earlier versions did not write
     position = json.loads((folder / "state.json").read_text())
     run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")
     run.begun = position.get("started")

@@ -32,7 +32,12 @@ OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See docum
 
 
 def shortage(error: BaseException | None) -> str | None:
-    """What an error says about memory that ran out, shortened; None if it is about something else, or there is none."""
+    """What an error says about memory that ran out, shortened; None if it is about something else, or there is none.
+
+    TrainingStopped, which may quote such an error, is to end the run, so nothing is repeated for it.
+    """
+    if isinstance(error, TrainingStopped):
+        return None
     kind = type(error).__name__
     other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
     if kind not in ("MemoryError", "OutOfMemoryError") and not (other and SAID.search(str(error))):

@@ -33,6 +33,7 @@ from qerl_bench.progress import phase
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
+from qerl_bench.shortages import shortages_of
 from qerl_bench.train.nonfinite import during
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def session(
             built = engine.build(policy)
     with closing(built) as rollout_engine:
         shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
-        yield policy, rollout_engine if world.size == 1 else shared
+        yield policy, rollout_engine if world.size == 1 and not shared.exact else shared
 
 
 @contextmanager
@@ -143,6 +144,7 @@ def on_base_in(
     with copy.without_adapter():  # the checks are of the base
         preflight(copy, other.quant, f"model={experiment.model.name} with {key}={name}")
     with closing(experiment.engine.build(copy)) as built:
+        copy.kept["shortages"] = shortages_of(policy)
         shared = isinstance(engine, SharedEngine)
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
 

@@ -232,7 +232,7 @@ def test_a_shortage_on_one_rank_makes_smaller_micro_batches_on_all(summed: Path,
     """The numbers are those of two ranks that had such micro-batches from the beginning."""
     folder, ended = make_run("short", 2, "train.micro_batch_tokens=160", sabotage=little_memory_on_rank_1)
     assert ended.codes == [0, 0] and ended.said.count("no memory is left") == 1, ended.said
-    assert json.loads((folder / "memory.json").read_text())["micro_batch_tokens"] == 80
+    assert json.loads((folder / "memory.json").read_text())["shortage"]["tokens"] == 80
     assert_equal(summed, folder)
 
 

@@ -404,7 +404,7 @@ def test_the_spec(policy: Any) -> None:
     options = {"cache_gib": None, "dequantized_gib": 2.5, "kept_gib": 1.5, "prefill_tokens": 100, "invariant": True}
     built = HF(name="hf", max_num_seqs=3, **options).build(policy)
     assert isinstance(built, HFEngine)
-    assert vars(built.limits) == {"rows": 3, "share": 1.0, **options}
+    assert vars(built.limits) == {"rows": 3, "page_share": 1.0, **options}
     said = built.record()
     assert (said["max_num_seqs"], said["invariant"]) == (3, True)
     assert said["kernels"] == policy.kernels and set(said["kernels"].values()) == {"torch"}

@@ -101,7 +101,7 @@ def test_an_update_that_ran_out_of_memory_is_that_of_smaller_micro_batches(
     with shortages(policy, "token_stats", *failing):
         found = _updated(policy, experiment, run, 2)
     assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
-    assert run.stored == {"micro_batch_tokens": tokens, "recorded": False}
+    assert run.stored == {"shortage": {"step": 1, "until": 11, "tokens": tokens, "recorded": False}}
     assert caplog.text.count("no memory is left (Tried to allocate 2.00 GiB)") == len(failing)
 
 
@@ -133,7 +133,7 @@ def test_a_later_update_on_the_same_batch_goes_on_with_what_the_first_has_fixed(
             results.append(_updated(policy, experiment, run))
         assert len(calls) > 8
     ((wanted,), weights), ((found,), others) = results
-    assert run.stored["micro_batch_tokens"] == 40
+    assert run.stored["shortage"]["tokens"] == 40
     for one in (wanted, found):
         one.pop("train/micro_batches")  # those of the first update
     assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
@@ -268,7 +268,7 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
     found = _updated(policy, experiment, run, 2)
     assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
     assert len(shapes) == failing and not passes.recordings.passes
-    assert run.stored == {"micro_batch_tokens": 60, "recorded": False} and caplog.text.count("no memory is left") == 1
+    assert run.stored["shortage"] == {"step": 1, "until": 11, "tokens": 60, "recorded": False} and caplog.text.count("no memory is left") == 1
 
 
 def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_too(
@@ -339,7 +339,7 @@ def test_completions_are_the_same_with_fewer_rows(
     with shortages(owner, name, call, call + 1) as calls:
         _same(engine.generate(PROMPTS, SAMPLING), wanted)
     assert len(calls) > call + 1 and caplog.text.count("no memory is left") == 2
-    assert engine.limits.rows == (8 if invariant else 2) and engine.limits.share == 0.25
+    assert engine.limits.rows == (8 if invariant else 2) and engine.limits.page_share == 0.25
     _same(engine.generate(PROMPTS, SAMPLING), wanted)
     assert caplog.text.count("no memory is left") == 2
 
@@ -370,14 +370,14 @@ def test_a_row_that_does_not_fit_is_told(policy: Policy, queue: bool, owner: Any
 
 def test_halves_of_halves_end() -> None:
     limits, rows = Limits(rows=256, prefill_tokens=8192), []
-    while (smaller := limits.smaller()) is not None:
+    while (smaller := limits.smaller(4096)) is not None:
         limits = smaller
         rows.append(limits.rows)
     assert rows == [128, 64, 32, 16, 8, 4, 2, 1]
     limits, shares = Limits(rows=256, invariant=True), []
-    while (smaller := limits.smaller()) is not None:
+    while (smaller := limits.smaller(4096)) is not None:
         limits = smaller
-        shares.append(limits.share)
+        shares.append(limits.page_share)
     assert limits.rows == 256 and shares == [2**-n for n in range(1, 6)]
 
 
@@ -456,7 +456,7 @@ def test_a_shortage_while_a_pass_is_recorded_on_a_gpu(
                 found.append(module.update(experiment, policy, optimizer, batch, run, step + 1))
         results.append((found, torch.cat([p.detach().flatten().cpu() for p in policy.trainable])))
     (plain, weights), (short, others) = results
-    assert run.stored["recorded"] is False
+    assert run.stored["shortage"]["recorded"] is False
     for one, two in zip(plain, short, strict=True):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5)
     assert (weights - others).abs().quantile(0.99) < 1e-5

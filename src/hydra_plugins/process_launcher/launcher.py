@@ -79,11 +79,12 @@ class Sweep:
 
     def __init__(self, points: Sequence[Point], slots: int, gpus: list[str]) -> None:
         self.todo = deque(unfinished(points))
-        self.slots, self.gpus = slots, gpus
+        self.slots, self.gpus = max(1, min(slots, len(self.todo))), gpus  # runs that share, not places for more
+        self.alone = False  # whether these are runs that are repeated, which share with nobody
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
-        self.side_by_side = slots > 1  # a single run has the terminal
+        self.side_by_side = self.slots > 1  # a single run has the terminal
         self.total, self.done = len(points), len(points) - len(self.todo)
         self.took: list[float] = []  # seconds of the runs that this sweep has made from beginning to end
 
@@ -137,7 +138,7 @@ class Sweep:
             else:
                 log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
                 share = share_to_make(point.run_dir)
-                child = start(point, slot, self.slots, self.gpus, self.side_by_side)
+                child = start(point, environment_of(slot, self.slots, self.gpus, self.alone), self.side_by_side)
                 self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
                 return
 
@@ -170,7 +171,7 @@ class Sweep:
         if self.slots <= alone or not again:
             return False
         log.info("no memory was left for %d runs beside others; they are repeated, %d at a time", len(again), alone)
-        self.slots = alone  # so that no point is repeated twice
+        self.slots, self.alone = alone, True  # so that no point is repeated twice
         self.failed = [(point, reason) for point, reason in self.failed if point not in again]
         self.todo.extend(again)
         return True
@@ -211,12 +212,11 @@ def last_change(point: Point) -> float:
     return latest
 
 
-def start(point: Point, slot: int, slots: int, gpus: list[str], side_by_side: bool) -> Child:
+def start(point: Point, environment: dict[str, str], side_by_side: bool) -> Child:
     """Start one run. It talks to this terminal; runs side by side write to launch.log in their folders.
 
     The folder is made here, so that a run that is refused leaves the reason in it for this process to read.
     """
-    environment = environment_of(slot, slots, gpus)
     command = [*run_command(), *point.overrides]
     point.run_dir.mkdir(parents=True, exist_ok=True)
     if not side_by_side:
@@ -225,10 +225,12 @@ def start(point: Point, slot: int, slots: int, gpus: list[str], side_by_side: bo
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def environment_of(slot: int, slots: int, gpus: list[str]) -> dict[str, str]:
+def environment_of(slot: int, slots: int, gpus: list[str], alone: bool = False) -> dict[str, str]:
     """The variables of a process in one of several slots: its GPU, if there are any, its share of that, and of the
-    cores."""
+    cores. A share that was set by hand wins, except for a run that is to be `alone`."""
     environment = dict(os.environ)
+    if alone:
+        environment.pop(RUNS_ON_GPU, None)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
         environment.setdefault(RUNS_ON_GPU, str(neighbours(slot, slots, len(gpus))))

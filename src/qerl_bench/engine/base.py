@@ -30,6 +30,7 @@ class Sampling:
     max_tokens: int
     seed: int
     top_p: float = 1.0
+    fixed_rows: bool = False  # as many at a time as set, or none: not fewer where memory runs out
 
 
 class RolloutEngine(Protocol):

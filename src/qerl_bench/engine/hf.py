@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, flag, number, optional, positive
+from qerl_bench.checks import TrainingStopped, check_fields, count, flag, number, optional, positive
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.gpu_share import release
@@ -23,6 +23,7 @@ from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.progress import phase
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
+from qerl_bench.shortages import Reduced, shortages_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +94,7 @@ class HFEngine:
         from qerl_bench.engine.sampler import Sampler
 
         self.policy = policy
-        self.limits = Limits(
+        self.configured = self.limits = Limits(
             rows=max_num_seqs,
             cache_gib=cache_gib,
             dequantized_gib=dequantized_gib,
@@ -104,6 +105,7 @@ class HFEngine:
         reason = eager_reason(policy)
         self.sampler = Sampler(policy, self.limits) if reason is None else None
         policy.kept["sampler"] = self.sampler
+        shortages_of(policy).limits = Reduced()
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
         log.info("sampling: %s", self.decoding)
 
@@ -117,7 +119,7 @@ class HFEngine:
 
     def record(self) -> dict[str, Any]:
         said: dict[str, Any] = {"engine": "hf", "copies_of_weights": 1, "decoding": self.decoding}
-        said |= {"max_num_seqs": self.limits.rows, "invariant": self.limits.invariant, "order": "as given"}
+        said |= {"max_num_seqs": self.configured.rows, "invariant": self.limits.invariant, "order": "as given"}
         said["kernels"] = self.policy.kernels  # of each layer
         if self.sampler is None:
             return said
@@ -132,28 +134,46 @@ class HFEngine:
         return 1 if self.limits.invariant else self.limits.rows
 
     def prompts_at_once(self, samples: int) -> int:
+        """As configured, whatever memory there was: ranks have to agree about it."""
         if self.sampler is None:
-            return max(1, self.rows_at_once // samples)
-        if self.limits.invariant:  # a completion does not depend on what else is sampled
-            return max(1, self.limits.rows // samples)
+            return max(1, (1 if self.configured.invariant else self.configured.rows) // samples)
+        if self.configured.invariant:  # a completion does not depend on what else is sampled
+            return max(1, self.configured.rows // samples)
         return sys.maxsize  # the queue fills its rows from all of them
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         prompt_ids = require_room(self.policy, prompts, sampling)
+        shortages = shortages_of(self.policy)
+        self._limit(replace(self.configured, **(shortages.limits.value or {})))
         while True:
             try:
                 return self._generate(prompts, prompt_ids, sampling)
             except Exception as error:
-                said, limits = shortage(error) or shortage(error.__cause__), self.limits.smaller()
+                said = shortage(error) or shortage(error.__cause__)
+                limits = self.limits.smaller(len(prompts) * sampling.samples)
                 if said is None or limits is None:
                     raise
+                if sampling.fixed_rows and limits.rows != self.limits.rows:
+                    raise TrainingStopped(
+                        f"sampling: {NO_MEMORY} ({said}) with engine.max_num_seqs={self.limits.rows}, and fewer at a "
+                        "time round otherwise, which parallel.exact=true forbids. Continue with parallel.exact=false, "
+                        "or begin again with a smaller engine.max_num_seqs, the same in all runs to compare"
+                    ) from error
                 log.warning("%s (%s); sampling again, at most %d completions at a time", NO_MEMORY, said, limits.rows)
-            self.limits = limits
-            if self.sampler is not None:
-                self.sampler.limits = limits
+            self._limit(limits)
+            smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
+            shortages.limits.shrink(smaller, shortages.step)
             if (passes := self.policy.kept.get("passes")) is not None:
                 passes.forget()  # training records them again, if there is room then
             release()  # only now: until here the traceback holds what was computed
+
+    def _limit(self, limits: Limits) -> None:
+        if limits == self.limits:
+            return
+        self.limits = limits
+        if self.sampler is not None:
+            self.sampler.release()
+            self.sampler.limits = limits
 
     def _generate(self, prompts: list[Prompt], prompt_ids: list[list[int]], sampling: Sampling) -> list[Rollout]:
         """`generate` within the present limits."""
@@ -162,7 +182,7 @@ class HFEngine:
         from qerl_bench.quant.linear import operands_kept
 
         rollouts: list[Rollout] = []
-        prompts_per_chunk = self.prompts_at_once(sampling.samples)
+        prompts_per_chunk = max(1, self.rows_at_once // sampling.samples)
         completions = len(prompts) * sampling.samples
         with operands_kept(self.policy.model), phase("sampling", completions, "completions") as progress:
             for start in range(0, len(prompts), prompts_per_chunk):

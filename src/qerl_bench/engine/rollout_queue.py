@@ -30,19 +30,20 @@ class Limits:
     kept_gib: float = 0.0
     prefill_tokens: int = 8192
     invariant: bool = False
-    share: float = 1.0  # of the pages that it would have
+    page_share: float = 1.0  # of the pages that it would have
 
-    def smaller(self) -> Limits | None:
-        """What to try where memory ran out: half as much of all; None if there is no less.
+    def smaller(self, requests: int) -> Limits | None:
+        """What to try where memory ran out in so many requests: half as much of all; None if there is no less.
 
         Which tokens are drawn does not depend on it. Invariant rows stay as many, which their bits depend on.
         """
-        least = self.share / 2 < LEAST_SHARE if self.invariant else self.rows == 1
+        used = min(self.rows, requests)
+        least = self.page_share / 2 < LEAST_SHARE if self.invariant else used <= 1
         if least:
             return None
-        rows, copies = (self.rows, self.dequantized_gib) if self.invariant else (self.rows // 2, 0.0)
+        rows, copies = (self.rows, self.dequantized_gib) if self.invariant else (used // 2, 0.0)
         tokens = max(1, self.prefill_tokens // 2)
-        return replace(self, rows=rows, dequantized_gib=copies, prefill_tokens=tokens, share=self.share / 2)
+        return replace(self, rows=rows, dequantized_gib=copies, prefill_tokens=tokens, page_share=self.page_share / 2)
 
 
 @dataclass(eq=False, kw_only=True)

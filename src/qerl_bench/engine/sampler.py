@@ -132,8 +132,8 @@ class Sampler:
                 free += self.kept.cache_bytes + self.kept.dequantized.bytes
             free -= self._dequantized_bytes(rows)
             pages = max(least, min(pages, int(FREE_SHARE * free / page_bytes)))
-        if self.limits.share < 1:
-            pages = max(least, int(self.limits.share * pages))
+        if self.limits.page_share < 1:
+            pages = max(least, int(self.limits.page_share * pages))
         tokens = max(request.limit for request in requests)
         return Size(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from qerl_bench.engine.base import RolloutEngine, Sampling
@@ -12,7 +13,7 @@ from qerl_bench.records import Prompt, Rollout
 class SharedEngine:
     """`engine`, which every rank of `world` has, used by all of them together.
 
-    Prompts are cut into portions that do not depend on who samples them; a rank takes the next one when it is done.
+    Prompts are cut into portions that depend neither on who samples them nor on memory that ran out there; a rank takes the next one when it is done.
     With `exact` they are what the engine of a single rank samples together, so that not even rounding differs.
     """
 
@@ -31,7 +32,9 @@ class SharedEngine:
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         self.require_room(prompts, sampling)
         size = self.prompts_at_once(sampling.samples)
-        if not self.exact:
+        if self.exact:
+            sampling = replace(sampling, fixed_rows=True)
+        else:
             size = min(size, max(1, -(-len(prompts) // self.world.size)))
         portions = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         mine = {number: self.engine.generate(portions[number], sampling) for number in self.world.take(len(portions))}

@@ -38,6 +38,7 @@ def probe_bases(
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base, formats))
+    slots = min(slots, len(todo))  # that share a GPU
     running: dict[int, tuple[int, Child]] = {}
     try:
         while (todo and deadline.left > 0) or running:

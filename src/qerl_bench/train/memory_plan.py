@@ -2,7 +2,8 @@
 
 Two small passes are measured, forward and backward at the length of the longest sequence, in the place of a model of
 every architecture's memory. What was found and chosen is in memory.json of the run, which a continued run reads, so
-that it makes the same micro-batches. A shortage first ends the recording of passes, then halves the micro-batches.
+that it makes the same micro-batches. A shortage first ends the recording of passes, then halves the micro-batches, for
+some steps (`shortages.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from qerl_bench.gpu_share import free_bytes, release
 from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.model.policy import Policy
 from qerl_bench.rundir import RunDir
+from qerl_bench.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
 from qerl_bench.train.static import POOL_SPARE, least_tokens
 
@@ -91,9 +93,9 @@ class MemoryPlan:
 
 
 def remember(policy: Policy, run: RunDir) -> None:
-    """Let a continued run go on with the micro-batches that it had."""
-    if (run.path / FILE).exists():
-        stored = json.loads((run.path / FILE).read_text())
+    """Let a run that goes on or begins again plan the micro-batches that it did. What shortages have made of them is
+    in checkpoints."""
+    if (run.path / FILE).exists() and "micro_batch_tokens" in (stored := json.loads((run.path / FILE).read_text())):
         policy.kept["size"] = Size(stored["micro_batch_tokens"], stored.get("recorded", True))
 
 
@@ -102,7 +104,7 @@ def micro_batch_size(
 ) -> Size:
     """The size of the micro-batches, at least `longest` tokens, those of the longest sequence.
 
-    `records`: whether this run's passes can be recorded. Raises TrainingStopped if `train` gives a number of tokens
+    `records`: whether this run's passes can be recorded; they are if the smallest such pass is no larger. Raises TrainingStopped if `train` gives a number of tokens
     that cannot hold the longest sequence.
     """
     wanted = train.micro_batch_tokens
@@ -127,7 +129,10 @@ def micro_batch_size(
         kept = policy.kept["size"] = Size(plan.micro_batch_tokens, plan.recorded)
     if kept is None:
         kept = Size(wanted or CPU_TOKENS, recorded=True)
-    return Size(max(longest, kept.tokens), kept.recorded and records)
+    if reduced := shortages_of(policy).size.value:
+        kept = Size(**reduced)
+    tokens = max(longest, kept.tokens)
+    return Size(tokens, kept.recorded and records and least_tokens(longest) <= tokens)
 
 
 def measured_plan(policy: Policy, optimizer: torch.optim.Optimizer, longest: int, records: bool) -> MemoryPlan:
@@ -165,26 +170,35 @@ def training_pass(policy: Policy, rows: int, width: int) -> None:
 
 
 def after_shortage(
-    error: Exception, size: Size, train: TrainSpec, policy: Policy, longest: int, run: RunDir, may_shrink: bool
+    error: Exception,
+    size: Size,
+    train: TrainSpec,
+    policy: Policy,
+    longest: int,
+    run: RunDir,
+    may_shrink: bool,
+    frees: bool,
 ) -> Size:
-    """The size to repeat the update with, from now on, after an `error` in micro-batches of `size`.
+    """The size to repeat the update with, and those of some steps, after an `error` about memory in `size`.
 
-    Raises `error` if it is not about memory, and TrainingStopped, with numbers, if there is no smaller size, or it may
-    not be smaller.
+    `frees`: whether some rank can free what sampling keeps. Raises TrainingStopped, with numbers, if there is no
+    smaller size, or it may not be smaller.
     """
-    said = shortage(error)
-    if said is None:
-        raise error
-    smaller, sampler = size.smaller(longest) if may_shrink else None, policy.kept.get("sampler")
-    if smaller is None and may_shrink and sampler is not None and sampler.kept is not None:
-        smaller = size  # `update` frees what sampling keeps
+    said, shortages = shortage(error), shortages_of(policy)
+    assert said is not None
+    smaller = size.smaller(longest) if may_shrink else None
+    if smaller is None and may_shrink and frees:
+        smaller = size
     if smaller is None:
         raise TrainingStopped(no_smaller_size(said, size, train, longest, may_shrink)) from error
-    log.warning("%s (%s) in %s; the update is repeated in %s", NO_MEMORY, said, size, smaller)
+    shortages.size.shrink(asdict(smaller), shortages.step)
+    until = shortages.size.last
+    log.warning(
+        "%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until)
+    )
     stored = json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
-    stored |= {"micro_batch_tokens": smaller.tokens, "recorded": smaller.recorded}
+    stored["shortage"] = {"step": shortages.step, "until": until, **asdict(smaller)}
     run.write(FILE, json.dumps(stored, indent=1))
-    policy.kept["size"] = smaller
     return smaller
 
 

@@ -186,9 +186,8 @@ class StaticPasses:
         return stats, outputs.loss.clone(), {name: own(column) for name, column in outputs.columns.items()}
 
     def _outputs(self, inputs: StaticInputs) -> StaticOutputs:
-        passes = self.recordings.passes
-        if inputs.shape not in passes:
-            if not self.records or len(passes) >= MOST_GRAPHS:
+        if inputs.shape not in self.recordings.passes:  # not held here: a recording may have to free them first
+            if not self.records or len(self.recordings.passes) >= MOST_GRAPHS:
                 return self.compute(inputs)
             try:
                 self._record(inputs)

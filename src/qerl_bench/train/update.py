@@ -27,7 +27,7 @@ from qerl_bench.checks import TrainingStopped
 from qerl_bench.device import bf16_matmuls, random_state, set_random_state, tf32_matmuls
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.gpu_share import release
-from qerl_bench.memory import memory_for
+from qerl_bench.memory import memory_for, shortage
 from qerl_bench.model.lm_head import TokenStats, require_logprobs
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
@@ -35,6 +35,7 @@ from qerl_bench.model.routing import changed_choices
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
+from qerl_bench.shortages import shortages_of
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.memory_plan import Size, after_shortage, micro_batch_size
@@ -96,7 +97,7 @@ def update(
 
     If a loss or gradient is not finite, the batch is dumped into the run directory. Then the update is skipped, or the
     run ends with TrainingStopped, as train.on_nonfinite says. If memory runs out, the update is repeated in smaller
-    micro-batches, from which on all updates are made.
+    micro-batches, in which those of some steps are made then.
     """
     algo, optim, train = experiment.algo, experiment.optim, experiment.train
     lr = optim.lr_at(step, experiment.steps)
@@ -107,6 +108,7 @@ def update(
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
     if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
+    shortages_of(policy).begin(step)
     longest, exact = int(batch.lengths.max()), experiment.parallel.exact
     passes = static_passes(experiment, policy)
     records = all(world.gather(passes is not None))
@@ -137,7 +139,11 @@ def update(
                     done, norm, grad_norm = add_gradients(experiment, policy, micro_batches, passes, world)
                 break
             except (RuntimeError, MemoryError) as error:
-                size = after_shortage(error, size, train, policy, longest, run, may_shrink=not exact)
+                if shortage(error) is None:  # one that ends the run, or only this rank
+                    raise
+                sampler = policy.kept.get("sampler")
+                frees = any(world.gather(sampler is not None and sampler.kept is not None))
+                size = after_shortage(error, size, train, policy, longest, run, not exact, frees)
             if passes is not None and not size.recorded:
                 passes.forget()
             if (sampler := policy.kept.get("sampler")) is not None:
