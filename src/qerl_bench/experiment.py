@@ -359,7 +359,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Restore policy, optimizer, noise, random state, what shortages have made smaller, and clock from the last checkpoint in `run_dir`."""
+    """Restore from the last checkpoint in `run_dir` all that the next step depends on, and the clock."""
     folder = last_checkpoint(run_dir)
     require(folder is not None, f"only process 0 sees the checkpoint in {run_dir}: choose a root=DIR that all can read")
     assert folder is not None

@@ -133,6 +133,27 @@ def little_memory_on_rank_1(rank: int) -> None:
     training.forward_backward = short
 
 
+def no_room_for_a_chunk(rank_of_it: int, rank: int) -> None:
+    from qerl_bench.engine.hf import HFEngine
+
+    sample, calls = HFEngine._sample, []
+
+    def short(*arguments: Any) -> Any:
+        calls.append(1)
+        if rank == rank_of_it and len(calls) == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return sample(*arguments)
+
+    HFEngine._sample = short  # type: ignore[method-assign]
+
+
+def little_memory_and_a_kill(killed: bool, rank: int) -> None:
+    no_room_for_a_chunk(0, rank)
+    little_memory_on_rank_1(rank + 1)
+    if killed:
+        kill_in_step_3(0, rank)
+
+
 def another_adapter_on_rank_1(rank: int) -> None:
     import qerl_bench.experiment as loop
 
@@ -234,6 +255,27 @@ def test_a_shortage_on_one_rank_makes_smaller_micro_batches_on_all(summed: Path,
     assert ended.codes == [0, 0] and ended.said.count("no memory is left") == 1, ended.said
     assert json.loads((folder / "memory.json").read_text())["shortage"]["tokens"] == 80
     assert_equal(summed, folder)
+
+
+def test_a_shortage_of_sampling_on_one_rank_leaves_the_portions_of_all(alone: Path, make_run: Run) -> None:
+    folder, ended = make_run("shorter", 2, sabotage=partial(no_room_for_a_chunk, 1))
+    assert ended.codes == [0, 0], ended.said
+    texts = [
+        [json.loads(line)["completion"] for line in (one / "rollouts.jsonl").read_text().splitlines()]
+        for one in (alone, folder)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_run_continued_after_a_shortage_repeats_an_uninterrupted_one(make_run: Run) -> None:
+    whole, ended = make_run("whole", 1, sabotage=partial(little_memory_and_a_kill, False))
+    assert ended.codes == [0] and ended.said.count("no memory is left") == 2, ended.said
+    folder, ended = make_run("continued", 1, sabotage=partial(little_memory_and_a_kill, True))
+    assert ended.codes == [-signal.SIGKILL], ended.said
+    (folder / "memory.json").unlink()  # the checkpoint has all
+    folder, ended = make_run("continued", 1)
+    assert ended.codes == [0], ended.said
+    assert_equal(whole, folder)
 
 
 def test_ranks_that_hold_different_weights_save_nothing(make_run: Run) -> None:

@@ -114,7 +114,8 @@ def test_points_that_need_more_memory_than_there_is_fail(tmp_path: Path) -> None
         folder = tmp_path / f"{slots}{len(gpus)}"
         folder.mkdir()
         large = noted(folder / "large", OUT_OF_MEMORY + "\n")
-        ((failed, reason),) = launcher.Sweep([large, noted(folder / "other")], slots, gpus).run()
+        others = [noted(folder / name) for name in ("second", "third")]
+        ((failed, reason),) = launcher.Sweep([large, *others], slots, gpus).run()
         assert failed.name == "large" and "no memory is left" in reason
         assert (folder / "notes").read_text().count("large begins") == times
 
@@ -129,10 +130,20 @@ def test_a_run_knows_with_how_many_it_shares_its_gpu(tmp_path: Path, monkeypatch
         return [(tmp_path / name / "said").read_text() for name in names]
 
     assert said(3, ["4", "7"], "a", "b", "c") == ["2", "1", "2"]
+    assert said(8, ["4"], "i", "j") == ["2", "2"] and said(8, ["4"], "k") == ["1"]  # not of places for more
     assert said(1, ["4", "7"], "d") == ["1"] and said(2, [], "e", "f") == ["none", "none"]
     monkeypatch.setenv(RUNS_ON_GPU, "5")
     assert said(2, ["0"], "g", "h") == ["5", "5"]
     assert [neighbours(slot, 24, 8) for slot in range(24)] == [3] * 24
+
+
+def test_a_run_that_is_repeated_alone_has_the_whole_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNS_ON_GPU, "5")
+    code = f"import os; open(folder / 'said', 'a').write(os.environ.get({RUNS_ON_GPU!r}, '-')); {OUT_OF_MEMORY}"
+    points = [point(tmp_path / name, code) for name in ("a", "b")]
+    for gpus in (["4"], []):
+        launcher.Sweep(points, 2, gpus).run()
+    assert [(tmp_path / name / "said").read_text() for name in ("a", "b")] == ["515-", "515-"]
 
 
 @pytest.mark.parametrize(("gpus", "runs"), [(1, None), (0, None), (2, None), (0.5, "2"), (0.3, "3")])

@@ -16,6 +16,7 @@ from qerl_bench.device import PhaseTimer, peak_bytes
 from qerl_bench.exits import exit_in_words
 from qerl_bench.gpu_share import RUNS_ON_GPU, free_bytes, keep_to_share, keepable_bytes, spare_bytes
 from qerl_bench.memory import memory_for, shortage, whole_or_halves
+from qerl_bench.shortages import shortages_of
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
@@ -66,12 +67,36 @@ def test_what_a_gpu_says_of_this_process_is_kept() -> None:
 
 
 def test_other_errors_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    told = TrainingStopped("train: no memory is left (CUDA error: out of memory)")
+    assert shortage(told) is None  # which is to end the run
     assert shortage(RuntimeError("shapes differ")) is None and shortage(KeyboardInterrupt()) is None
     with pytest.raises(ValueError, match="x"), memory_for("train"):
         raise ValueError("x")
     with pytest.raises(SystemExit) as ended, exit_in_words("stopped"):
         raise MemoryError("too little " * 100)
     assert ended.value.code == 1 and capsys.readouterr().err.count("too little") < 50
+
+
+def test_a_phase_keeps_its_peak_through_a_measurement_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5 GiB in use and 7 held before it, and 1 and 2 GiB in it; the next phase begins anew."""
+    now, peak = [GIB, 2 * GIB], [0, 0]
+
+    def work(used: int, held: int) -> None:
+        peak[:] = max(peak[0], used * GIB), max(peak[1], held * GIB)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(slice(None), now))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peak[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timer = PhaseTimer("cuda")
+    with timer("train"):
+        work(5, 7)
+        assert peak_bytes("cuda", lambda: work(3, 4)) == 2 * GIB
+        assert peak_bytes("cuda", lambda: work(2, 4)) == GIB
+    with timer("next"):
+        work(3, 3)
+    assert timer.peak_gib == {"train": 5, "next": 3} and timer.reserved_gib == {"train": 7, "next": 3}
 
 
 # --- micro-batches ---------------------------------------------------------------------------------------------------
@@ -143,6 +168,30 @@ def test_micro_batches_are_measured_once_and_kept(
     memory_plan.remember(again, run)  # type: ignore[arg-type]
     assert ask(policy, 5000).tokens == 5000 and ask(again, 1000) == Size(4096, recorded=False)
     assert json.loads((tmp_path / "memory.json").read_text())["longest_sequence"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "recorded"), [(4096, 1000, True), (4096, 3000, False), (16384, 3000, True)]
+)
+def test_recorded_passes_are_no_larger_than_micro_batches(
+    make_experiment: Callable[..., Any], tokens: int, longest: int, recorded: bool
+) -> None:
+    """The smallest has four rows: 12,288 tokens where the longest sequence has 3,000."""
+    train, nothing = make_experiment(f"train.micro_batch_tokens={tokens}").train, cast("Any", None)
+    assert micro_batch_size(train, _on("cuda"), nothing, longest, nothing, records=True) == Size(tokens, recorded)
+
+
+def test_a_run_that_begins_again_knows_nothing_of_a_shortage_before(
+    make_experiment: Callable[..., Any], tmp_path: Path
+) -> None:
+    train, policy, run, nothing = make_experiment().train, _on("cpu"), cast("Any", Run(tmp_path)), cast("Any", None)
+    shortages_of(policy).begin(4)
+    error, size = torch.OutOfMemoryError("Tried to allocate"), Size(8192, recorded=False)
+    smaller = memory_plan.after_shortage(error, size, train, policy, 100, run, may_shrink=True, frees=False)
+    assert smaller == micro_batch_size(train, policy, nothing, 100, run, records=False) == Size(4096, recorded=False)
+    again = _on("cpu")
+    memory_plan.remember(again, run)
+    assert micro_batch_size(train, again, nothing, 100, run, records=False) == size
 
 
 def test_a_share_of_a_gpu_is_what_is_planned_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench import shortages as kept_small
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.device import random_state, set_random_state
 from qerl_bench.engine import adapter_check, hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
+from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.model.policy import Policy
+from qerl_bench.parallel import World
 from qerl_bench.records import Prompt
 from qerl_bench.train import memory_plan, static
 from qerl_bench.train import update as module
@@ -184,6 +188,88 @@ def test_other_errors_are_not_repeated(
     assert calls == [1]
 
 
+def test_a_shortage_in_the_sum_of_gradients_ends_the_run(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    """Only one rank may have it, so no rank repeats the update, although the message quotes the allocator."""
+    calls: list[int] = []
+
+    def add(_: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(module.GradientSum, "add", add)
+    with pytest.raises(TrainingStopped, match=r"^train: no memory is left .*out of memory"):
+        _updated(make_policy(), make_experiment("train.micro_batch_tokens=80"), run)
+    assert calls == [1]
+
+
+def test_ranks_repeat_an_update_if_one_of_them_can_free_what_sampling_keeps(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], run: Any
+) -> None:
+    class Other(World):
+        """Another rank, which says yes."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, True] if value is False else [value]
+
+    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=14")
+    optimizer = module.make_optimizer(policy, experiment.optim)
+    with shortages(policy, "token_stats", 1) as calls:
+        module.update(experiment, policy, optimizer, _batch(policy), run, 1, Other())
+    assert len(calls) > 2
+
+
+def test_what_was_planned_is_tried_again_after_some_steps(
+    make_policy: Callable[..., Any],
+    make_experiment: Callable[..., Any],
+    run: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two steps after the first shortage, four after the second, eight after the third, in the middle of these."""
+    caplog.set_level("INFO", logger="qerl_bench")
+    monkeypatch.setattr(kept_small, "FIRST_WAIT", 2)
+    policy, experiment = make_policy(), make_experiment("train.micro_batch_tokens=80")
+    optimizer, made = module.make_optimizer(policy, experiment.optim), []
+    for step in range(1, 17):
+        with shortages(policy, "token_stats", *([1] if step in (1, 4, 7) else [])):
+            metrics = module.update(experiment, policy, optimizer, _batch(policy), run, step)
+        made.append(int(metrics["train/micro_batches"]))
+    whole, half, quarter = made[-1], made[0], made[6]
+    assert whole < half < quarter
+    assert made == [half] * 3 + [half] * 3 + [quarter] * 9 + [whole]
+    told = [line for line in caplog.text.splitlines() if "as planned again" in line]
+    assert len(told) == 2 and "step 16: micro-batches" in told[1] and "9 steps after" in told[1]
+    assert run.stored["shortage"] | {"tokens": 20} == {"step": 7, "until": 15, "tokens": 20, "recorded": False}
+
+
+def test_a_checkpoint_keeps_what_shortages_have_come_to() -> None:
+    kept, again = kept_small.Shortages(step=3), kept_small.Shortages()
+    kept.size.shrink({"tokens": 40, "recorded": False}, 3)
+    kept.limits.shrink({"rows": 4}, 2)
+    kept.limits.shrink({"rows": 2}, 3)
+    again.restore(json.loads(json.dumps(kept.state())))
+    assert (again.size, again.limits) == (kept.size, kept.limits) and again.limits.last == 23
+    again.restore(None)
+    assert again == kept_small.Shortages()
+
+
+def test_ranks_agree_about_the_latest_shortage() -> None:
+    limits = [
+        kept_small.Reduced({"rows": rows}, step, wait) for rows, step, wait in ((8, 3, 10), (2, 5, 20), (4, 5, 10))
+    ]
+
+    class Three(World):
+        def gather(self, value: Any) -> list[Any]:
+            return limits
+
+    for own in limits:
+        found = kept_small.Shortages(limits=own)
+        found.agree(Three())
+        assert found.limits == limits[1]
+
+
 def test_random_numbers_go_back() -> None:
     state = random_state("cpu")
     first = torch.rand(3)
@@ -268,7 +354,10 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
     found = _updated(policy, experiment, run, 2)
     assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
     assert len(shapes) == failing and not passes.recordings.passes
-    assert run.stored["shortage"] == {"step": 1, "until": 11, "tokens": 60, "recorded": False} and caplog.text.count("no memory is left") == 1
+    assert (
+        run.stored["shortage"] == {"step": 1, "until": 11, "tokens": 60, "recorded": False}
+        and caplog.text.count("no memory is left") == 1
+    )
 
 
 def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_too(
@@ -287,6 +376,27 @@ def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_t
     batch = _batch(passes.policy)
     with pytest.raises(torch.OutOfMemoryError):
         passes(StaticInputs.of(batch, torch.ones(7), 0))
+
+
+def test_a_recording_can_free_those_before_it(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a larger pool takes their place, nobody else holds them."""
+    passes = StaticPasses(make_experiment(), make_policy())
+    inputs = StaticInputs.of(_batch(passes.policy), torch.ones(7), 0)
+    place = StaticInputs(7, 14, {})
+    passes.recordings.passes[1, 2, 3] = place, Replayed(passes, place, None), None  # type: ignore[assignment]
+    graph = weakref.ref(passes.recordings.passes[1, 2, 3][1])
+
+    def record(_: StaticInputs) -> None:
+        passes.forget()
+        assert graph() is None
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    passes.records = True
+    monkeypatch.setattr(passes, "_record", record)
+    with pytest.raises(torch.OutOfMemoryError):
+        passes(inputs)
 
 
 # --- sampling and evaluation -----------------------------------------------------------------------------------------
@@ -344,6 +454,38 @@ def test_completions_are_the_same_with_fewer_rows(
     assert caplog.text.count("no memory is left") == 2
 
 
+def test_the_configured_rows_are_tried_again_after_some_steps(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="qerl_bench")
+    engine, state = _engine(policy, True, 8), kept_small.shortages_of(policy)
+    found = []
+    for step in range(1, 13):
+        state.begin(step)
+        with shortages(hf_graph.Decoding, "_advance", *([1] if step == 1 else [])):
+            engine.generate(PROMPTS, SAMPLING)
+        found.append(engine.limits)
+    assert [limits.rows for limits in found] == [4] * 11 + [8] and found[-1] == engine.configured
+    assert caplog.text.count("completions at a time as planned again") == 1
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_ranks_share_out_the_same_portions_after_a_shortage_on_one(policy: Policy, invariant: bool) -> None:
+    engine = _engine(policy, False, 8, invariant=invariant)
+    before = engine.prompts_at_once(2)
+    with shortages(hf_reference, "prefill", 1):
+        engine.generate(PROMPTS, SAMPLING)
+    assert engine.limits != engine.configured and engine.prompts_at_once(2) == before == (1 if invariant else 4)
+
+
+def test_rows_that_are_to_stay_as_many_end_the_run_in_words(policy: Policy) -> None:
+    """Except for invariant rows, which only give up pages, and so keep their bits."""
+    exact = [Sampling(**vars(SAMPLING) | {"fixed_rows": True}), SharedEngine(_engine(policy, True, 8), World(), True)]
+    said = r"2.00 GiB.*engine.max_num_seqs=8.*parallel.exact=true"
+    with shortages(hf_graph.Decoding, "_advance", 1), pytest.raises(TrainingStopped, match=said):
+        exact[1].generate(PROMPTS, SAMPLING)
+    with shortages(hf_graph.Decoding, "_advance", 1):
+        assert _engine(policy, True, 8, invariant=True).generate(PROMPTS, exact[0])
+
+
 def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
     class Passes:
         forgotten = 0
@@ -378,6 +520,8 @@ def test_halves_of_halves_end() -> None:
     while (smaller := limits.smaller(4096)) is not None:
         limits = smaller
         shares.append(limits.page_share)
+    assert Limits(rows=4096).smaller(64) == Limits(rows=32, prefill_tokens=4096, page_share=0.5)
+    assert Limits(rows=4096).smaller(1) is None
     assert limits.rows == 256 and shares == [2**-n for n in range(1, 6)]
 
 

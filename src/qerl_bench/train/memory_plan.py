@@ -104,8 +104,8 @@ def micro_batch_size(
 ) -> Size:
     """The size of the micro-batches, at least `longest` tokens, those of the longest sequence.
 
-    `records`: whether this run's passes can be recorded; they are if the smallest such pass is no larger. Raises TrainingStopped if `train` gives a number of tokens
-    that cannot hold the longest sequence.
+    `records`: whether this run's passes can be recorded; they are if the smallest such pass is no larger. Raises
+    TrainingStopped if `train` gives a number of tokens that cannot hold the longest sequence.
     """
     wanted = train.micro_batch_tokens
     if wanted is not None and wanted < longest:
@@ -193,9 +193,7 @@ def after_shortage(
         raise TrainingStopped(no_smaller_size(said, size, train, longest, may_shrink)) from error
     shortages.size.shrink(asdict(smaller), shortages.step)
     until = shortages.size.last
-    log.warning(
-        "%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until)
-    )
+    log.warning("%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until))
     stored = json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
     stored["shortage"] = {"step": shortages.step, "until": until, **asdict(smaller)}
     run.write(FILE, json.dumps(stored, indent=1))
