@@ -20,6 +20,7 @@ from qerl_bench.shortages import shortages_of
 from qerl_bench.train import memory_plan
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.memory_plan import MemoryPlan, Size, micro_batch_size
+from qerl_bench.train.repeated import after_shortage
 from qerl_bench.train.update import make_optimizer, update
 
 GIB = 2**30
@@ -187,7 +188,7 @@ def test_a_run_that_begins_again_knows_nothing_of_a_shortage_before(
     train, policy, run, nothing = make_experiment().train, _on("cpu"), cast("Any", Run(tmp_path)), cast("Any", None)
     shortages_of(policy).begin(4)
     error, size = torch.OutOfMemoryError("Tried to allocate"), Size(8192, recorded=False)
-    smaller = memory_plan.after_shortage(error, size, train, policy, 100, run, may_shrink=True, frees=False)
+    smaller = after_shortage(error, size, train, policy, 100, run, may_shrink=True, frees=False)
     assert smaller == micro_batch_size(train, policy, nothing, 100, run, records=False) == Size(4096, recorded=False)
     again = _on("cpu")
     memory_plan.remember(again, run)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench import gpu_share
 from qerl_bench import shortages as kept_small
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.device import random_state, set_random_state
@@ -578,7 +579,7 @@ def test_recordings_of_many_shapes_take_what_the_largest_takes(
     assert max(reserved[6:]) - min(reserved[6:]) < 2**26  # the second round replays
     passes.forget()
     optimizer.zero_grad()
-    memory_plan.release()
+    gpu_share.release()
     assert torch.cuda.memory_reserved() < reserved[-1] - 0.9 * rooms[-1]  # nothing pins the pool
 
 

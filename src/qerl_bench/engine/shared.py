@@ -13,7 +13,8 @@ from qerl_bench.records import Prompt, Rollout
 class SharedEngine:
     """`engine`, which every rank of `world` has, used by all of them together.
 
-    Prompts are cut into portions that depend neither on who samples them nor on memory that ran out there; a rank takes the next one when it is done.
+    Prompts are cut into portions that depend neither on who samples them nor on a shortage of memory there; a rank
+    takes the next one when it is done.
     With `exact` they are what the engine of a single rank samples together, so that not even rounding differs.
     """
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.device import peak_bytes
 from qerl_bench.gpu_share import free_bytes, release
-from qerl_bench.memory import NO_MEMORY, shortage
+from qerl_bench.memory import shortage
 from qerl_bench.model.policy import Policy
 from qerl_bench.rundir import RunDir
 from qerl_bench.shortages import shortages_of
@@ -167,48 +166,3 @@ def training_pass(policy: Policy, rows: int, width: int) -> None:
         policy.train_mode(False)
     for parameter in policy.trainable:
         parameter.grad = None
-
-
-def after_shortage(
-    error: Exception,
-    size: Size,
-    train: TrainSpec,
-    policy: Policy,
-    longest: int,
-    run: RunDir,
-    may_shrink: bool,
-    frees: bool,
-) -> Size:
-    """The size to repeat the update with, and those of some steps, after an `error` about memory in `size`.
-
-    `frees`: whether some rank can free what sampling keeps. Raises TrainingStopped, with numbers, if there is no
-    smaller size, or it may not be smaller.
-    """
-    said, shortages = shortage(error), shortages_of(policy)
-    assert said is not None
-    smaller = size.smaller(longest) if may_shrink else None
-    if smaller is None and may_shrink and frees:
-        smaller = size
-    if smaller is None:
-        raise TrainingStopped(no_smaller_size(said, size, train, longest, may_shrink)) from error
-    shortages.size.shrink(asdict(smaller), shortages.step)
-    until = shortages.size.last
-    log.warning("%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until))
-    stored = json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
-    stored["shortage"] = {"step": shortages.step, "until": until, **asdict(smaller)}
-    run.write(FILE, json.dumps(stored, indent=1))
-    return smaller
-
-
-def no_smaller_size(said: str, size: Size, train: TrainSpec, longest: int, may_shrink: bool) -> str:
-    stronger = {"none": "train.recompute=selective or full", "selective": "train.recompute=full"}
-    remedies: Sequence[str | None] = (
-        None if may_shrink else f"a smaller train.micro_batch_tokens, at least {longest:,}",
-        stronger.get(train.recompute),
-        "a shorter task.max_completion_tokens",
-    )
-    return (
-        f"train: {NO_MEMORY} ({said}) in {size} with train.recompute={train.recompute}; the longest sequence has "
-        f"{longest:,}. If another process has used it, the same command continues from the last checkpoint. "
-        f"Otherwise: {', or '.join(filter(None, remedies))}"
-    )

@@ -15,60 +15,35 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from qerl_bench import metrics
-from qerl_bench.algo.base import LossInputs
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import bf16_matmuls, random_state, set_random_state, tf32_matmuls
+from qerl_bench.device import bf16_matmuls, tf32_matmuls
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.gpu_share import release
-from qerl_bench.memory import memory_for, shortage
-from qerl_bench.model.lm_head import TokenStats, require_logprobs
-from qerl_bench.model.packing import Packing
+from qerl_bench.memory import memory_for
+from qerl_bench.model.lm_head import require_logprobs
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.routing import changed_choices
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.rundir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.shortages import shortages_of
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.kept import TokenColumns
-from qerl_bench.train.memory_plan import Size, after_shortage, micro_batch_size
+from qerl_bench.train.memory_plan import Size, micro_batch_size
 from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
-from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward, first_in_forward
-from qerl_bench.train.objective import objective
+from qerl_bench.train.micro_pass import Part, forward_backward, loss_error, to_host
+from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
+from qerl_bench.train.repeated import repeated_smaller
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
 from qerl_bench.train.spec import OptimSpec, TrainSpec
 from qerl_bench.train.static import StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
 BETA1 = 0.9  # of AdamW
-
-
-@dataclass
-class Part:
-    """What one micro-batch adds to the numbers of a step: on its device, and after `to_host` on the host, in FP64."""
-
-    loss: float | torch.Tensor
-    sums: Mapping[str, float | torch.Tensor]  # over its tokens
-    tokens: metrics.TokenTable  # columns of per-token numbers, of the policy before the first update
-    tokens_of: tuple[tuple[int, int], ...]  # that of its micro-batch
-
-    def columns_by_row(self) -> dict[int, TokenColumns]:
-        """The log-probabilities of each sequence, by its row in the step's batch, as `train/kept.py` calls them."""
-        names = {"logprobs": "trained", "noisy_logprobs": "noisy"}
-        sizes = [size for _, size in self.tokens_of]
-        columns: dict[int, TokenColumns] = {row: {} for row, _ in self.tokens_of}
-        for name, shown in names.items():
-            if name in self.tokens.names():
-                for (row, _), part in zip(self.tokens_of, self.tokens[name].split(sizes), strict=True):
-                    columns[row][shown] = part.tolist()
-        return columns
 
 
 def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
@@ -124,6 +99,17 @@ def update(
         sample_measured(parts, train.mismatch_share, derive(experiment.seed, "mismatch", step))
         return parts
 
+    def cut(size: Size) -> None:
+        nonlocal micro_batches
+        before, micro_batches = micro_batches, micro_batches_of(size)
+        if number > 0:
+            carry_over(before, micro_batches)
+
+    def gradients() -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
+        optimizer.zero_grad(set_to_none=True)
+        with precision(train, policy.device.type):
+            return add_gradients(experiment, policy, micro_batches, passes, world)
+
     micro_batches = micro_batches_of(size)
     totals = StepAccumulator()
     parts: dict[tuple[int, int], Part] = {}  # by update and place of the micro-batch among those of all ranks
@@ -131,28 +117,9 @@ def update(
         torch.manual_seed(derive(experiment.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
     for number in range(train.updates_per_batch):
-        while True:
-            optimizer.zero_grad(set_to_none=True)
-            random = random_state(policy.device.type)
-            try:
-                with precision(train, policy.device.type):
-                    done, norm, grad_norm = add_gradients(experiment, policy, micro_batches, passes, world)
-                break
-            except (RuntimeError, MemoryError) as error:
-                if shortage(error) is None:  # one that ends the run, or only this rank
-                    raise
-                sampler = policy.kept.get("sampler")
-                frees = any(world.gather(sampler is not None and sampler.kept is not None))
-                size = after_shortage(error, size, train, policy, longest, run, not exact, frees)
-            if passes is not None and not size.recorded:
-                passes.forget()
-            if (sampler := policy.kept.get("sampler")) is not None:
-                sampler.release()  # sampling reserves again what it needs then
-            release()  # only now: until here the traceback holds what was computed
-            set_random_state(random)
-            before, micro_batches = micro_batches, micro_batches_of(size)
-            if number > 0:
-                carry_over(before, micro_batches)
+        size, (done, norm, grad_norm) = repeated_smaller(
+            gradients, size, cut, experiment, policy, run, longest, passes, world
+        )
         parts |= {(number, place): part for place, _, part in done}
         totals.grad_norms.append(grad_norm)
         try:
@@ -222,142 +189,6 @@ def precision(train: TrainSpec, device: str) -> Iterator[None]:
     """Inside, training passes compute in the precision that `train` says."""
     with tf32_matmuls(train.tf32 and device == "cuda"), bf16_matmuls(train.autocast, device):
         yield
-
-
-def forward_backward(
-    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, passes: StaticPasses | None = None
-) -> Part | None:
-    """Add the gradient of one micro-batch, and return its numbers.
-
-    None if nothing was computed: its loss is 0, and its metrics were recorded in the first update.
-    """
-    batch, temperature, entropy_coef = micro_batch.batch, experiment.rollout.temperature, experiment.train.entropy_coef
-    layout = micro_batch.layout
-    is_first_update = micro_batch.old_logprobs is None
-    if not (micro_batch.has_gradient or is_first_update):
-        return None
-    tokens = metrics.TokenTable()
-    if passes is not None and micro_batch.static is not None:
-        stats, loss, columns = passes(micro_batch.static)
-        micro_batch.logprobs = stats.logprobs
-        before_first_update(experiment, policy, micro_batch, stats, [], tokens)
-        return Part(loss, sums_of(columns, layout), tokens, micro_batch.tokens_of)
-    train_with_noise = experiment.noise.site == "rollout_and_training"
-    training_noise = policy.noise.for_training if train_with_noise else nullcontext
-    with (
-        torch.set_grad_enabled(micro_batch.has_gradient),
-        training_noise(),
-        policy.routing(batch.mask, layout) as experts,
-    ):
-        stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0, layout)
-    micro_batch.logprobs = stats.logprobs.detach()
-    if is_first_update:
-        before_first_update(experiment, policy, micro_batch, stats, experts, tokens)
-    assert micro_batch.old_logprobs is not None
-    inputs = LossInputs(
-        logprobs=stats.logprobs,
-        old_logprobs=micro_batch.old_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        reference_logprobs=micro_batch.reference_logprobs,
-        importance_weights=micro_batch.importance_weights,
-    )
-    loss, columns = objective(experiment, inputs, micro_batch.loss_weights, stats.entropy)
-    sums = sums_of(columns, layout)
-    if micro_batch.has_gradient:
-        with training_noise():  # recomputation repeats the forward pass
-            loss.backward()
-    return Part(loss.detach(), sums, tokens, micro_batch.tokens_of)
-
-
-def sums_of(columns: dict[str, torch.Tensor], layout: Packing) -> dict[str, torch.Tensor]:
-    """The sum of each column (B, T) over the completion tokens, a scalar in FP64 on the device."""
-    return {name: layout.completion(column).detach().double().sum() for name, column in columns.items()}
-
-
-def to_host(parts: Sequence[Part], grad_norm: torch.Tensor) -> float:
-    """Bring the numbers of `parts` to the host, in place, and the norm, which is returned: one transfer, one wait."""
-    columns = [column for part in parts for column in part.tokens.columns.values()]
-    scalars = [torch.as_tensor(number) for part in parts for number in (part.loss, *part.sums.values())]
-    tensors = [grad_norm, *scalars, *(tensor for column in columns for tensor in column)]
-    sizes = [tensor.numel() for tensor in tensors]
-    host = iter(torch.cat([tensor.detach().double().flatten() for tensor in tensors]).cpu().split(sizes))
-    norm = float(next(host))
-    for part in parts:
-        part.loss = float(next(host))
-        part.sums = {name: float(next(host)) for name in part.sums}
-    for column in columns:
-        column[:] = [next(host).clone() for _ in column]  # a part of it alone, since ranks exchange it
-    return norm
-
-
-def loss_error(policy: Policy, temperature: float, micro_batch: MicroBatch) -> NonFiniteError:
-    """What to raise for a micro-batch whose loss is not finite."""
-    batch = micro_batch.batch
-    first = first_in_forward(policy.model, lambda: policy.token_stats(batch.input_ids, batch.mask, temperature))
-    tensors = {
-        "weights": micro_batch.loss_weights,
-        "old_logprobs": micro_batch.old_logprobs,
-        "logprobs": micro_batch.logprobs,
-        "importance": micro_batch.importance_weights,
-    }
-    return NonFiniteError("loss", first, batch.tensors() | {name: x for name, x in tensors.items() if x is not None})
-
-
-@torch.no_grad()
-def before_first_update(
-    experiment: Experiment,
-    policy: Policy,
-    micro_batch: MicroBatch,
-    stats: TokenStats,
-    experts: list[torch.Tensor],
-    tokens: metrics.TokenTable,
-) -> None:
-    """Fix old and reference log-probabilities and importance weights, and record the policy before the step.
-
-    `stats` and `experts` are those of the training pass. Another forward pass is made only if an option needs it.
-    """
-    batch, layout, algo, noise = micro_batch.batch, micro_batch.layout, experiment.algo, experiment.noise
-    importance_sampling = experiment.importance_sampling
-    records_split = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
-
-    def forward() -> TokenStats:
-        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature, False, layout)
-
-    trainer_logprobs, clean = stats.logprobs.detach(), stats
-    noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
-    measured = True
-    other_experts = experts  # with the noise if those of the training pass are without it, and the other way round
-    if noise.site == "rollout_and_training":
-        with policy.routing(batch.mask, layout) as other_experts:
-            clean = forward()
-    elif noise.site == "rollout_and_old_logprobs" or (records_split and policy.noise.present):
-        measured = noise.site == "rollout_and_old_logprobs" or micro_batch.measures_noise
-        if measured:
-            with policy.noise.for_training(), policy.routing(batch.mask, layout) as other_experts:
-                noisy_logprobs = forward().logprobs
-    micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
-    if experiment.kl.coef > 0:
-        with policy.without_adapter():
-            micro_batch.reference_logprobs = forward().logprobs
-    tokens.add(
-        logprobs=layout.completion(trainer_logprobs),
-        sampler_logprobs=layout.completion(batch.sampler_logprobs),
-        entropy=layout.completion(clean.entropy),
-        entropy_t1=layout.completion(clean.entropy_t1),
-    )
-    gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
-    tokens.add(sequence_gap=gap.sum(1).index_select(0, micro_batch.completed))
-    if records_split:
-        if measured:
-            tokens.add(noisy_logprobs=layout.completion(noisy_logprobs))
-        tokens.add(noisy_measured=torch.full_like(layout.scored, measured))
-    if experts and (other_experts is not experts or not policy.noise.present):
-        tokens.add(router_changed=changed_choices(experts, other_experts))
-    if importance_sampling.mode != "none":
-        raw = importance_sampling.importance_weights(micro_batch.old_logprobs, batch.sampler_logprobs, batch.mask)
-        micro_batch.importance_weights = importance_sampling.clip_or_mask(raw)
-        tokens.add(importance=layout.completion(micro_batch.importance_weights), importance_raw=layout.completion(raw))
 
 
 class StepAccumulator:

@@ -1,0 +1,106 @@
+"""An update that ran out of memory is made again, on all ranks, in smaller micro-batches."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TypeVar
+
+from qerl_bench.checks import TrainingStopped
+from qerl_bench.device import random_state, set_random_state
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.gpu_share import release
+from qerl_bench.memory import NO_MEMORY, shortage
+from qerl_bench.model.policy import Policy
+from qerl_bench.parallel import World
+from qerl_bench.rundir import RunDir
+from qerl_bench.shortages import shortages_of
+from qerl_bench.train.memory_plan import FILE, Size
+from qerl_bench.train.spec import TrainSpec
+from qerl_bench.train.static import StaticPasses
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def repeated_smaller(
+    work: Callable[[], Result],
+    size: Size,
+    cut: Callable[[Size], None],
+    experiment: Experiment,
+    policy: Policy,
+    run: RunDir,
+    longest: int,
+    passes: StaticPasses | None,
+    world: World,
+) -> tuple[Size, Result]:
+    """What `work` gives in micro-batches of `size`, or where memory runs out of one that works, and that size.
+
+    `cut` makes the micro-batches of a smaller size before `work` is repeated with the same random numbers. An error of
+    `work` is raised on all ranks; TrainingStopped ends the run.
+    """
+    random = random_state(policy.device.type)
+    while True:
+        try:
+            return size, work()
+        except (RuntimeError, MemoryError) as error:
+            if shortage(error) is None:  # one that ends the run, or only this rank
+                raise
+            sampler = policy.kept.get("sampler")
+            frees = any(world.gather(sampler is not None and sampler.kept is not None))
+            may_shrink = not experiment.parallel.exact
+            size = after_shortage(error, size, experiment.train, policy, longest, run, may_shrink, frees)
+        if passes is not None and not size.recorded:
+            passes.forget()
+        if sampler is not None:
+            sampler.release()  # sampling reserves again what it needs then
+        release()  # only now: until here the traceback holds what was computed
+        set_random_state(random)
+        cut(size)
+
+
+def after_shortage(
+    error: Exception,
+    size: Size,
+    train: TrainSpec,
+    policy: Policy,
+    longest: int,
+    run: RunDir,
+    may_shrink: bool,
+    frees: bool,
+) -> Size:
+    """The size to repeat the update with, and those of some steps, after an `error` about memory in `size`.
+
+    `frees`: whether some rank can free what sampling keeps. Raises TrainingStopped, with numbers, if there is no
+    smaller size, or it may not be smaller.
+    """
+    said, shortages = shortage(error), shortages_of(policy)
+    assert said is not None
+    smaller = size.smaller(longest) if may_shrink else None
+    if smaller is None and may_shrink and frees:
+        smaller = size
+    if smaller is None:
+        raise TrainingStopped(no_smaller_size(said, size, train, longest, may_shrink)) from error
+    shortages.size.shrink(asdict(smaller), shortages.step)
+    until = shortages.size.last
+    log.warning("%s (%s) in %s; the update is repeated in %s, until step %d", *(NO_MEMORY, said, size, smaller, until))
+    stored = json.loads((run.path / FILE).read_text()) if (run.path / FILE).exists() else {}
+    stored["shortage"] = {"step": shortages.step, "until": until, **asdict(smaller)}
+    run.write(FILE, json.dumps(stored, indent=1))
+    return smaller
+
+
+def no_smaller_size(said: str, size: Size, train: TrainSpec, longest: int, may_shrink: bool) -> str:
+    stronger = {"none": "train.recompute=selective or full", "selective": "train.recompute=full"}
+    remedies: Sequence[str | None] = (
+        None if may_shrink else f"a smaller train.micro_batch_tokens, at least {longest:,}",
+        stronger.get(train.recompute),
+        "a shorter task.max_completion_tokens",
+    )
+    return (
+        f"train: {NO_MEMORY} ({said}) in {size} with train.recompute={train.recompute}; the longest sequence has "
+        f"{longest:,}. If another process has used it, the same command continues from the last checkpoint. "
+        f"Otherwise: {', or '.join(filter(None, remedies))}"
+    )
