@@ -105,7 +105,7 @@ def test_points_without_memory_beside_others_are_run_once_more_at_the_end_and_al
     assert run.run() == [] and run.done == 4
     notes = (tmp_path / "notes").read_text().split("\n")
     alone = ["large begins", "large ends", "second begins", "second ends", ""]
-    assert notes[-5:] == alone and len(notes) == 11
+    assert notes[-5:] in (alone, [*alone[2:4], *alone[:2], ""]) and len(notes) == 11  # as they have failed
 
 
 def test_points_that_need_more_memory_than_there_is_fail(tmp_path: Path) -> None:
