@@ -293,7 +293,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 
     def curve(experiment: Experiment, policy: Policy, engine: Any, prompts: Any, sigmas: Any, draws: Any) -> list[Dose]:
         samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
-        return [Dose(sigma=sigma, entropy=1.0, kl=0.0, accuracy=None) for sigma in sigmas]
+        return [Dose(sigma=sigma, entropy=1.0, kl=0.0) for sigma in sigmas]
 
     def dose(design: Design, experiment: Experiment, policy: Policy, engine: Any) -> dict[str, Any]:
         measured.append(experiment.aqn.name)
