@@ -1,13 +1,17 @@
-"""What noise does to a policy: entropy, KL and accuracy of what it samples, for any model and any sigma.
+"""What noise does to a policy: entropy and KL of what it samples, for any model and any sigma.
 
 `curve` is how noise is measured before training, with draws of its own: `qerl-bench gates` looks along it for the sigma
 of aqn=matched. `first_dose` measures the noise of a run in the first step that has any, from the completions of that
-step, and samples a few of its prompts once more without noise.
+step, and samples a few of its prompts once more without noise. What finds no memory there is left out: training needs
+none of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,13 +22,17 @@ from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.metrics import entropy_ratio, mean, mean_entropy, mismatch_metrics
+from qerl_bench.memory import NO_MEMORY, shortage, whole_or_halves
+from qerl_bench.metrics import entropy_ratio, mean_entropy, mismatch_metrics
 from qerl_bench.model.policy import Policy
+from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import Group, Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import make_batch
+from qerl_bench.train.update import precision
 
-KL_TOKENS = 32_768  # of a forward pass
+log = logging.getLogger(__name__)
+KL_TOKENS = 32_768  # of a forward pass, at most
 COMPLETIONS = 64  # of a step that are sampled again without noise, about
 WORDS = ((0.001, "changes next to nothing"), (0.01, "changes little"), (0.1, "changes something"))  # below a KL, nats
 
@@ -36,7 +44,6 @@ class Dose:
     sigma: float
     entropy: float  # nats/token
     kl: float  # nats/token
-    accuracy: float | None  # share of completions
 
 
 def curve(
@@ -46,7 +53,6 @@ def curve(
     prompts: list[Prompt],
     sigmas: Sequence[float],
     draws: Sequence[int],
-    graded: bool = False,
 ) -> list[Dose]:
     """The dose of each sigma, as a step would log it, over several draws; of equal random numbers for all sigmas."""
     rollout, quiet = experiment.rollout, policy.noise
@@ -63,10 +69,8 @@ def curve(
         finally:
             policy.noise = quiet
         engine.sleep()
-        rewards = experiment.task.rewards(everything) if graded else []
-        accuracy = mean([float(reward.correct) for reward in rewards]) if graded else None
         kl = kl_to(experiment, policy, everything)
-        doses.append(Dose(sigma=sigma, entropy=mean_entropy(everything), kl=kl, accuracy=accuracy))
+        doses.append(Dose(sigma=sigma, entropy=mean_entropy(everything), kl=kl))
     return doses
 
 
@@ -83,17 +87,28 @@ def probe_sampling(experiment: Experiment, samples: int, temperature: float, dra
 
 
 def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -> float:
-    """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now."""
-    sampler, trainer = [], []
+    """The metric mismatch/kl of these rollouts: their sampler against the policy as it is now.
+
+    In the precision of training passes, of no more tokens at a time than their micro-batches, or as few as there is
+    memory for.
+    """
     ids = [one.prompt_ids for one in rollouts], [one.token_ids for one in rollouts]
     batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in rollouts])
-    for rows in batch.micro_batches(KL_TOKENS, torch.ones_like(batch.lengths, dtype=torch.bool)):
-        part = batch.rows(rows)
-        with torch.no_grad():
-            stats = policy.token_stats(part.input_ids, part.mask, experiment.rollout.temperature)
-        trainer.append(stats.logprobs[part.mask].double().cpu())
-        sampler.append(part.sampler_logprobs[part.mask].double().cpu())
-    return mismatch_metrics(torch.cat(trainer), torch.cat(sampler))["mismatch/kl"]
+    planned, wanted = policy.kept.get("size"), experiment.train.micro_batch_tokens
+    tokens = min(KL_TOKENS, wanted or KL_TOKENS, KL_TOKENS if planned is None else planned.tokens)
+
+    def both(rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The log-probabilities (tokens,) of trainer and sampler."""
+        part = batch.rows(torch.tensor(rows, device=policy.device))
+        stats = policy.token_stats(part.input_ids, part.mask, experiment.rollout.temperature)
+        return [tuple(x[part.mask].double().cpu() for x in (stats.logprobs, part.sampler_logprobs))]  # type: ignore[list-item]
+
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with torch.no_grad(), precision(experiment.train, policy.device.type):
+        for rows in batch.micro_batches(tokens, torch.ones_like(batch.lengths, dtype=torch.bool)):
+            parts += whole_or_halves(both, rows.tolist())
+    trainer, sampler = map(torch.cat, zip(*parts, strict=True))
+    return mismatch_metrics(trainer, sampler)["mismatch/kl"]
 
 
 def begins(controller: SigmaController, step: int) -> bool:
@@ -102,28 +117,60 @@ def begins(controller: SigmaController, step: int) -> bool:
 
 
 def first_dose(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, groups: Sequence[Group], sampling: Sampling
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    groups: Sequence[Group],
+    sampling: Sampling,
+    world: World = ALONE,
 ) -> dict[str, float]:
     """The metrics NOISE_DOSE of a step from its noisy `groups` and their `sampling`; the policy has no noise now.
 
-    Without aqn/dose_kl if training will measure it, as mismatch/noise_kl.
+    Without aqn/dose_kl if training will measure it, and without numbers that there is no memory for.
     """
     few = groups[: max(1, COMPLETIONS // sampling.samples)]
     noisy = [rollout for group in few for rollout in group.rollouts]
-    quiet = engine.generate([group.rollouts[0].prompt for group in few], sampling)
+    found = policy.noise.scale_share()
+    with nullcontext() if world.size > 1 else unless_short("aqn/dose_entropy"):  # ranks wait for what each samples
+        quiet = engine.generate([group.rollouts[0].prompt for group in few], sampling)
+        found["aqn/dose_entropy"] = entropy_ratio(noisy, quiet)
     engine.sleep()
+    if not _kl_in_training(experiment):
+        with unless_short("aqn/dose_kl"):
+            found["aqn/dose_kl"] = kl_to(experiment, policy, noisy)
+    return found
+
+
+@contextmanager
+def unless_short(metric: str) -> Iterator[None]:
+    """A shortage of memory in this block, which measures `metric`, is logged and ends nothing."""
+    try:
+        yield
+    except Exception as error:
+        said = shortage(error) or shortage(error.__cause__)
+        if said is None:
+            raise
+        log.warning("%s is not measured: %s (%s)", metric, NO_MEMORY, said)
+
+
+def _kl_in_training(experiment: Experiment) -> bool:
+    """Whether training measures the KL that its noise makes, as mismatch/noise_kl."""
     noise = experiment.noise
-    split = experiment.importance_sampling.split_mismatch and noise.one_draw and noise.site != "rollout_and_training"
-    kl = {} if split else {"aqn/dose_kl": kl_to(experiment, policy, noisy)}
-    return {"aqn/dose_entropy": entropy_ratio(noisy, quiet), **policy.noise.scale_share(), **kl}
+    return experiment.importance_sampling.split_mismatch and noise.one_draw and noise.site != "rollout_and_training"
+
+
+def trained_kl(experiment: Experiment, found: Mapping[str, float]) -> dict[str, float]:
+    """aqn/dose_kl from the metrics of the step after training, if that measures it."""
+    kl = found.get("mismatch/noise_kl", found["mismatch/kl"])
+    return {"aqn/dose_kl": kl} if _kl_in_training(experiment) else {}
 
 
 def in_words(step: int, found: Mapping[str, float]) -> str:
     """The dose in a line, from the metrics of the step."""
-    share, kl = found.get("aqn/sigma_share"), found["aqn/dose_kl"]
-    scale = "" if share is None else f" ({share:.1%} of the median norm scale)"
+    share, kl, ratio = (found.get(f"aqn/{name}", math.nan) for name in ("sigma_share", "dose_kl", "dose_entropy"))
+    scale = "" if math.isnan(share) else f" ({share:.1%} of the median norm scale)"
+    words = "KL unknown" if math.isnan(kl) else f"KL {kl:.1g}"
+    words += ", entropy unknown" if math.isnan(ratio) else f", entropy x{ratio:.2f}"
     verdict = next((words for below, words in WORDS if kl < below), "changes much")
-    return (
-        f"first noise, step {step}: sigma {found['aqn/sigma']:g}{scale}: KL {kl:.1g}, entropy "
-        f"x{found['aqn/dose_entropy']:.2f}: {verdict}"
-    )
+    words += "" if math.isnan(kl) else f": {verdict}"
+    return f"first noise, step {step}: sigma {found['aqn/sigma']:g}{scale}: {words}"

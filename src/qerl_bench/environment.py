@@ -18,7 +18,10 @@ from qerl_bench.metrics import definitions
 from qerl_bench.own_options import own_modules
 from qerl_bench.seals import digest
 
-PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "triton", "hydra-core", "lm-eval", "wandb", "numpy")
+PACKAGES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "triton", "gguf"),
+    *("hydra-core", "lm-eval", "wandb", "numpy"),
+)
 ONLY_READ_RUNS = ("study", "claims", "figures", "publish")  # packages whose code cannot change the numbers of a run
 
 

@@ -164,6 +164,7 @@ def train_step(
     """One step: a new batch, and one or more optimizer updates on it. Returns all metrics of the step."""
     algo = experiment.algo
     step_metrics: dict[str, float] = {}
+    noise_begins = algo.on_policy and dose.begins(policy.noise.controller, step)
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
@@ -172,10 +173,10 @@ def train_step(
                 answers = [(one.prompt, one.text, one.finished) for group in everything for one in group.rollouts]
                 longest = experiment.task.max_completion_tokens
                 formats.report_formats(run, experiment.task, answers, "rollouts of step 1", longest)
-            if dose.begins(policy.noise.controller, step):
+            if noise_begins:
                 with timer("dose"):
                     sampling = rollout_sampling(experiment, step)
-                    step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling)
+                    step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling, world)
             batch = rollout_batch(groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:
@@ -188,8 +189,8 @@ def train_step(
             shown = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()
             run.append("rollouts.jsonl", kept_records(step, shown, advantages, columns, policy.tokenizer.batch_decode))
-    if "aqn/dose_entropy" in step_metrics:
-        step_metrics.setdefault("aqn/dose_kl", step_metrics.get("mismatch/noise_kl", step_metrics["mismatch/kl"]))
+    if noise_begins:
+        step_metrics |= dose.trained_kl(experiment, step_metrics)
         log.info(dose.in_words(step, step_metrics))
     step_metrics |= {f"time/{phase}_s": seconds for phase, seconds in timer.seconds.items()}
     step_metrics["time/idle_s"] = 2 * timer.seconds["step"] - sum(timer.seconds.values())

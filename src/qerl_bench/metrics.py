@@ -100,7 +100,8 @@ NOISE_DOSE = {  # of the first step with noise: dose.py
         "ratio", "entropy of the step's first completions, about 64, over that of the same sampled without noise"
     ),
     "aqn/sigma_share": Metric(
-        "share", "aqn/sigma over the median size of the norm scales that get noise; not on adapters"
+        "share",
+        "aqn/sigma over the median size of the norm scales that get noise; not on adapters, nor with sigmas by norm",
     ),
     "time/dose_s": Metric("s", "sampling without noise for aqn/dose_entropy"),
 }
@@ -376,8 +377,9 @@ def mean_entropy(rollouts: Sequence[Rollout]) -> float:
 
 
 def entropy_ratio(noisy: Sequence[Rollout], quiet: Sequence[Rollout]) -> float:
-    """Entropy of a policy with noise over that without, each on what it samples itself."""
-    return mean_entropy(noisy) / mean_entropy(quiet)
+    """Entropy of a policy with noise over that without, each on what it samples itself; NaN if the latter is 0."""
+    without = mean_entropy(quiet)
+    return mean_entropy(noisy) / without if without else math.nan
 
 
 def entropy_by_part(entropies: list[float]) -> dict[str, float]:

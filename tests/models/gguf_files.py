@@ -72,8 +72,17 @@ def random_blocks(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray
     weights, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows * width // weights, size), dtype=np.uint8)
-    for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
-        scales = random.uniform(1e-4, 3e-4, len(blocks)) * {"Q6_K": 0.05, "Q4_K": 0.5, "Q5_K": 0.25}.get(kind, 20)
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(
+        kind, (0, 2) if kind.endswith("_1") else (0,)
+    ):
+        scales = random.uniform(1e-4, 3e-4, len(blocks)) * {
+            "Q2_K": 5,
+            "Q3_K": 1,
+            "Q6_K": 0.05,
+            "Q4_K": 0.5,
+            "Q5_K": 0.25,
+            "IQ4_XS": 0.1,
+        }.get(kind, 20)
         blocks[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
     return blocks.reshape(rows, -1)
 

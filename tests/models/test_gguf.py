@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.fingerprint import fingerprint
 from qerl_bench.model.base import short_name
-from qerl_bench.model.digest import digest_of, name_of_base
+from qerl_bench.model.digest import digest_of, file_digest, name_of_base
 from qerl_bench.model.gguf.convert import converted, record_of, told
+from qerl_bench.model.gguf.header import _read
 from qerl_bench.model.gguf.rope import FREQUENCIES
 from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.hub import HubModel
@@ -157,6 +160,20 @@ def test_a_head_that_differs_in_any_row_stays_apart(rows: int, tmp_path: Path) -
     assert torch.equal(read.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+def test_a_head_of_a_type_whose_cells_are_not_known_stays_apart(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model, raw = model_of("qwen2"), random_blocks(kind, VOCABULARY, 256)
+    file = write(tmp_path / "x.gguf", model, {"token_embd.weight": "Q4_0"}, raw_head=(raw, kind))
+    read = loaded(file, tmp_path)
+    assert np.array_equal(read.lm_head.weight.detach().numpy(), dequantize(raw, GGMLQuantizationType[kind]))
+    assert torch.equal(read.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    said = [line for line in caplog.messages if "output.weight" in line]
+    assert len(said) == 1 and f"Q4_0 and {kind}" in said[0]
+
+
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +189,27 @@ def test_the_folder_is_made_once_and_says_what_the_weights_have_been_through(tmp
     assert told(record) == "My Model.gguf: these 16-bit weights were rounded to 5.0 bits a weight before"
     plain = write(tmp_path / "plain.gguf", model_of("qwen2"), "BF16")
     assert told(record_of(hub(plain).converted(tmp_path)) or {}) is None
+
+
+def test_another_file_of_the_same_name_and_size_is_converted_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of large files the digest reads some blocks alone, which may be the same in both."""
+    monkeypatch.setattr("qerl_bench.model.digest.MAX_WHOLE_BYTES", 2**12)
+    monkeypatch.setattr("qerl_bench.model.digest.BLOCK_BYTES", 2**6)
+    file, other = tmp_path / "x.gguf", model_of("qwen2")
+    write(file, other)
+    first, size, digest = hub(file).converted(tmp_path / "cache"), file.stat().st_size, file_digest(file)
+    content = bytearray(file.read_bytes())
+    at = size // 2 + 256  # between two blocks that are read
+    content[at : at + 4] = np.float32(3).tobytes()
+    file.write_bytes(content)
+    os.utime(file, ns=(0, 10**18))
+    assert (file.stat().st_size, file_digest(file)) == (size, digest)
+    second = hub(file).converted(tmp_path / "cache")
+    assert second != first
+    before, after = ((folder / "model.safetensors").read_bytes() for folder in (first, second))
+    assert before != after
 
 
 def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path) -> None:
@@ -392,5 +430,8 @@ def test_another_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
 
 def test_the_package_is_named_if_it_is_missing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"model.id=.*x.gguf needs the package gguf.*\.\[gguf\]"):
-        hub(whole).check(())
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    _read.cache_clear()
+    for ask in (lambda: hub(whole).check(()), hub(whole).config):
+        with pytest.raises(ConfigError, match=r"model.id=.*x.gguf needs the package gguf.*\.\[gguf\]"):
+            ask()

@@ -175,6 +175,22 @@ def test_one_line_says_what_is_left_out(folder: Path, caplog: pytest.LogCaptureF
     assert "Left out" not in caplog.text
 
 
+def test_modules_that_the_model_lacks_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A block for a later token, a tower beside the model, scales and angles of modules that are not in it."""
+    before = _logits(_load(folder)[0])
+    caplog.clear()
+    foreign = (
+        *("model.layers.99.mlp.down_proj.weight", "model.layers.99.norm.weight", "mtp.fc.weight"),
+        *("model.layers.0.self_attn.attn.k_scale", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    )
+    _edit(folder, lambda t: t.update({name: torch.ones(2) for name in foreign}))
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(_logits(_load(folder)[0]), before)
+    (line,) = [record.getMessage() for record in caplog.records if "Left out" in record.getMessage()]
+    for found in ("2 tensors of model.layers.99", "1 tensors of mtp", "3 tensors k_scale", "1 tensors inv_freq"):
+        assert found in line
+
+
 def test_an_exported_modelopt_checkpoint_has_the_divisor_of_compressed_tensors(folder: Path) -> None:
     model, _ = _load(folder)
     exported, stored = dict(checkpoint_tensors(model)), load_file(folder / "model.safetensors")
@@ -229,6 +245,10 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "scale of the inputs": (
         lambda t: t.update({f"{LAYER}.pre_quant_scale": torch.ones(64)}),
         f"tensor {LAYER}.pre_quant_scale is nothing that {LAYER} is known to have",
+    ),
+    "rotation that no layer has": (
+        lambda t: t.update({"model.layers.0.self_attn.rotation.weight": torch.eye(64)}),
+        rf"tensor model\.layers\.0\.self_attn\.rotation\.weight belongs to no layer.*{ORIGINAL}",
     ),
     "low rank beside it": (
         lambda t: t.update({f"{ALONE}.svdquant_lora_a": torch.ones(4, 128)}),

@@ -83,6 +83,9 @@ def test_the_patch_makes_the_code_again(repository: Path, tmp_path: Path) -> Non
     changes = {
         "src/loop.py": "new\n\n",
         "src/with blank.py": b"# \xe9\n",
+        "src/größe.py": "new\n",
+        'src/with "quotes".py': "new\n",
+        "src/empty.py": "",
         "conf/weights.bin": bytes(range(256)),
         "README.md": "old\nand more",
     }
@@ -98,6 +101,12 @@ def test_the_patch_makes_the_code_again(repository: Path, tmp_path: Path) -> Non
     for name in changes:
         assert (again / name).read_bytes() == (repository / name).read_bytes()
     assert (again / "studies/one/data/s/gates.md").read_text() == "old\n"
+
+
+def test_a_file_that_git_makes_no_patch_of_is_named(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "_new_files", lambda *_: ["src/gone.py"])
+    with pytest.raises(ConfigError, match=r"no patch of src/gone\.py .*commit"):
+        patch_of(repository / "study.yaml", repository / "out")
 
 
 def test_a_folder_within_a_repository_tells_of_itself_only(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

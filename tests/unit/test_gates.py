@@ -22,6 +22,7 @@ from hydra_plugins.process_launcher import launcher
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.children import Child
 from qerl_bench.claims.contrasts import MATCHED
+from qerl_bench.claims.exploration import LEVEL, one_passes
 from qerl_bench.cli import Point
 from qerl_bench.config import build, compose
 from qerl_bench.gates import command, probing, runner
@@ -32,6 +33,7 @@ from qerl_bench.gates.dose import find_sigma
 from qerl_bench.gates.runner import Blocks, blocks_of
 from qerl_bench.gates.sessions import read_sessions
 from qerl_bench.installation import CONF_DIR
+from qerl_bench.statistics import mean_ci
 from qerl_bench.study.load import Run
 from qerl_bench.termination import Terminated
 
@@ -200,6 +202,13 @@ def test_a_control_is_of_gain_or_of_exploration_and_a_study_may_lack_one(design:
     assert said.shows == "exploration"
 
 
+def test_one_rule_decides_for_gates_and_claims_whether_a_control_passes() -> None:
+    smaller, unsure, sure = mean_ci([0.005, 0.006, 0.007]), mean_ci([0.03, -0.02, 0.04]), mean_ci([0.02, 0.021, 0.022])
+    most = int(LEVEL / sure.p_outside(0.0))
+    assert most >= 2 and one_passes([unsure, sure], most) and not one_passes([unsure, sure], most + 1)
+    assert not one_passes([smaller, unsure], 1) and not one_passes([], 0)
+
+
 def test_a_control_that_lowers_accuracy_shows_no_gain(design: Design) -> None:
     runs = {("bf16", base, 0): run(design, "bf16", base, 0.5, 0.05) for base in design.bases}
     runs |= {("bf16-group8", b, 0): run(design, "bf16-group8", b, 0.4 + 0.001 * (b % 2)) for b in design.bases}
@@ -293,7 +302,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 
     def curve(experiment: Experiment, policy: Policy, engine: Any, prompts: Any, sigmas: Any, draws: Any) -> list[Dose]:
         samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
-        return [Dose(sigma=sigma, entropy=1.0, kl=0.0, accuracy=None) for sigma in sigmas]
+        return [Dose(sigma=sigma, entropy=1.0, kl=0.0) for sigma in sigmas]
 
     def dose(design: Design, experiment: Experiment, policy: Policy, engine: Any) -> dict[str, Any]:
         measured.append(experiment.aqn.name)
@@ -687,6 +696,28 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
     assert measured["pass@1 of the base"] == measured["headroom"] == 2 and "| headroom |" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="give out=DIR"):
         command.main([str(STUDY), f"runs={early}", f"runs={late}"])
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_what_a_session_overrode_is_read_from_its_record(
+    says: bool, tmp_path: Path, design: Design, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of before have no such field: there a gate was that failed and stopped nothing."""
+    gates = [
+        {"gate": "headroom", "passed": None, "must": True, "overridden": True},
+        {"gate": "control of exploration hot", "passed": False, "must": True, "overridden": False},  # stops no arm
+        {"gate": "control group8", "passed": False, "overridden": True},
+        {"gate": "pass@64", "passed": False, "overridden": False},
+    ]
+    for one in [] if says else gates:
+        del one["overridden"]
+    record = {"gates": gates, "stopped": {"nvfp4": ["pass@64"]}}
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "probes.json").write_text("[]")
+    (tmp_path / "s" / "gates.json").write_text(json.dumps(record))
+    monkeypatch.setattr("qerl_bench.gates.sessions.finished_runs", lambda *_: {})
+    read = set(read_sessions(design, [tmp_path / "s"]).overridden)
+    assert read == ({"headroom"} if says else {"control of exploration hot"}) | {"control of gain group8"}
 
 
 # --- the world -------------------------------------------------------------------------------------------------------

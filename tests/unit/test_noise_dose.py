@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,8 @@ from qerl_bench.config import build
 from qerl_bench.device import PhaseTimer
 from qerl_bench.experiment import collect_rollouts, rollout_sampling, run_experiment
 from qerl_bench.model_setup import build_noise
-from qerl_bench.records import Reward, Rollout
+from qerl_bench.records import Prompt, Rollout
+from qerl_bench.train.memory_plan import Size
 
 NOISE = ("aqn=constant", "aqn.level=0.3", "quant=bf16", "rollout.temperature=0.8", "rollout.group_size=3")
 
@@ -94,34 +95,27 @@ def test_sigma_as_a_share_of_the_scales(
     assert policy.noise.scale_share() == ({} if share is None else {"aqn/sigma_share": pytest.approx(share)})
 
 
-class OddIsRight:
-    """A task, but completions of an odd number of characters are right."""
-
-    def __init__(self, task: Any) -> None:
-        self.task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [Reward(total=1.0, correct=len(rollout.text) % 2 == 1) for rollout in rollouts]
+def test_there_is_no_share_of_noise_that_differs_between_norms(
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
+) -> None:
+    noise = noisy_policy(make_policy, make_experiment(*NOISE)).noise
+    noise.controller.per_norm_scale = {next(iter(noise.norms)): 2.0}
+    with noise.for_rollout(1, 0):
+        pass
+    assert noise.scale_share() == {}
 
 
 def test_the_curve_of_any_experiment(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
     """KL rises with sigma; without noise the numbers are those of plain sampling."""
     experiment = make_experiment(*NOISE, "task=even_characters")
-    experiment = dataclasses.replace(experiment, task=OddIsRight(experiment.task))
     policy = noisy_policy(make_policy, experiment)
     prompts, engine = experiment.task.train_prompts(1, 2, seed=0), experiment.engine.build(policy)
-    found = dose.curve(experiment, policy, engine, prompts, (0, 0.2, 0.8), (0, 1), graded=True)
+    found = dose.curve(experiment, policy, engine, prompts, (0, 0.2, 0.8), (0, 1))
     assert [one.sigma for one in found] == [0, 0.2, 0.8]
     assert found[0].kl < 1e-6 < found[1].kl < found[2].kl
     plain = [one for draw in (0, 1) for one in engine.generate(prompts, dose.probe_sampling(experiment, 3, 0.8, draw))]
     assert found[0].entropy == pytest.approx(mean_entropy(policy, plain, 0.8), rel=1e-4)
-    assert found[0].accuracy == np.mean([len(one.text) % 2 == 1 for one in plain]) and 0 < found[0].accuracy < 1
-    assert dose.curve(experiment, policy, engine, prompts, [0.2], (0, 1))[0] == dataclasses.replace(
-        found[1], accuracy=None
-    )
+    assert dose.curve(experiment, policy, engine, prompts, [0.2], (0, 1))[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -171,3 +165,102 @@ def test_the_line_says_what_the_numbers_mean(kl: float, words: str) -> None:
     assert line.endswith(f"changes {words}")
     del found["aqn/sigma_share"]
     assert "norm scale" not in dose.in_words(7, found)
+    found |= {"aqn/dose_entropy": math.nan}
+    del found["aqn/dose_kl"]
+    assert dose.in_words(7, found).endswith(": KL unknown, entropy unknown")
+
+
+def test_a_policy_that_is_sure_of_everything_has_no_ratio_of_entropies() -> None:
+    prompt = Prompt(id="a", messages=(), answer="")
+    sure, unsure = (
+        Rollout(
+            prompt=prompt,
+            sample=0,
+            prompt_ids=[1],
+            token_ids=[2],
+            logprobs=[0.0],
+            entropies=[one],
+            text="",
+            finished=True,
+        )
+        for one in (0.0, 0.5)
+    )
+    assert math.isnan(metrics.entropy_ratio([unsure], [sure])) and metrics.entropy_ratio([sure], [unsure]) == 0
+
+
+# --- memory and precision --------------------------------------------------------------------------------------------
+
+
+def rolled_out(make_policy: Callable[..., Any], experiment: Any) -> tuple[Any, Any, Any]:
+    policy = noisy_policy(make_policy, experiment)
+    engine = experiment.engine.build(policy)
+    _, groups, _ = collect_rollouts(experiment, policy, engine, 1, PhaseTimer("cpu"))
+    return policy, engine, groups
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+WITHOUT_SPLIT = (*NOISE, "importance_sampling.split_mismatch=false", "rollout.prompts_per_step=2")
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batches(
+    most: int, make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, _, groups = rolled_out(make_policy, experiment := make_experiment(*WITHOUT_SPLIT))
+    rollouts, whole, tried = [one for group in groups for one in group.rollouts], policy.token_stats, []
+
+    def token_stats(ids: torch.Tensor, *words: Any) -> Any:
+        tried.append(tuple(ids.shape))
+        return full() if len(ids) > most else whole(ids, *words)
+
+    wanted = dose.kl_to(experiment, policy, rollouts)
+    monkeypatch.setattr(policy, "token_stats", token_stats)
+    assert dose.kl_to(experiment, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
+    assert tried[0][0] == 6 and tried[-1][0] <= most
+    tried.clear()
+    longest = max(len(one.prompt_ids) + len(one.token_ids) for one in rollouts)
+    small = make_experiment(*WITHOUT_SPLIT, f"train.micro_batch_tokens={longest}")
+    planned = {**policy.kept, "size": Size(longest, recorded=False)}
+    for of, kept in ((small, policy.kept), (experiment, planned)):
+        monkeypatch.setattr(policy, "kept", kept)
+        assert dose.kl_to(of, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
+        assert all(rows * width <= longest for rows, width in tried)
+
+
+@pytest.mark.parametrize(("what", "lacking"), [("generate", "aqn/dose_entropy"), ("token_stats", "aqn/dose_kl")])
+def test_a_run_goes_on_without_a_number_that_there_is_no_memory_for(
+    what: str,
+    lacking: str,
+    make_policy: Callable[..., Any],
+    make_experiment: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy, engine, groups = rolled_out(make_policy, experiment := make_experiment(*WITHOUT_SPLIT))
+    monkeypatch.setattr(engine if what == "generate" else policy, what, full)
+    found = dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
+    assert {"aqn/dose_entropy", "aqn/dose_kl"} - found.keys() == {lacking}
+    assert len([line for line in caplog.messages if lacking in line and "CUDA out of memory" in line]) == 1
+    assert "unknown" in dose.in_words(1, found | {"aqn/sigma": 0.3})
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(engine if what == "generate" else policy, what, broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_kl_of_the_dose_is_computed_as_in_training(
+    autocast: bool, tmp_path: Path, make_config: Callable[..., Any]
+) -> None:
+    words = ("importance_sampling.split_mismatch=false", "aqn=constant", "task=even_characters", "eval=none")
+    words += ("lora=none", "quant=bf16") if autocast else ()
+    cfg = make_config(*words, f"train.autocast={autocast}", "steps=1", f"root={tmp_path}", "name=a")
+    run_experiment(build(cfg), cfg)
+    (line,) = (json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()[-1:])
+    assert line["aqn/dose_kl"] == pytest.approx(line["mismatch/kl"], rel=1e-4) and line["aqn/dose_kl"] > 0

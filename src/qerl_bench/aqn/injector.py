@@ -110,12 +110,15 @@ class NoiseInjector:
         return self._in_place_of_clean(self._noisy_scales(), None)
 
     def scale_share(self) -> dict[str, float]:
-        """The latest sigma over the median size of the scales that get noise, as metric; none on adapters."""
-        sizes = [(self.offsets[name] + scale_of(norm).detach().float()).abs() for name, norm in self.norms.items()]
-        if self.spec.where == "adapters" or not sizes:
+        """The latest sigma over the median size of the scales that get noise, as metric.
+
+        None on adapters, nor where sigma differs between norms.
+        """
+        if self.spec.where == "adapters" or not self.norms or self.controller.per_norm_scale:
             return {}
         sigma = self.controller.sigma(self.latest_draw[0])
-        return {"aqn/sigma_share": sigma / (1.0 if self.spec.relative else float(torch.cat(sizes).median()))}
+        median = 1.0 if self.spec.relative else float(torch.cat([*self._sizes().values()]).median())
+        return {"aqn/sigma_share": sigma / median}
 
     def state(self) -> dict[str, Any]:
         """What the next step's noise depends on besides its seed, as plain numbers and tensors."""
@@ -150,6 +153,10 @@ class NoiseInjector:
             return {name: layer.unit() for name, layer in self.adapters.items()}
         if not self.spec.relative:
             return None
+        return self._sizes()
+
+    def _sizes(self) -> Scales:
+        """The size of each number that the norms multiply by, without its sign."""
         return {name: (self.offsets[name] + scale_of(norm).detach().float()).abs() for name, norm in self.norms.items()}
 
     def _in_place_of_clean(self, scales: Scales, value: Value) -> AbstractContextManager[Value]:

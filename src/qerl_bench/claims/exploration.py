@@ -7,12 +7,13 @@ either says nothing about noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from qerl_bench.claims.contrasts import ANSWERING, NO_NOISE
 from qerl_bench.claims.estimate import compare
 from qerl_bench.claims.match import Arm, Contrast, Filter
 from qerl_bench.claims.measure import ACCURACY
+from qerl_bench.statistics import Estimate
 from qerl_bench.study.load import Run
 
 EFFECT = 0.01  # accuracy that a control must raise, the margin of the claims
@@ -30,6 +31,19 @@ def _more(label: str, key: str, usual: float) -> Contrast:
 MEANS = (_more("a hotter sampler", "rollout.temperature", 1.0), _more("a bonus", "train.entropy_coef", 0.0))
 
 
+def level(controls: int) -> float:
+    """What the p-value of a control has to be, at most, if so many are tested."""
+    return LEVEL / max(controls, 1)
+
+
+def one_passes(raised: Iterable[Estimate], controls: int) -> bool:
+    """Whether one of these controls has raised accuracy by more than EFFECT, when so many are tested in all.
+
+    A study knows all controls of its design, of both kinds; a claim knows those that were run.
+    """
+    return any(one.value > EFFECT and one.p_outside(0.0) <= level(controls) for one in raised)
+
+
 def why_only_harm(runs: Sequence[Run]) -> str:
     """Why a lack of help cannot be shown: no such control was run, or none raised accuracy. Empty if one did."""
     found = [
@@ -38,7 +52,7 @@ def why_only_harm(runs: Sequence[Run]) -> str:
         for one in compare(ACCURACY, contrast, (*ANSWERING, NO_NOISE), runs)
         if one.effect
     ]
-    if any(one.value > EFFECT and one.p_outside(0.0) <= LEVEL / len(found) for _, one in found):
+    if one_passes((one for _, one in found), len(found)):
         return ""
     shown = ", ".join(f"{label} {ACCURACY.estimate_text(one)}" for label, one in found)
     control = f"no control of exploration passed ({shown})" if found else "no control of exploration was run"

@@ -164,13 +164,9 @@ def greedy_text(claim_result: ClaimResult, result: ContrastResult) -> str:
         return "-"
     greedy = claim_result.greedy.contrasts[claim_result.contrasts.index(result)]
     effect = _effect(greedy)
-    return (
-        claim_result.claim.measure.estimate_text(effect.whole)
-        if effect
-        else "-"
-        if _effect(result) is None
-        else greedy.reason
-    )
+    if effect is not None:
+        return claim_result.claim.measure.estimate_text(effect.whole)
+    return "-" if _effect(result) is None else greedy.reason
 
 
 def label_of(result: ContrastResult) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qerl_bench.claims.exploration import EFFECT, LEVEL
+from qerl_bench.claims.exploration import EFFECT, level, one_passes
 from qerl_bench.claims.measure import LATE, held_out
 from qerl_bench.gates.design import Arm, Design
 from qerl_bench.statistics import mean_ci, pass_at_k
@@ -133,14 +133,15 @@ def controls(design: Design, runs: Runs, kind: str, stops: tuple[str, ...] = ())
 
     A study without one has a result that says so.
     """
-    gate, level = f"control of {kind}", LEVEL / max(sum(arm.shows is not False for arm in design.arms), 1)
-    limit = f"one above {EFFECT:g}, p <= {level:.2g}"
+    gate, tested = f"control of {kind}", sum(arm.shows is not False for arm in design.arms)
+    limit = f"one above {EFFECT:g}, p <= {level(tested):.2g}"
     reference, arms = by_base(runs, design.reference, final), [arm for arm in design.arms if arm.shows == kind]
     effects = {arm.name: _differences(by_base(runs, arm, final), reference) for arm in arms}
     estimates = [mean_ci(values) for values in effects.values() if values]
-    raised = any(one.value > EFFECT and one.p_outside(0.0) <= level for one in estimates)
     all_below = all(one.high < EFFECT for one in estimates)
-    word: Word = "yes" if raised else "open" if len(estimates) < len(arms) else "no" if all_below else "neither"
+    word: Word = "open" if len(estimates) < len(arms) else "no" if all_below else "neither"
+    if one_passes(estimates, tested):
+        word = "yes"
     if not arms:
         return [Result(gate=gate, limit=limit, word="no such arm")]
     return [

@@ -77,14 +77,19 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
 
 
 def _overridden(file: Path) -> list[str]:
-    """The gates of a session that failed and stopped none of their arms; none without a record.
+    """The gates of a session that failed and were overridden; none without a record.
 
-    Older records do not say of what kind a control was, and call it `control ARM`.
+    Older records do not say so: there a failed gate was that stopped none of its arms. Nor do they say of what kind a
+    control was, and call it `control ARM`.
     """
     record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"gates": [], "stopped": {}}
     stopping = {gate for by in record["stopped"].values() for gate in by}
-    failed = [one["gate"] for one in record["gates"] if one["passed"] is False and one["gate"] not in stopping]
-    return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in failed]
+    found = [
+        one["gate"]
+        for one in record["gates"]
+        if one.get("overridden", one["passed"] is False and one["gate"] not in stopping)
+    ]
+    return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in found]
 
 
 def study_of(session: Path) -> Path | None:

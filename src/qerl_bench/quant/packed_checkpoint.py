@@ -1,8 +1,8 @@
 """Reads checkpoints that are packed already, byte for byte: of compressed-tensors, ModelOpt, bitsandbytes, and gpt-oss.
 
-All names are looked at before the first layer is read. Scales of activations and of the KV cache are left out, and
-named in one line of the log; any other tensor beside a layer's own is refused, since it may change what the layer
-computes. Layers that the checkpoint leaves in 16 bits stay so.
+All names are looked at before the first layer is read. Scales of activations and of the KV cache are left out, and so
+are modules that the model lacks as a whole, such as a vision tower; one line of the log names them. Any other tensor in
+a block is refused, since it may change what the block computes. Layers that the checkpoint leaves in 16 bits stay so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, CheckpointReader, skeleton
-from qerl_bench.quant.conversion import rows_in_checkpoint
+from qerl_bench.quant.conversion import rows_in_checkpoint, sources_of
 from qerl_bench.quant.experts import (
     PackedMatrices,
     expert_modules,
@@ -40,7 +40,10 @@ log = logging.getLogger(__name__)
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _REMEDY = "download or write the checkpoint again"
-_UNUSED = re.compile(r"(input|output|q|k|v)_((global_)?scale|zero_point)|[kv]_bias")  # of activations and KV cache
+_UNPACKED = "give the unquantized model, which is packed while it is read"
+_UNUSED = re.compile(
+    r"(input|output|q|k|v)_((global_)?scale|zero_point)|[kv]_bias|inv_freq"
+)  # of activations and KV cache; angles that config.json gives
 _MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
 
 
@@ -118,14 +121,38 @@ class _PackedSource:
         return codes in self.reader and (self.method != MODELOPT or self.reader.headers[codes]["dtype"] == "U8")
 
     def check_names(self, model: Any, experts_layers: Mapping[str, Mapping[str, torch.Tensor]]) -> list[str]:
-        """How many tensors of which name are unused. Raises ConfigError at one that no module of `model` knows."""
+        """How many tensors of which name, or of which module that `model` lacks, are unused.
+
+        Raises ConfigError at one in a layer or block of `model` that is not known to have it.
+        """
         own = {name: {*module._parameters, *module._buffers} for name, module in model.named_modules()}
         own |= {layer: {"weight"} for rows_of_layer in experts_layers.values() for layer in rows_of_layer}
         unused: Counter[str] = Counter()
-        for name in sorted(self.reader.files):
+        blocks = tuple(
+            f"{name}.{number}."
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.ModuleList)
+            for number in range(len(module))
+        )
+        foreign = [name for name in sorted(self.reader.files) if name.rpartition(".")[0] not in own]
+        for there, source in sources_of(model, foreign).items():
+            if there != source.name or there.rpartition(".")[0] in own:
+                continue  # counted already, or known to transformers by another name
+            for name in (name for names in source.keys.values() for name in names):
+                leaf = name.rpartition(".")[2]
+                if _UNUSED.fullmatch(leaf):
+                    unused[leaf] += 1
+                    continue
+                require(
+                    not there.startswith(blocks),
+                    f"{self.reader.files[name]}: tensor {name} belongs to no layer of this {type(model).__name__}, and "
+                    f"may change what its block computes; {_UNPACKED}",
+                )
+                parts = there.split(".")
+                outside = (".".join(parts[: end + 1]) for end in range(len(parts)))
+                unused[f"of {next(module for module in outside if module not in own)}"] += 1
+        for name in sorted(self.reader.files.keys() - set(foreign)):
             owner, _, leaf = name.rpartition(".")
-            if owner not in own:
-                continue
             if leaf in own[owner] and not self.is_packed(owner):
                 if leaf == "weight":
                     self.reader.require_float(name)
@@ -137,7 +164,7 @@ class _PackedSource:
             require(
                 leaf in known,
                 f"{self.reader.files[name]}: tensor {name} is nothing that {owner} is known to have, and may change "
-                "what it computes; give the unquantized model, which is packed while it is read",
+                f"what it computes; {_UNPACKED}",
             )
         return [f"{count} tensors {leaf}" for leaf, count in unused.items()]
 

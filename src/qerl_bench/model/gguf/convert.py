@@ -6,6 +6,7 @@ one serves both. The folder has a file of its own, gguf.json, that says what the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -15,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from qerl_bench.checks import require_package
 from qerl_bench.durable import make_folder, replace, sync_tree
 from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.digest import DIGITS, file_digest
@@ -29,6 +29,7 @@ from qerl_bench.model.gguf.weights import (
     check_kinds,
     chunks,
     dequantized,
+    has_known_cells,
     values,
     was_rounded,
 )
@@ -46,7 +47,6 @@ def describe(path: Path, dither: Dither | None, folder: Path) -> Header:
 
     Raises ConfigError for whatever keeps it from being read.
     """
-    require_package("gguf", f"model.id={path}", "gguf")
     header = read_header(path)
     config = config_of(header)
     check_kinds(header, dither)
@@ -63,10 +63,14 @@ def describe(path: Path, dither: Dither | None, folder: Path) -> Header:
 
 
 def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Path:
-    """The folder in `cache` with the weights of the file in `dtype`, made now if it is not there."""
-    digest = file_digest(path)
+    """The folder in `cache` with the weights of the file in `dtype`, made now if it is not there.
+
+    Another path, size or time of change counts as another file: to hash one of 20 GB takes a minute, in every run.
+    """
+    state = path.stat()
+    file = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()
     drawn = "" if dither is None else f"-dither{dither.seed}x{dither.scale:g}"
-    folder = cache / f"{path.stem}-{digest[:DIGITS]}-v{VERSION}-{dtype}{drawn}"
+    folder = cache / f"{path.stem}-{file[:DIGITS]}-v{VERSION}-{dtype}{drawn}"
     make_folder(cache)
     with wait_for_lock(cache / f".{folder.name}.lock", f"the conversion of {path.name}"):
         if not folder.is_dir():
@@ -74,7 +78,7 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir()
             with phase(f"dequantizing {path.name}, done once, then kept in {folder}"):
-                _convert(path, dither, dtype, digest, writing)
+                _convert(path, dither, dtype, writing)
             sync_tree(writing)
             replace(writing, folder)
     return folder
@@ -101,7 +105,7 @@ def told(record: Mapping[str, Any]) -> str | None:
     return f"{text}; model.dither={seed} moves each by {scale:g} times the variance of its rounding cell{leaves}"
 
 
-def _convert(path: Path, dither: Dither | None, dtype: str, digest: str, folder: Path) -> None:
+def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> None:
     header = describe(path, dither, folder)
     config = json.loads((folder / "config.json").read_text())
     wanted = places(architecture_of(header), config["num_hidden_layers"])
@@ -109,8 +113,8 @@ def _convert(path: Path, dither: Dither | None, dtype: str, digest: str, folder:
     tied = HEAD not in header.tensors or is_one_matrix(header)
     if tied and HEAD in header.tensors:
         del sources[wanted[HEAD]]
-        sources[wanted[EMBEDDING]] = finer(header)
-        log.info("%s: embedding and head are one tied matrix, rounded twice; %s serves both", path.name, finer(header))
+        sources[wanted[EMBEDDING]] = serving = finer(header)
+        log.info("%s: embedding and head are one tied matrix, rounded twice; %s serves both", path.name, serving)
     _write(folder / "config.json", config | {"tie_word_embeddings": tied, "dtype": dtype})
     _write_weights(header, dither, dtype, sources, config, folder)
     kinds: dict[str, int] = {}
@@ -118,7 +122,7 @@ def _convert(path: Path, dither: Dither | None, dtype: str, digest: str, folder:
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + 1
     record = {
         "file": path.name,
-        "digest": f"sha256:{digest[:DIGITS]}",
+        "digest": f"sha256:{file_digest(path)[:DIGITS]}",
         "tensors": kinds,
         "rounded": was_rounded(header),
         "bits_per_weight": round(bits_per_weight(header), 3),
@@ -131,9 +135,18 @@ def _convert(path: Path, dither: Dither | None, dtype: str, digest: str, folder:
 
 
 def is_one_matrix(header: Header) -> bool:
-    """Whether head and embedding differ, in each row, by no more than two roundings of the same numbers."""
+    """Whether head and embedding differ, in each row, by no more than two roundings of the same numbers.
+
+    False, and a line in the log, if one has a type whose cells are not known.
+    """
     both = [header.tensors[name] for name in (EMBEDDING, HEAD)]
     kinds = [tensor.kind for tensor in both]
+    if not all(map(has_known_cells, kinds)):
+        log.info(
+            "%s: %s and %s have the types %s; whether they are one tied matrix is not known of these, so both are kept",
+            *(header.path.name, EMBEDDING, HEAD, " and ".join(kinds)),
+        )
+        return False
     for raws in zip(*(chunks(header, tensor) for tensor in both), strict=True):
         gap = np.square(np.subtract(*(values(raw, kind) for raw, kind in zip(raws, kinds, strict=True)))).mean(1)
         cells = sum(np.square(cell_widths(raw, kind)).mean(1) for raw, kind in zip(raws, kinds, strict=True))

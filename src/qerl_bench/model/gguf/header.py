@@ -16,7 +16,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, require, require_package
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
@@ -60,9 +60,10 @@ class Header:
 def read_header(path: Path) -> Header:
     """The header of a whole GGUF file, kept for further calls while the file stays as it is.
 
-    Raises ConfigError if there is no file, it is none of GGUF, one part of several, cut short, or has a tensor of a
-    type that the gguf package does not read.
+    Raises ConfigError without the gguf package, or if there is no file, it is none of GGUF, one part of several, cut
+    short, or has a tensor of a type that the package does not know.
     """
+    require_package("gguf", f"model.id={path}", "gguf")
     require(path.is_file(), f"model.id={path}: there is no such file. Give a GGUF file, a folder or a hub id")
     state = path.stat()
     return _read(path, state.st_size, state.st_mtime_ns)
