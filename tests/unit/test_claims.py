@@ -427,6 +427,17 @@ def test_noise_only_harms_where_no_control_shows_that_exploration_pays(
     assert found.verdict == verdict and says in found.reason and bool(says) == bool(found.reason)
 
 
+@pytest.mark.parametrize(("late", "verdict"), [(-0.01, "harms but negligible"), (0.01, "supported")])
+def test_where_no_control_passed_a_harm_may_be_called_small_and_a_help_not(
+    study: Study, late: float, verdict: str
+) -> None:
+    study(["quant=nvfp4"])
+    study(["quant=nvfp4", "aqn=exp"], late=late, noisy=1.1)
+    for aqn in ("linear", "cosine", "log"):
+        runs = study(["quant=nvfp4", f"aqn={aqn}"], noisy=1.1)
+    assert verdicts(runs)[DECAY].verdict == verdict
+
+
 # --- gates -----------------------------------------------------------------------------------------------------------
 
 

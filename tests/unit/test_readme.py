@@ -64,6 +64,25 @@ def test_sums_over_studies_are_made_again(row: tuple[str, ...]) -> None:
         assert text == f"{mean:+.2f} [{mean - reach:+.2f}, {mean + reach:+.2f}]"
 
 
+@pytest.mark.parametrize(
+    ("page", "numbers"),
+    [
+        ("../results/verdicts.md", "1234"),
+        ("worlds-2026/README.md", "1"),
+    ],
+)
+def test_what_of_a_loss_is_of_sampled_answers_only_is_made_again(page: str, numbers: str) -> None:
+    ways = [
+        np.array([one for number in numbers for one in by_base(NAMES[number], "nvfp4", "bf16", mode)])
+        for mode in ("sampled", "greedy")
+    ]
+    only = ways[1] - ways[0]
+    reach = stats.t.ppf(0.975, len(only) - 1) * np.std(only, ddof=1) / len(only) ** 0.5
+    mean, whole = only.mean(), -ways[0].mean()
+    said = f"({mean:.1f} of {whole:.1f} points [{mean - reach:.1f}, {mean + reach:.1f}])"
+    assert said in (STUDIES / page).read_text()
+
+
 def test_all_sums_were_found() -> None:
     assert {row[0] for row in SUMS} == ARMS.keys() and len(SUMS) == 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.axes import Axes
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.measure import gained, late_mean
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.claims.planting import planted_runs
-from qerl_bench.claims.specification import specifications
+from qerl_bench.claims.specification import Specification, specifications
 from qerl_bench.figures.specification import specification_curve, specification_table
+from qerl_bench.statistics import Estimate
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "docs" / "studies"
@@ -78,14 +81,67 @@ def test_a_pool_has_every_base_once_and_leaves_out_where_a_gate_failed() -> None
     assert "sampled, end, pooled" not in {one.label for one in specifications(*here, [failed]) if one.claim == NVFP4}
 
 
-def test_the_figure_draws_every_row_of_the_table() -> None:
+def marks_of(ax: Axes) -> list[str]:
+    return [marker for line in ax.lines if (marker := str(line.get_marker())) in "oD"]
+
+
+def words_of(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def test_the_figure_draws_every_row_of_the_table_with_its_number_of_bases_and_the_verdict() -> None:
     ways = specifications(*runs_of("one"), [runs_of("another")])
     table = specification_table(ways)
     assert len(table) == len(ways) and {"points", "reward"} == {*table["unit"]}
-    figure = specification_curve(ways)
-    marks = [line for ax in figure.axes if ax.get_visible() for line in ax.lines if line.get_marker() in "oD"]
+    panels = [ax for ax in specification_curve(ways).axes if ax.get_visible()]
+    marks = [mark for ax in panels for mark in marks_of(ax)]
     assert len(marks) == len(ways)
-    assert sum(line.get_marker() == "D" for line in marks) == table["decides"].sum() > 0
+    assert sum(mark == "D" for mark in marks) == table["decides"].sum() > 0
+    numbers = sorted(int(word) for ax in panels for word in words_of(ax) if word.isdigit())
+    assert numbers == sorted(table["units"]) and {*numbers} == {6, 12}
+    verdict = next(one.verdict for one in ways if one.claim == NVFP4)
+    titles = [" ".join(reversed(words_of(ax))) for ax in panels]
+    assert sum(title.startswith(f"{NVFP4}: nvfp4 - bf16 {verdict} ") for title in titles) == 1
+
+
+def specification(claim: str, effect: float, contrast: str = "a - b", bases: int = 16, **others: Any) -> Specification:
+    measure = next(one.measure for one in CLAIMS if one.title == NVFP4)
+    estimate = Estimate(effect, 0.001, bases, bases - 1)
+    whole = Specification(claim, "harms", contrast, measure, "sampled, end", False, False, estimate, True)
+    return replace(whole, **others)
+
+
+def panels_of(*ways: Specification) -> list[Axes]:
+    return [ax for ax in specification_curve(ways).axes if ax.get_visible()]
+
+
+def test_claims_about_one_effect_or_its_opposite_share_a_panel() -> None:
+    same, opposite = specification("Same", 0.01), specification("Opposite", -0.01, "b - a", verdict="supported")
+    (panel,) = panels_of(specification("First", 0.01), same, opposite)
+    said = " ".join(reversed(words_of(panel)))
+    assert marks_of(panel) == ["D"]
+    assert "First: a - b harms Same: a - b harms Opposite: b - a (effects turned round) supported" in said
+    assert len(panels_of(specification("First", 0.01), specification("Other", 0.011))) == 2
+
+
+def test_panels_side_by_side_share_a_scale_unless_one_reaches_much_further() -> None:
+    first, second, far = panels_of(*(specification(str(effect), effect) for effect in (0.02, 0.05, -0.4)))
+    assert first.get_xlim() == second.get_xlim() != far.get_xlim()
+    assert second.get_xlim()[1] > 5 and far.get_xlim()[0] < -40
+
+
+def test_committed_curves_mark_greedy_answers_too_and_no_gain_from_a_shared_start() -> None:
+    for path in STUDIES.glob("*/results/specification.csv"):
+        rows = pd.read_csv(path).to_dict("records")
+        decides = [row for row in rows if row["decides"]]
+        sampled, greedy = (
+            {(row["claim"], row["contrast"]) for row in decides if row["specification"].startswith(mode)}
+            for mode in ("sampled", "greedy")
+        )
+        assert sampled == greedy
+        assert not any("gain" in row["specification"] for row in decides)
+        assert not any("gain" in row["specification"] for row in rows if row["claim"] in (NOISE, PLAIN))
+    assert "greedy, gain" in {*curve("worlds-2026")["specification"]}
 
 
 def test_gains_and_late_means_are_only_of_runs_that_were_asked_often_enough() -> None:

@@ -17,7 +17,7 @@ from qerl_bench.study.load import Run
 
 NO_RUNS = "no runs"
 Status = Literal["not testable here", "incomplete"]
-# A verdict is supported or reversed, "but negligible" if it is small too; harms, negligible, undecided or a Status; or
+# A verdict is supported, reversed or harms, "but negligible" if it is small too; negligible, undecided or a Status; or
 # two of them, each with its way of answering.
 
 

@@ -80,8 +80,9 @@ def _judged(claims: Sequence[Claim], tested: Sequence[tuple[ContrastResult, ...]
 
 
 def _of_harm(result: ClaimResult, only_harm: str) -> ClaimResult:
-    """What may be said where nothing shows that exploration can pay: no help or harm of a size, and no lack of help."""
-    word = {"reversed": "harms", "negligible": "not testable here"}.get(result.verdict.split(" ")[0])
+    """What may be said where nothing shows that exploration can pay: help, or harm and its size; no lack of help."""
+    first, *size = result.verdict.split(" ")
+    word = {"reversed": " ".join(["harms", *size]), "negligible": "not testable here"}.get(first)
     if word is None:
         return replace(result, verdict=result.verdict.removesuffix(" but negligible"))
     return replace(result, verdict=word, reason="; ".join(filter(None, (result.reason, only_harm))))

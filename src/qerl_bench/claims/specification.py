@@ -1,15 +1,18 @@
-"""The effect behind a verdict under every other choice that could have been made: a specification curve in numbers.
+"""The effect behind a verdict under other choices of answers, start and pooling: a specification curve.
 
 An accuracy can be of sampled or greedy answers, at the end of training, as a gain over the start, or as a mean of late
 evaluations, if there are any; its interval can allow for other questions or not. A reward can be of the whole run,
 above its own start, or late. Each can be of this study, or pooled over the bases of all studies of its task in which no
-gate of the claim failed. Entropies and everything about speed have one way only and are left out.
+gate of the claim failed. Arms with one start, such as noise and none, differ in gain as at the end: shown once.
+Entropies and everything about speed have one way only and are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.claims.claim import Claim, ClaimResult, ContrastResult
@@ -32,6 +35,7 @@ class Specification:
     """One way to estimate the effect of a contrast. `questions`: the interval allows for other questions too."""
 
     claim: str
+    verdict: str
     contrast: str
     measure: Measure
     way: str  # sampled, end
@@ -44,6 +48,11 @@ class Specification:
     def label(self) -> str:
         return self.way + (", other questions" if self.questions else "") + (", pooled" if self.pooled else "")
 
+    def repeats(self, other: Specification, sign: int = 1) -> bool:
+        """Whether both have one effect, or opposite ones with `sign` -1."""
+        found = np.array([[one.estimate.value, one.estimate.low, one.estimate.high] for one in (self, other)])
+        return np.allclose(found[0], found[1] if sign > 0 else -found[1, [0, 2, 1]], equal_nan=True)
+
 
 def specifications(
     results: Sequence[ClaimResult], runs: Sequence[Run], others: Sequence[Judged]
@@ -54,9 +63,22 @@ def specifications(
         for result in results
         for voting in result.voting
         if voting.primary and voting.primary.effect
-        for way, measure in _ways(result.claim.measure)
-        for one in _of_way(result, voting, way, measure, runs, others)
+        for one in _of_contrast(result, voting, runs, others)
     ]
+
+
+def _of_contrast(
+    result: ClaimResult, voting: ContrastResult, runs: Sequence[Run], others: Sequence[Judged]
+) -> list[Specification]:
+    found: list[Specification] = []
+    for way, measure in _ways(result.claim.measure):
+        kind = way.split(",")[0]
+        shown = {(one.questions, one.pooled): one for one in reversed(found) if one.way.split(",")[0] == kind}
+        for one in _of_way(result, voting, way, measure, runs, others):
+            twin = shown.get((one.questions, one.pooled))
+            if twin is None or not one.repeats(twin):
+                found.append(one)
+    return found
 
 
 def _ways(measure: Measure) -> Iterator[tuple[str, Measure]]:
@@ -81,10 +103,11 @@ def _of_way(
     if here is None or here.effect is None:
         return
     effect = here.effect
-    own = voting.primary.effect if voting.primary else None
-    decides = own is not None and own.whole == effect.whole and way != "sampled, gain"  # noise has no start of its own
+    decides = effect.whole in _deciding(result, voting.contrast)
     title, label = result.claim.title, voting.contrast.label
-    whole = Specification(title, label, measure, way, False, effect.questions > 1, effect.whole, decides)
+    whole = Specification(
+        title, result.verdict, label, measure, way, False, effect.questions > 1, effect.whole, decides
+    )
     yield whole
     if whole.questions:
         yield replace(whole, questions=False, estimate=mean_ci(_units(here)), decides=False)
@@ -93,6 +116,13 @@ def _of_way(
     if there and effect.bases and not voting.status:
         units = [unit for one in (here, *there) if one.effect and one.effect.bases for unit in _units(one)]
         yield replace(whole, questions=False, pooled=True, estimate=mean_ci(units), decides=False)
+
+
+def _deciding(result: ClaimResult, contrast: Contrast) -> list[Estimate]:
+    """The effects that the verdict is about: of sampled answers, and of greedy ones if it has a word for them."""
+    of_ways = [result, *([result.greedy] if result.greedy else [])]
+    votes = [one.primary for way in of_ways for one in way.voting if one.contrast is contrast]
+    return [primary.effect.whole for primary in votes if primary and primary.effect]
 
 
 def _is_testable(claim: Claim, contrast: Contrast, verdicts: Sequence[ClaimResult]) -> bool:

@@ -6,7 +6,7 @@ gates.md has the gates over all sessions, claims.md and claims.svg the verdicts,
 literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
 arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
 of one shape in different sizes. specification.csv and specification.svg have the effect behind each
-verdict under every other choice, pooled with the other studies of the task in the folder beside. Of
+verdict under other choices, pooled too with the other studies of the task in the folder beside. Of
 many arms three of the figures are drawn once for each arm that others are compared with. Arms with
 random rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the
 code are taken together, since no pair of runs is from two sessions.
