@@ -101,7 +101,8 @@ def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -
         """The log-probabilities (tokens,) of trainer and sampler."""
         part = batch.rows(torch.tensor(rows, device=policy.device))
         stats = policy.token_stats(part.input_ids, part.mask, experiment.rollout.temperature)
-        return [tuple(x[part.mask].double().cpu() for x in (stats.logprobs, part.sampler_logprobs))]  # type: ignore[list-item]
+        trained, sampled = (logprobs[part.mask].double().cpu() for logprobs in (stats.logprobs, part.sampler_logprobs))
+        return [(trained, sampled)]
 
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     with torch.no_grad(), precision(experiment.train, policy.device.type):
