@@ -79,12 +79,12 @@ class Sweep:
 
     def __init__(self, points: Sequence[Point], slots: int, gpus: list[str]) -> None:
         self.todo = deque(unfinished(points))
-        self.slots, self.gpus = max(1, min(slots, len(self.todo))), gpus  # runs that share, not places for more
+        self.slots, self.gpus = slots, gpus
         self.alone = False  # whether these are runs that are repeated, which share with nobody
         self.running: dict[int, Started] = {}
         self.elsewhere: deque[Point] = deque()  # points that another process is running
         self.failed: list[tuple[Point, str]] = []
-        self.side_by_side = self.slots > 1  # a single run has the terminal
+        self.side_by_side = slots > 1  # a single run has the terminal
         self.total, self.done = len(points), len(points) - len(self.todo)
         self.took: list[float] = []  # seconds of the runs that this sweep has made from beginning to end
 
@@ -138,7 +138,9 @@ class Sweep:
             else:
                 log_size, new = size_of(point.run_dir / "run.log"), not point.run_dir.exists()
                 share = share_to_make(point.run_dir)
-                child = start(point, environment_of(slot, self.slots, self.gpus, self.alone), self.side_by_side)
+                left = max(1, self.total - self.done)
+                environment = environment_of(slot, self.slots, self.gpus, left, self.alone)
+                child = start(point, environment, self.side_by_side)
                 self.running[slot] = Started(point, child, log_size, new, share, time.monotonic())
                 return
 
@@ -225,15 +227,18 @@ def start(point: Point, environment: dict[str, str], side_by_side: bool) -> Chil
         return Child(command, environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def environment_of(slot: int, slots: int, gpus: list[str], alone: bool = False) -> dict[str, str]:
+def environment_of(
+    slot: int, slots: int, gpus: list[str], left: int | None = None, alone: bool = False
+) -> dict[str, str]:
     """The variables of a process in one of several slots: its GPU, if there are any, its share of that, and of the
-    cores. A share that was set by hand wins, except for a run that is to be `alone`."""
+    cores. No more than `left` runs share a GPU, None: there are enough for all slots. A share that was set by hand
+    wins, except for a run that is to be `alone`."""
     environment = dict(os.environ)
     if alone:
         environment.pop(RUNS_ON_GPU, None)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-        environment.setdefault(RUNS_ON_GPU, str(neighbours(slot, slots, len(gpus))))
+        environment.setdefault(RUNS_ON_GPU, str(min(neighbours(slot, slots, len(gpus)), left or slots)))
     if slots > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
     return environment
