@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -479,12 +480,12 @@ def test_ranks_share_out_the_same_portions_after_a_shortage_on_one(policy: Polic
 
 def test_rows_that_are_to_stay_as_many_end_the_run_in_words(policy: Policy) -> None:
     """Except for invariant rows, which only give up pages, and so keep their bits."""
-    exact = [Sampling(**vars(SAMPLING) | {"fixed_rows": True}), SharedEngine(_engine(policy, True, 8), World(), True)]
+    exact = SharedEngine(_engine(policy, True, 8), World(), exact=True)
     said = r"2.00 GiB.*engine.max_num_seqs=8.*parallel.exact=true"
     with shortages(hf_graph.Decoding, "_advance", 1), pytest.raises(TrainingStopped, match=said):
-        exact[1].generate(PROMPTS, SAMPLING)
+        exact.generate(PROMPTS, SAMPLING)
     with shortages(hf_graph.Decoding, "_advance", 1):
-        assert _engine(policy, True, 8, invariant=True).generate(PROMPTS, exact[0])
+        assert _engine(policy, True, 8, invariant=True).generate(PROMPTS, replace(SAMPLING, fixed_rows=True))
 
 
 def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
