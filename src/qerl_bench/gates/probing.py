@@ -38,7 +38,6 @@ def probe_bases(
     gpus = visible_gpus()
     failed: dict[int, str] = {}
     todo = deque(base for base in design.bases if not probed(design, base, formats))
-    slots = min(slots, len(todo))  # that share a GPU
     running: dict[int, tuple[int, Child]] = {}
     try:
         while (todo and deadline.left > 0) or running:
@@ -50,8 +49,9 @@ def probe_bases(
                     if code != 0:
                         failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
                 if slot not in running and todo and deadline.left > 0:
+                    environment = environment_of(slot, slots, gpus, len(todo) + len(running))
                     base = todo.popleft()
-                    child = start_probe(design, words, base, formats, environment_of(slot, slots, gpus))
+                    child = start_probe(design, words, base, formats, environment)
                     running[slot] = base, child
             if deadline.left <= 0:
                 stop([child for _, child in running.values()], signal.SIGTERM, STOP_S)
