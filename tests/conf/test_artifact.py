@@ -50,7 +50,7 @@ def test_the_smoke_run_has_the_name_that_the_page_gives() -> None:
 )
 def test_steps_of_the_smoke_run_are_those_of_the_first_hour(row: str, shown: str) -> None:
     steps = re.findall(rf"step +(\d)/6 .*?\b{shown} +([\d.e-]+)", recorded())
-    assert steps == [("1", ROWS[row][0]), ("6", ROWS[row][1])]
+    assert [steps[0], steps[-1]] == [("1", ROWS[row][0]), ("6", ROWS[row][1])]  # the page may show others between
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
