@@ -13,12 +13,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.composer import Composer
 from qerl_bench.experiment_spec import VALUES, Experiment
-from qerl_bench.fingerprint import plain
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_names import check_class, make_option
-from qerl_bench.renamed_keys import outdated
+from qerl_bench.options.composer import Composer
+from qerl_bench.options.fingerprint import plain
+from qerl_bench.options.names import check_class, make_option
+from qerl_bench.options.renamed_keys import outdated
+from qerl_bench.process.installation import CONF_DIR
 
 
 def compose(overrides: list[str] | None = None) -> DictConfig:

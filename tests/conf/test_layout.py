@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.option_names import load_option
+from qerl_bench.options.names import load_option
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

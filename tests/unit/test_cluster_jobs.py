@@ -13,14 +13,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from hydra_plugins.ray_launcher.launcher import RayLauncher
-from hydra_plugins.slurm_launcher import launcher as slurm
-from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
-from qerl_bench import job
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import Point
-from qerl_bench.composer import HYDRA_DEFAULTS
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.status import state_of
+from qerl_bench.options.composer import HYDRA_DEFAULTS
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.sweep import job
+from qerl_bench.sweep import slurm as slurm
+from qerl_bench.sweep.points import Point
+from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob
+from qerl_bench.sweep.status import state_of
 
 STUB = """
 import sys
@@ -102,7 +102,7 @@ def test_without_a_scheduler_a_sweep_is_refused_before_anything_is_made(
     monkeypatch.setattr(slurm, "require_package", lambda *_: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no sbatch here: use a login node, or hydra/launcher=process"):
-        slurm.SlurmLauncher().launch([["seed=0", f"root={tmp_path}"]], 0)
+        slurm.SlurmSweep().launch([["seed=0", f"root={tmp_path}"]], 0)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -111,7 +111,7 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     points[1].run_dir.mkdir()
     (points[1].run_dir / JOB_FILE).write_text(json.dumps({"job": "12_3"}))
     previewed: list[Point] = []
-    launcher = slurm.SlurmLauncher(dry_run=True)
+    launcher = slurm.SlurmSweep(dry_run=True)
     monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
     monkeypatch.setattr(launcher, "preview", previewed.extend)
     assert launcher.run_points(points) == [] and previewed == points[:1]
@@ -133,7 +133,7 @@ def test_more_options_of_a_scheduler_can_be_given(launcher: str, words: str, fou
 
 def test_a_launcher_refuses_options_without_names() -> None:
     with pytest.raises(ConfigError, match=r"hydra\.launcher\.additional.*name: value.*reservation"):
-        slurm.SlurmLauncher(additional="reservation").check()
+        slurm.SlurmSweep(additional="reservation").check()
 
 
 def test_a_point_that_ray_refuses_keeps_its_folder_only_if_it_had_one(

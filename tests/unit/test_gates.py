@@ -18,24 +18,25 @@ import pandas as pd
 import pytest
 import yaml
 
-from hydra_plugins.process_launcher import launcher
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.children import Child
-from qerl_bench.claims.contrasts import MATCHED
-from qerl_bench.claims.exploration import LEVEL, one_passes
-from qerl_bench.cli import Point
+from qerl_bench.commands import gates as command
 from qerl_bench.config import build, compose
-from qerl_bench.gates import command, probing, runner
-from qerl_bench.gates.assay import Result, Runs, between, gates, override, render, stopped, to_json
-from qerl_bench.gates.deadline import Deadline
-from qerl_bench.gates.design import Design, read_design
-from qerl_bench.gates.dose import find_sigma
-from qerl_bench.gates.runner import Blocks, blocks_of
-from qerl_bench.gates.sessions import read_sessions
-from qerl_bench.installation import CONF_DIR
+from qerl_bench.process.children import Child
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.process.termination import Terminated
 from qerl_bench.statistics import mean_ci
-from qerl_bench.study.load import Run
-from qerl_bench.termination import Terminated
+from qerl_bench.studies.claims.contrasts import MATCHED
+from qerl_bench.studies.claims.exploration import LEVEL, one_passes
+from qerl_bench.studies.conduct import probing, runner
+from qerl_bench.studies.conduct.deadline import Deadline
+from qerl_bench.studies.conduct.dose import find_sigma
+from qerl_bench.studies.conduct.runner import Blocks, blocks_of
+from qerl_bench.studies.design.design import Design, read_design
+from qerl_bench.studies.design.gates import Result, Runs, between, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.sessions import read_sessions
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep.points import Point
 
 if TYPE_CHECKING:
     from qerl_bench.experiment_spec import Experiment
@@ -285,7 +286,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 ) -> None:
     """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
     from qerl_bench.dose import Dose
-    from qerl_bench.gates import probe
+    from qerl_bench.studies.conduct import probe
 
     arms = {
         "bf16": "",
@@ -329,7 +330,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qerl_bench.gates import probe
+    from qerl_bench.studies.conduct import probe
 
     arms = {
         "bf16": "",
@@ -416,7 +417,7 @@ def test_a_wrong_design_is_refused(tmp_path: Path, change: dict[str, Any], says:
 STUB = """
 import sys, time
 from pathlib import Path
-from qerl_bench.children import end_with_parent
+from qerl_bench.process.children import end_with_parent
 end_with_parent()
 folder, code = Path(sys.argv[1]), sys.argv[2]
 with open(folder.parent / "order", "a") as file:
@@ -429,7 +430,7 @@ TAKES = "(folder / 'done.json').write_text('{{\"wall_s\": {}}}')"
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(CONF_DIR.parent / "src"))
-    monkeypatch.setattr(launcher, "run_command", lambda: [sys.executable, "-c", STUB])
+    monkeypatch.setattr(module, "run_command", lambda: [sys.executable, "-c", STUB])
 
 
 def block(folder: Path, *names: str, code: str = TAKES.format(100)) -> list[Point]:
@@ -722,7 +723,7 @@ def test_what_a_session_overrode_is_read_from_its_record(
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "probes.json").write_text("[]")
     (tmp_path / "s" / "gates.json").write_text(json.dumps(record))
-    monkeypatch.setattr("qerl_bench.gates.sessions.finished_runs", lambda *_: {})
+    monkeypatch.setattr("qerl_bench.studies.design.sessions.finished_runs", lambda *_: {})
     read = set(read_sessions(design, [tmp_path / "s"]).overridden)
     assert read == ({"headroom"} if says else {"control of exploration hot"}) | {"control of gain group8"}
 

@@ -12,12 +12,14 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.gates.sessions import read_study
-from qerl_bench.report import command, compare, study_page
-from qerl_bench.report.page import embedded
-from qerl_bench.report.run_page import evenly, run_page
-from qerl_bench.status import Status
-from qerl_bench.study.load import load_runs
+from qerl_bench.commands import compare
+from qerl_bench.commands import report as command
+from qerl_bench.studies.design.sessions import read_study
+from qerl_bench.studies.report import study_page
+from qerl_bench.studies.report.page import embedded
+from qerl_bench.studies.report.run_page import evenly, run_page
+from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.sweep.status import Status
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 WORLDS = Path(__file__).parents[2] / "docs" / "studies" / "worlds-2026"

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench import locks, points, status
 from qerl_bench.checks import ConfigError
-from qerl_bench.points import listed
-from qerl_bench.run_checks import check_run_dir
+from qerl_bench.rundir import locks
+from qerl_bench.rundir.run_checks import check_run_dir
+from qerl_bench.sweep import listing, status
+from qerl_bench.sweep.listing import listed
 
 STEPS = "steps: 100\n"
 
@@ -147,6 +148,6 @@ def test_runs_to_come_are_shown_as_the_others_are(tmp_path: Path, run, monkeypat
 
 
 def test_a_sweep_may_end_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(points, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
-    with points.listed(tmp_path, [tmp_path / "a"]):
-        assert points.going_on(tmp_path) == []
+    monkeypatch.setattr(listing, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
+    with listing.listed(tmp_path, [tmp_path / "a"]):
+        assert listing.going_on(tmp_path) == []

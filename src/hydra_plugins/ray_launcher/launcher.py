@@ -18,16 +18,16 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from hydra_plugins.process_launcher.base import SweepLauncher, check_ranks, not_running, pairs, unfinished
-from qerl_bench.checkpoints import is_finished
 from qerl_bench.checks import ConfigError, count, number, require, require_package, text
-from qerl_bench.children import STOP_LIMIT_S
-from qerl_bench.cli import Point
-from qerl_bench.failure import reason_of, size_of
-from qerl_bench.gpu_share import RUNS_ON_GPU
-from qerl_bench.job import Job
-from qerl_bench.refusals import CODE as REFUSED
-from qerl_bench.refusals import discard
+from qerl_bench.process.children import STOP_LIMIT_S
+from qerl_bench.process.failure import reason_of, size_of
+from qerl_bench.process.gpu_share import RUNS_ON_GPU
+from qerl_bench.rundir.checkpoints import is_finished
+from qerl_bench.rundir.refusals import CODE as REFUSED
+from qerl_bench.rundir.refusals import discard
+from qerl_bench.sweep.job import Job
+from qerl_bench.sweep.launcher import SweepLauncher, check_ranks, not_running, pairs, unfinished
+from qerl_bench.sweep.points import Point
 
 log = logging.getLogger(__name__)
 TELL_EVERY_S = 60.0

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import build, compose
-from qerl_bench.hidden_packages import hidden_packages
-from qerl_bench.installation import CONF_DIR
+from qerl_bench.process.arguments import split_words
+from qerl_bench.process.hidden_packages import hidden_packages
+from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.experts import PackedMatrices
@@ -206,9 +206,9 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
 
 def main(words: list[str]) -> None:
     with hidden_packages():
-        from qerl_bench.device import resolve_device
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
+        from qerl_bench.process.device import resolve_device
         from qerl_bench.quant.error_decomposition import write_layers
 
     overrides, out = parse_words(words)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from qerl_bench.checks import require
-from qerl_bench.progress import bar
+from qerl_bench.process.progress import bar
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.error_decomposition import LayerReport, experts_report, layer_report, unpacked_report
 from qerl_bench.quant.experts import (

@@ -9,15 +9,15 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import random_state, set_random_state
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.gpu_share import release
-from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
-from qerl_bench.rundir import RunDir
-from qerl_bench.shortages import shortages_of
+from qerl_bench.process.device import random_state, set_random_state
+from qerl_bench.process.gpu_share import release
+from qerl_bench.process.memory import NO_MEMORY, shortage
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.memory_plan import FILE, Size
+from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
 from qerl_bench.train.static import StaticPasses
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.device import peak_bytes
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.memory import shortage
 from qerl_bench.model.kernels import is_small
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
+from qerl_bench.process.device import peak_bytes
+from qerl_bench.process.memory import shortage
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.objective import objective
 from qerl_kernels.scratch import owned_by

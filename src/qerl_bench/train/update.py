@@ -22,15 +22,14 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import bf16_matmuls, tf32_matmuls
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.memory import memory_for
 from qerl_bench.model.lm_head import require_logprobs
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.rundir import RunDir
+from qerl_bench.process.device import bf16_matmuls, tf32_matmuls
+from qerl_bench.process.memory import memory_for
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
-from qerl_bench.shortages import shortages_of
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.memory_plan import Size, micro_batch_size
@@ -39,6 +38,7 @@ from qerl_bench.train.micro_pass import Part, forward_backward, loss_error, to_h
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
 from qerl_bench.train.repeated import repeated_smaller
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
+from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import OptimSpec, TrainSpec
 from qerl_bench.train.static import StaticPasses, static_passes
 
