@@ -1,4 +1,4 @@
-"""What jobs of Slurm and tasks of Ray leave for whoever reads their folders, with stubs for both and for the runs."""
+"""What jobs of Slurm leave for whoever reads their folders, with stubs for it and for the runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from hydra_plugins.ray_launcher.launcher import RayLauncher
 from qerl_bench.checks import ConfigError
 from qerl_bench.options.composer import HYDRA_DEFAULTS
 from qerl_bench.process.installation import CONF_DIR
@@ -117,45 +115,13 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     assert launcher.run_points(points) == [] and previewed == points[:1]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "words", "found"),
-    [
-        ("slurm", "additional={reservation: x}", {"reservation": "x"}),
-        ("ray", "resources={special: 0.5}", {"special": 0.5}),
-    ],
-)
-def test_more_options_of_a_scheduler_can_be_given(launcher: str, words: str, found: dict[str, Any]) -> None:
+def test_more_options_of_a_scheduler_can_be_given() -> None:
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
-        chosen = [f"hydra/launcher={launcher}", f"hydra.launcher.{words}"]
+        chosen = ["hydra/launcher=slurm", "hydra.launcher.additional={reservation: x}"]
         conf = compose("run", chosen, return_hydra_config=True).hydra.launcher
-    assert conf[words.partition("=")[0]] == found
+    assert conf.additional == {"reservation": "x"}
 
 
 def test_a_launcher_refuses_options_without_names() -> None:
     with pytest.raises(ConfigError, match=r"hydra\.launcher\.additional.*name: value.*reservation"):
         slurm.SlurmSweep(additional="reservation").check()
-
-
-def test_a_point_that_ray_refuses_keeps_its_folder_only_if_it_had_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Task:
-        def __init__(self, function: Any) -> None:
-            self.remote = function  # runs at once
-
-    codes: list[int] = []
-    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
-    stubs: dict[str, Any] = {
-        "remote": lambda **_: lambda function: Task(lambda one: codes.append(function(one)) or len(codes) - 1),
-        "wait": lambda references, timeout: (references, []),
-        "get": lambda reference: codes[reference],
-    }
-    vars(ray).update(stubs)
-    exceptions.RayError = RuntimeError  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    points = [Point([str(tmp_path / name), REFUSED], name, tmp_path / name, finished=False) for name in ("old", "new")]
-    points[0].run_dir.mkdir()
-    failed = RayLauncher().run(points)
-    assert [(point.name, reason) for point, reason in failed] == [("old", "error: no GPU"), ("new", "error: no GPU")]
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]

@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
-from hydra_plugins.ray_launcher.launcher import RayLauncher
 from qerl_bench.checks import ConfigError
 from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
 from qerl_bench.process.progress import watch
 from qerl_bench.process.termination import Terminated, terminations_noted, terminations_raise
 from qerl_bench.rundir import locks
 from qerl_bench.sweep import sweep as module
-from qerl_bench.sweep.job import not_of_node
 from qerl_bench.sweep.points import Point, SweepFailed
 from qerl_bench.sweep.table import AROUND, Pace, share_to_make, time_left
 
@@ -145,12 +143,6 @@ def test_a_run_that_is_repeated_alone_has_the_whole_gpu(tmp_path: Path, monkeypa
     for gpus in (["4"], []):
         module.Sweep(points, 2, gpus).run()
     assert [(tmp_path / name / "said").read_text() for name in ("a", "b")] == ["515-", "515-"]
-
-
-@pytest.mark.parametrize(("gpus", "runs"), [(1, None), (0, None), (2, None), (0.5, "2"), (0.3, "3")])
-def test_a_task_of_ray_knows_its_share_of_a_gpu(tmp_path: Path, gpus: float, runs: str | None) -> None:
-    job = RayLauncher(gpus=gpus).job(point(tmp_path / "run", DONE))
-    assert job.environment.get(RUNS_ON_GPU) == runs and not_of_node(RUNS_ON_GPU)
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -31,7 +31,6 @@ class Job:
     run_dir: Path
     cwd: Path
     ranks: int = 1  # processes of the run, started by torchrun if more than one
-    environment: dict[str, str] = field(default_factory=dict)  # wins over the node's, but for GPUs and the scheduler
     _child: Child | None = field(default=None, init=False, repr=False)
     began_at: int = field(default=-1, init=False)  # the step that this attempt continues from; -1 = the start
 
@@ -51,13 +50,12 @@ class Job:
         return code
 
     def _attempt(self, folder: Path) -> int:
-        environment = {**os.environ, **{key: self.environment[key] for key in self.environment if not_of_node(key)}}
-        environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
+        threads = os.environ.get("SLURM_CPUS_PER_TASK", "1")
         print(f"{folder.name} in {platform.node()}", flush=True)
         with open(folder / "launch.log", "ab") as output:
             self._child = Child(
                 [*run_command(self.ranks), *self.overrides],
-                environment,
+                {"OMP_NUM_THREADS": threads, **os.environ},
                 cwd=self.cwd,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -88,11 +86,6 @@ def saved_step(folder: Path) -> int:
     """The step of the last checkpoint; -1 without one."""
     checkpoint = last_checkpoint(folder)
     return -1 if checkpoint is None else step_of(checkpoint)
-
-
-def not_of_node(key: str) -> bool:
-    """Whether an environment variable of the launcher is meant for its runs, and not said by each node for itself."""
-    return not key.startswith(("CUDA_VISIBLE", "RAY_", "SLURM", "SRUN_", "HOSTNAME", "TMPDIR", "XDG_"))
 
 
 def ignore_time_is_up() -> None:
