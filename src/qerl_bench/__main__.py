@@ -35,7 +35,7 @@ COMMANDS = {
         composes=True,
         shared=True,
     ),
-    "status": Command("qerl_bench.sweep.status", "list runs with their state and steps, once or again and again"),
+    "status": Command("qerl_bench.commands.status", "list runs with their state and steps, once or again and again"),
     "eval": Command(
         "qerl_bench.commands.eval",
         "evaluate a finished run under another protocol",
@@ -46,7 +46,7 @@ COMMANDS = {
     "score": Command(
         "qerl_bench.commands.score", "grade completions made elsewhere", "stopped; nothing was written", composes=True
     ),
-    "export": Command("qerl_bench.quant.export", "pack a model for other programs to read", composes=True),
+    "export": Command("qerl_bench.commands.export", "pack a model for other programs to read", composes=True),
     "collect": Command("qerl_bench.commands.collect", "gather runs into a study that can be committed"),
     "gates": Command(
         "qerl_bench.commands.gates",
@@ -55,7 +55,7 @@ COMMANDS = {
         composes=True,
     ),
     "study": Command(
-        "qerl_bench.studies.conduct.runner",
+        "qerl_bench.commands.study",
         "run a study of many bases within a time",
         "stopped; the same command continues",
         composes=True,

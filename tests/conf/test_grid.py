@@ -26,7 +26,7 @@ from qerl_bench.options.composer import HYDRA_DEFAULTS
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.sweep.points import warn_of_single_point
+from qerl_bench.sweep.check import warn_of_single_point
 
 ROOT = CONF_DIR.parent
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes

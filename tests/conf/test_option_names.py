@@ -16,7 +16,7 @@ from qerl_bench.options import composer
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.files import LINE, alternatives
 from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.sweep.points import check_points
+from qerl_bench.sweep.check import check_points
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"

@@ -27,7 +27,7 @@ from qerl_bench.options.composer import register_resolvers
 from qerl_bench.options.names import load_option, make_option
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.quant.architecture import causal_lm_config
-from qerl_bench.sweep.points import check
+from qerl_bench.sweep.check import check
 from tests.models.builds import COMMON, draw_weights, write_tokenizer
 from tests.models.builds import build as write_model
 

@@ -27,7 +27,8 @@ from qerl_bench.options.renamed_keys import RENAMED, RENAMED_VALUES, new_name, o
 from qerl_bench.process.arguments import WIDTH, KeyValueParser, fitted, whole
 from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir
 from qerl_bench.studies.runs.load import load_run
-from qerl_bench.sweep.points import check_point, check_points, with_swept_axes
+from qerl_bench.sweep.check import check_point, check_points
+from qerl_bench.sweep.points import with_swept_axes
 
 RUNS = Path(__file__).parents[1] / "assets" / "runs"
 

@@ -20,8 +20,8 @@ from qerl_bench.process.progress import watch
 from qerl_bench.process.termination import Terminated, terminations_noted, terminations_raise
 from qerl_bench.rundir import locks
 from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep.pace import AROUND, Pace, share_to_make, time_left
 from qerl_bench.sweep.points import Point, SweepFailed
-from qerl_bench.sweep.table import AROUND, Pace, share_to_make, time_left
 
 # A run whose overrides are Python: it gets the folder of the run as `folder`.
 STUB = """

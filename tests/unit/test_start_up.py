@@ -23,7 +23,7 @@ from qerl_bench.process.arguments import whole
 from qerl_bench.process.hidden_packages import UNUSED, hidden_packages
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.studies.tables.terminal import places, render, summary
-from qerl_bench.sweep.points import check_points
+from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.table import sweep_table
 
 SOURCES = Path(__file__).parents[2] / "src"

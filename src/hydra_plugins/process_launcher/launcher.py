@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from hydra.core.config_store import ConfigStore
 
 from qerl_bench.checks import count, optional
+from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.sweep.launcher import SweepLauncher
 from qerl_bench.sweep.points import Point
-from qerl_bench.sweep.sweep import Sweep, visible_gpus
+from qerl_bench.sweep.sweep import Sweep
 
 log = logging.getLogger(__name__)
 

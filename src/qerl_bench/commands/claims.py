@@ -10,8 +10,6 @@ claims with filters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from qerl_bench.checks import require
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.literature import REGISTRIES, page_table
@@ -19,6 +17,7 @@ from qerl_bench.studies.figures.forest import all_claims, svg
 from qerl_bench.studies.report.claims_page import markdown, summary_text, verdict_table
 from qerl_bench.studies.runs.load import Run, load_runs
 from qerl_bench.studies.runs.script import parser_for
+from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables.paper import add_format, write_table
 
 
@@ -47,14 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
     for name, text in files.items():
         (options.out / name).write_text(text)
         print(options.out / name)
-
-
-def by_scope(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each model on each task, which claims are decided by; sorted."""
-    scopes: dict[str, list[Run]] = {}
-    for run in runs:
-        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
-    return dict(sorted(scopes.items()))
 
 
 def with_values(runs: list[Run], conditions: list[str]) -> list[Run]:

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from qerl_bench.checks import require
-from qerl_bench.commands.claims import by_scope
 from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.runs.load import Run, by_folder, chosen_runs, load_runs
 from qerl_bench.studies.runs.script import parser_for
+from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables.paper import Table, add_format, write_table
 
 CAPTION = (

@@ -31,7 +31,8 @@ from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.progress import phase
 from qerl_bench.rundir.refusals import nothing_left_if_refused
-from qerl_bench.sweep.points import check_single, flags_first, tell_finished, warn_of_single_point, with_swept_axes
+from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
+from qerl_bench.sweep.points import flags_first, with_swept_axes
 
 
 class Carried(BaseException):

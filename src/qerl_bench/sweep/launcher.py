@@ -19,8 +19,9 @@ from qerl_bench.options.names import search_folders
 from qerl_bench.options.user_options import search_path
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.rundir.locks import holder
+from qerl_bench.sweep.check import check_points
 from qerl_bench.sweep.listing import listed
-from qerl_bench.sweep.points import Point, SweepFailed, check_points
+from qerl_bench.sweep.points import Point, SweepFailed
 from qerl_bench.sweep.table import sweep_table
 
 log = logging.getLogger(__name__)

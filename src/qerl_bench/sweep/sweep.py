@@ -26,8 +26,8 @@ from qerl_bench.rundir.locks import TELL_EVERY_S, WAIT_LIMIT_S, holder
 from qerl_bench.rundir.refusals import CODE as REFUSED
 from qerl_bench.rundir.refusals import discard
 from qerl_bench.sweep.launcher import unfinished
+from qerl_bench.sweep.pace import Pace, counts, run_left, share_done, share_to_make, time_left
 from qerl_bench.sweep.points import Point
-from qerl_bench.sweep.table import Pace, counts, run_left, share_done, share_to_make, time_left
 
 log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -211,17 +211,3 @@ def environment_of(
     if slots > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // slots)))
     return environment
-
-
-def visible_gpus() -> list[str]:
-    """Ids of the GPUs that runs may use, found without torch: CUDA_VISIBLE_DEVICES, or else what nvidia-smi lists."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu.strip()]
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return []
-    return listed.stdout.split() if listed.returncode == 0 else []

@@ -9,7 +9,7 @@ from typing import Literal
 
 from qerl_bench.checks import require
 from qerl_bench.statistics import Estimate
-from qerl_bench.studies.claims.estimate import Comparison
+from qerl_bench.studies.claims.estimate import Comparison, Effect
 from qerl_bench.studies.claims.match import Contrast, Filter, confounders
 from qerl_bench.studies.claims.preconditions import Gate
 from qerl_bench.studies.runs.load import Run
@@ -62,6 +62,10 @@ class ContrastResult:
     additional: tuple[tuple[str, Estimate], ...] = ()
 
     @property
+    def effect(self) -> Effect | None:
+        return self.primary.effect if self.primary else None
+
+    @property
     def comparisons(self) -> list[Comparison]:
         return [*([self.primary] if self.primary else []), *self.others]
 
@@ -88,3 +92,14 @@ class ClaimResult:
     @property
     def voting(self) -> list[ContrastResult]:
         return [result for result in self.contrasts if result.contrast.votes]
+
+
+def greedy_text(claim_result: ClaimResult, result: ContrastResult) -> str:
+    """The effect on greedy answers of the same contrast, or why there is none."""
+    if claim_result.greedy is None:
+        return "-"
+    greedy = claim_result.greedy.contrasts[claim_result.contrasts.index(result)]
+    effect = greedy.effect
+    if effect is not None:
+        return claim_result.claim.measure.estimate_text(effect.whole)
+    return "-" if result.effect is None else greedy.reason

@@ -17,7 +17,7 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.studies.claims import paper
-from qerl_bench.studies.claims.claim import Claim, ClaimResult
+from qerl_bench.studies.claims.claim import Claim, ClaimResult, greedy_text
 from qerl_bench.studies.claims.contrasts import (
     ADAPTER,
     ANSWERING,
@@ -53,7 +53,6 @@ from qerl_bench.studies.claims.paper import (
     TRAINED,
 )
 from qerl_bench.studies.claims.preconditions import ManipulationCheck, learned
-from qerl_bench.studies.report.claims_page import greedy_text
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure, first_step, held_out, last_fifth_mean, mean_between
 

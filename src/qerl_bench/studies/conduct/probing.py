@@ -17,9 +17,10 @@ from typing import Any
 from qerl_bench.checks import require
 from qerl_bench.config import build, compose
 from qerl_bench.process.children import Child, signal_of, stop
+from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.studies.conduct.deadline import STOP_S, Deadline
 from qerl_bench.studies.design.design import Arm, Design
-from qerl_bench.sweep.sweep import POLL_S, environment_of, visible_gpus
+from qerl_bench.sweep.sweep import POLL_S, environment_of
 
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step \d+/\d+")  # how a run reports its progress

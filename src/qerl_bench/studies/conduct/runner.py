@@ -1,15 +1,7 @@
-"""Run a study within a time: bases and their probes, gates, then arms in order of priority.
+"""What `qerl-bench study` runs within its time, and packs: blocks of points, all arms of a tier on one base.
 
-    qerl-bench study docs/studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
-
-Every base is pretrained and probed first (probe.py), `slots` processes at a time, each on a GPU if there are
-any; no run begins before the last of them, because gates are about all bases. The gates then stop the arms that could
-decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
-that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
-without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
-Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole
-study and the gates are packed into `out`, which `qerl-bench claims` reads: every five minutes, for a machine that may
-go, and when the runs end, which a signal may do.
+No block begins that would not end in time, so that an early end leaves a balanced study. What runs at the end of the
+time saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,22 +19,20 @@ from typing import Any
 
 import yaml
 
-from qerl_bench.checks import TrainingStopped, require
+from qerl_bench.checks import require
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.process.children import stop
-from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.rundir.checkpoints import is_finished
-from qerl_bench.studies.conduct.accountable import account_for_changes
+from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.studies.conduct.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
-from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import Result, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.gates import Result, gates, render, to_json
+from qerl_bench.studies.design.sessions import finished_runs, words_of_runs
 from qerl_bench.studies.runs.collect import write_study
-from qerl_bench.studies.runs.load import Run, find_runs, load_run
-from qerl_bench.sweep.points import Point, check_points
-from qerl_bench.sweep.sweep import Sweep, visible_gpus
-from qerl_bench.sweep.table import run_left, share_to_make, time_left
+from qerl_bench.sweep.check import check_points
+from qerl_bench.sweep.pace import run_left, share_to_make, time_left
+from qerl_bench.sweep.points import Point
+from qerl_bench.sweep.sweep import Sweep
 
 log = logging.getLogger(__name__)
 SPARE = 1.1  # runs differ: a block begins if it would end in time taking a tenth longer than foreseen
@@ -126,33 +116,6 @@ def shares_to_make(block: Sequence[Point]) -> list[float]:
 def seconds_of(point: Point) -> float:
     """How long a finished run took."""
     return json.loads((point.run_dir / "done.json").read_text())["wall_s"]
-
-
-def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], list[str]]:
-    """The words of each run whose base was probed, by arm, base and seed; without a dose there is no run."""
-    found: dict[tuple[str, int, int], list[str]] = {}
-    for arm in design.arms:
-        for record in probes:
-            sigma = record["doses"].get(arm.name, {}).get("sigma")
-            if not arm.dosed or sigma is not None:
-                for seed in design.seeds:
-                    found[arm.name, record["base"], seed] = design.words(arm, record["base"], seed, sigma)
-    return found
-
-
-def finished_runs(
-    design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None
-) -> dict[tuple[str, int, int], Run]:
-    """The finished runs of the study below root, or those that the committed study `folder` holds."""
-    found: dict[tuple[str, int, int], Run] = {}
-    kept = {path.name for path in find_runs(folder)} if folder is not None else set()
-    for key, words in words_of_runs(design, probes).items():
-        point = design.point(words)
-        if folder is None and point.finished:
-            found[key] = load_run(point.run_dir)
-        elif folder is not None and point.name in kept:
-            found[key] = load_run(folder / point.name)
-    return found
 
 
 def gates_so_far(design: Design, probes: Sequence[Mapping[str, Any]]) -> list[Result]:
@@ -242,54 +205,3 @@ def prepared(options: Any) -> tuple[Design, int, Deadline]:
         require(not unknown, f"{options.study} has no bases {unknown}: it has {design.bases[0]} to {design.bases[-1]}")
         design = replace(design, bases=tuple(options.bases))
     return design, options.slots or max(1, len(visible_gpus())), Deadline(options.minutes)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    log_to_stderr("qerl_bench", "hydra_plugins")
-    parser = parser_of(__doc__)
-    parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
-    kept = "run code that is not committed, and keep its changes in out"
-    parser.add_argument("--with-changes", action="store_true", help=kept)
-    options = parsed(parser, arguments)
-    design, slots, deadline = prepared(options)
-    tiers = sorted({arm.tier for arm in design.arms})
-    chosen = tiers if options.tiers is None else options.tiers
-    require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
-    out = options.out or design.root / "study"
-    account_for_changes(design.path, out, options.with_changes)
-    arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
-    probes, failed = probe_bases(design, options.words, slots, deadline, arms)
-    results = override(gates_so_far(design, probes), options.despite)
-    arms_stopped = stopped(results)
-    log.info("before the runs\n%s", render(results))
-    for name, by in arms_stopped.items():
-        log.info("arm %s is stopped by: %s", name, ", ".join(by))
-    not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
-    blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
-
-    def packed() -> list[Result]:
-        results = override(gates_so_far(design, probes), options.despite)
-        pack(design, probes, results, stopped(results), out)
-        return results
-
-    def keep() -> None:
-        try:
-            packed()
-        except (OSError, ValueError) as error:  # the runs are worth more than a copy of them
-            log.warning("finished runs could not be packed into %s: %s", out, error)
-
-    try:
-        failed += [
-            f"{point.run_dir}: {reason}"
-            for point, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()
-        ]
-    except BaseException:  # a signal too: what is packed may be all that is left of this machine
-        keep()
-        raise
-    print(render(packed()), flush=True)
-    left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
-    log.info(
-        "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
-    )
-    if failed:
-        raise TrainingStopped("\n".join(failed))

@@ -9,15 +9,14 @@ Each session pretrains its bases, so those of one number differ: a base belongs 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import require
-from qerl_bench.studies.conduct.runner import finished_runs
 from qerl_bench.studies.design.design import Arm, Design, read_design
-from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.load import Run, find_runs, load_run
 
 
 @dataclass(frozen=True)
@@ -106,3 +105,30 @@ def read_study(folder: Path) -> Sessions:
     )
     require(bool(study.runs), f"{folder / 'data'} has no packed session with runs of {folder / 'study.yaml'}")
     return replace(study, probes={base: study.probes[base] for base in study.session_of})
+
+
+def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], list[str]]:
+    """The words of each run whose base was probed, by arm, base and seed; without a dose there is no run."""
+    found: dict[tuple[str, int, int], list[str]] = {}
+    for arm in design.arms:
+        for record in probes:
+            sigma = record["doses"].get(arm.name, {}).get("sigma")
+            if not arm.dosed or sigma is not None:
+                for seed in design.seeds:
+                    found[arm.name, record["base"], seed] = design.words(arm, record["base"], seed, sigma)
+    return found
+
+
+def finished_runs(
+    design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None
+) -> dict[tuple[str, int, int], Run]:
+    """The finished runs of the study below root, or those that the committed study `folder` holds."""
+    found: dict[tuple[str, int, int], Run] = {}
+    kept = {path.name for path in find_runs(folder)} if folder is not None else set()
+    for key, words in words_of_runs(design, probes).items():
+        point = design.point(words)
+        if folder is None and point.finished:
+            found[key] = load_run(point.run_dir)
+        elif folder is not None and point.name in kept:
+            found[key] = load_run(folder / point.name)
+    return found

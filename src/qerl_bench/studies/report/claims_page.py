@@ -9,8 +9,8 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qerl_bench.statistics import Estimate
-from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult
-from qerl_bench.studies.claims.estimate import Comparison, Effect
+from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, greedy_text
+from qerl_bench.studies.claims.estimate import Comparison
 from qerl_bench.studies.claims.evaluate import DIRECTION, SMALLNESS
 from qerl_bench.studies.claims.preconditions import diverged_arms
 from qerl_bench.studies.runs.load import Run
@@ -65,7 +65,7 @@ def verdict_table(name: str, scope: str, results: Sequence[ClaimResult], whose: 
     for number, claim_result in enumerate(results, start=1):
         measure = claim_result.claim.measure
         for result in claim_result.voting:
-            effect = _effect(result)
+            effect = result.effect
             if effect is None:
                 continue
             title = f"{number}. {claim_result.claim.title}"
@@ -114,7 +114,7 @@ def _summary(results: Sequence[ClaimResult]) -> list[dict[str, Any]]:
         claim = claim_result.claim
         for result in claim_result.voting:
             first = result is claim_result.voting[0]
-            effect = _effect(result)
+            effect = result.effect
             cells = (
                 result.contrast.label,
                 claim.measure.estimate_text(effect.whole) if effect else "-",
@@ -143,7 +143,7 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "reason": result.reason,
         "power": _power(result),
         "greedy": [
-            f"{label_of(one)} {greedy_text(result, one)}" for one in result.voting if result.greedy and _effect(one)
+            f"{label_of(one)} {greedy_text(result, one)}" for one in result.voting if result.greedy and one.effect
         ],
         "rows": [row_of(claim, one, comparison) for one in compared for comparison in one.comparisons],
         "bases": [text for one in compared if (text := _bases(claim, one))],
@@ -152,21 +152,6 @@ def _claim(number: int, result: ClaimResult, built_in: bool) -> dict[str, Any]:
         "command": (claim.command if built_in else claim.at_scale) if any(one.status for one in result.voting) else "",
         "matched": [line for one in compared for line in _matched(one)],
     }
-
-
-def _effect(result: ContrastResult) -> Effect | None:
-    return result.primary.effect if result.primary else None
-
-
-def greedy_text(claim_result: ClaimResult, result: ContrastResult) -> str:
-    """The effect on greedy answers of the same contrast, or why there is none."""
-    if claim_result.greedy is None:
-        return "-"
-    greedy = claim_result.greedy.contrasts[claim_result.contrasts.index(result)]
-    effect = _effect(greedy)
-    if effect is not None:
-        return claim_result.claim.measure.estimate_text(effect.whole)
-    return "-" if _effect(result) is None else greedy.reason
 
 
 def label_of(result: ContrastResult) -> str:
@@ -181,7 +166,7 @@ def _power(result: ClaimResult) -> str:
     """What this study could have found, and how large one would have to be; empty if no test was made."""
     if result.detectable != result.detectable:
         return ""
-    effects = [effect for one in result.voting if (effect := _effect(one))]
+    effects = [effect for one in result.voting if (effect := one.effect)]
     text = f"Smallest effect that would be found with a probability of 80 %: {_detectable(result)}"
     if result.verdict != "undecided":
         return f"{text}."
@@ -205,7 +190,7 @@ def row_of(claim: Claim, result: ContrastResult, comparison: Comparison) -> tupl
 
 def _bases(claim: Claim, result: ContrastResult) -> str:
     """Effects by base, their spread, and the prediction for one more base."""
-    effect = _effect(result)
+    effect = result.effect
     if effect is None or effect.bases is None:
         return ""
     bases, measure = effect.bases, claim.measure

@@ -26,7 +26,6 @@ from statistics import fmean
 import numpy as np
 from matplotlib.figure import Figure
 
-from qerl_bench.commands.claims import by_scope
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.claims.claim import ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
@@ -47,6 +46,7 @@ from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report.claims_page import markdown
 from qerl_bench.studies.runs.load import Run, check_comparable
 from qerl_bench.studies.runs.measure import held_out
+from qerl_bench.studies.runs.settings import by_scope
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn

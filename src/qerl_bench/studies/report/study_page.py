@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.commands.claims import by_scope
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.studies.claims.estimate import Comparison
@@ -28,7 +27,7 @@ from qerl_bench.studies.report.claims_page import content, css_class, label_of, 
 from qerl_bench.studies.report.page import colors, page
 from qerl_bench.studies.runs.load import Run, noise_of
 from qerl_bench.studies.runs.measure import Measure
-from qerl_bench.studies.runs.settings import Setting, group_by_setting
+from qerl_bench.studies.runs.settings import Setting, by_scope, group_by_setting
 from qerl_bench.studies.tables import terminal
 
 MOST_RUNS = 3_000  # of one page: about 3 MB

@@ -178,3 +178,11 @@ def describe_repeats(runs: Sequence[Run]) -> str:
         each = f"the mean of {seeds} seeds" if seeds > 1 else "one seed"
         return f"{bases} base models ({models}) on {tasks}, {each} each"
     return f"{seeds} seeds of one base model ({models}) on {tasks}" if seeds > 1 else f"a seed of {models} on {tasks}"
+
+
+def by_scope(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each model on each task, which claims are decided by; sorted."""
+    scopes: dict[str, list[Run]] = {}
+    for run in runs:
+        scopes.setdefault(f"{run.option('model.name')} on {run.option('task.name')}", []).append(run)
+    return dict(sorted(scopes.items()))
