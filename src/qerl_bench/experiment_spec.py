@@ -6,7 +6,7 @@ are built later, from the specs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qerl_bench.algo.base import Algorithm
@@ -249,7 +249,3 @@ class Experiment:
     @property
     def run_dir(self) -> Path:
         return Path(self.root) / "runs" / self.name
-
-
-# Top-level keys without options.
-VALUES = {field.name for field in fields(Experiment) if field.type in ("bool", "int", "str")}

@@ -27,11 +27,11 @@ from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.termination import Terminated
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.claims.contrasts import MATCHED
-from qerl_bench.studies.claims.exploration import LEVEL, one_passes
 from qerl_bench.studies.conduct import probing, runner
 from qerl_bench.studies.conduct.deadline import Deadline
 from qerl_bench.studies.conduct.dose import find_sigma
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
+from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.gates import Result, Runs, between, gates, override, render, stopped, to_json
 from qerl_bench.studies.design.sessions import read_sessions, words_of_runs

@@ -25,7 +25,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.engine.decoder_blocks import (
     Attend,
     Block,
@@ -37,7 +37,6 @@ from qerl_bench.engine.decoder_blocks import (
     packed_layers,
 )
 from qerl_bench.engine.dequantized import Dequantized
-from qerl_bench.engine.hf_reference import Completion
 from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of
 from qerl_bench.engine.rollout_queue import (
     Limits,
@@ -59,7 +58,8 @@ from qerl_kernels import decoder_layer_reference, grouped
 from qerl_kernels.decode import few_tokens
 from qerl_kernels.decoder_layer import PAGE, cluster_size
 from qerl_kernels.decoder_layer_reference import in_order
-from qerl_kernels.rows import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, TOKEN, advance, advance_reference
+from qerl_kernels.row_fields import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, TOKEN
+from qerl_kernels.rows import advance, advance_reference
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
 from qerl_kernels.scratch import owned_by
 

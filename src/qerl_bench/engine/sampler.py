@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.engine.decoder_blocks import kv_bytes
 from qerl_bench.engine.dequantized import copy_bytes
 from qerl_bench.engine.hf_graph import Decoding, Size
-from qerl_bench.engine.hf_reference import Completion
 from qerl_bench.engine.rollout_queue import (
     Limits,
     Request,

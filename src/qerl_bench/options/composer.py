@@ -22,11 +22,10 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.experiment_spec import VALUES
-from qerl_bench.model.base import short_name
 from qerl_bench.options import user_options
-from qerl_bench.options.files import options_of
+from qerl_bench.options.files import options_of, plain_keys
 from qerl_bench.options.fingerprint import fingerprint, flat
+from qerl_bench.options.model_names import short_name
 from qerl_bench.options.names import check_option_names, search_folders
 from qerl_bench.options.suggestions import unknown_key, unknown_option, unread
 from qerl_bench.process.installation import CONF_DIR
@@ -178,7 +177,9 @@ def refuse_env_copy(job: Any) -> None:
 def _is_value(override: Override) -> bool:
     """Whether this sets a single value: steps=3 or optim.lr=1e-5."""
     key = override.key_or_group
-    return not override.is_sweep_override() and (key in VALUES or ("." in key and not override.is_hydra_override()))
+    return not override.is_sweep_override() and (
+        key in plain_keys() or ("." in key and not override.is_hydra_override())
+    )
 
 
 def _is_axis(override: Override) -> bool:

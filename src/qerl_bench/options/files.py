@@ -17,6 +17,8 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from qerl_bench.process.installation import CONF_DIR
+
 SET_BY_FILE = ("_target_", "defaults", "hydra")  # keys that are no values of an option
 LINE = 90  # characters, of alternatives in a message
 _Loader: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -57,6 +59,13 @@ def read_option(file: Path) -> OptionFile:
         _collect(tree, "", lines, fields, groups)
         bases = [base for key, value in tree.value if key.value == "defaults" for base in _bases(value)]
     return OptionFile(summary=_first_comment(lines), fields=tuple(fields), groups=groups, bases=tuple(bases))
+
+
+@cache
+def plain_keys() -> frozenset[str]:
+    """The top-level keys of conf/run.yaml that have a value, and no keys of their own: steps, seed and others."""
+    tree = yaml.load((CONF_DIR / "run.yaml").read_text(), _Loader)
+    return frozenset(key for key, value in tree.items() if not isinstance(value, (dict, list)))
 
 
 def _collect(node: Any, prefix: str, lines: list[str], fields: list[Field], groups: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from qerl_bench.checks import require
 from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.rundir.checksums import digest
 
 FLAGS = ("--config-dir", "-cd")
 KEY = "hydra.searchpath="
@@ -83,15 +82,3 @@ def folders() -> list[Path]:
 def words_in_use() -> list[str]:
     """The override that gives a process of its own the folders of this one; none without."""
     return search_path(_in_use)
-
-
-def own_modules() -> dict[str, str]:
-    """The loaded modules of the folders in use: file, relative to its folder -> SHA-256."""
-    loaded = [*sys.modules.values()] if _in_use else []
-    files = {Path(file) for module in loaded if (file := getattr(module, "__file__", None))}
-    return {
-        str(file.relative_to(folder)): digest(file)
-        for folder in _in_use
-        for file in sorted(files)
-        if file.is_relative_to(folder)
-    }

@@ -7,17 +7,14 @@ either says nothing about noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from qerl_bench.statistics import Estimate
 from qerl_bench.studies.claims.contrasts import ANSWERING, NO_NOISE
 from qerl_bench.studies.claims.estimate import compare
 from qerl_bench.studies.claims.match import Arm, Contrast, Filter
+from qerl_bench.studies.design.controls import one_passes
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import ACCURACY
-
-EFFECT = 0.01  # accuracy that a control must raise, the margin of the claims
-LEVEL = 0.01  # of the two-sided test of a control, over all controls
 
 
 def _more(label: str, key: str, usual: float) -> Contrast:
@@ -29,19 +26,6 @@ def _more(label: str, key: str, usual: float) -> Contrast:
 
 
 MEANS = (_more("a hotter sampler", "rollout.temperature", 1.0), _more("a bonus", "train.entropy_coef", 0.0))
-
-
-def level(controls: int) -> float:
-    """What the p-value of a control has to be, at most, if so many are tested."""
-    return LEVEL / max(controls, 1)
-
-
-def one_passes(raised: Iterable[Estimate], controls: int) -> bool:
-    """Whether one of these controls has raised accuracy by more than EFFECT, when so many are tested in all.
-
-    A study knows all controls of its design, of both kinds; a claim knows those that were run.
-    """
-    return any(one.value > EFFECT and one.p_outside(0.0) <= level(controls) for one in raised)
 
 
 def why_only_harm(runs: Sequence[Run]) -> str:

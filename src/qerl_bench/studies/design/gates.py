@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qerl_bench.statistics import mean_ci, pass_at_k
-from qerl_bench.studies.claims.exploration import EFFECT, level, one_passes
+from qerl_bench.studies.design.controls import EFFECT, level, one_passes
 from qerl_bench.studies.design.design import Arm, Design
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import LATE, held_out

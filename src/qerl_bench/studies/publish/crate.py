@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qerl_bench import __version__
 from qerl_bench.studies.publish.croissant import CROISSANT, FORMATS, license_address
+from qerl_bench.studies.publish.description import Description
 from qerl_bench.studies.publish.folder import HOMEPAGE
-
-if TYPE_CHECKING:
-    from qerl_bench.studies.publish.dataset import Description
 
 CRATE = "ro-crate-metadata.json"
 ALL_FORMATS = FORMATS | {CROISSANT: "application/ld+json", "README.md": "text/markdown"}

@@ -8,18 +8,16 @@ Left out: sha256 of this file itself and of the card, which name each other.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from qerl_bench import __version__
 from qerl_bench.rundir.checksums import digest
+from qerl_bench.studies.publish.description import Description
 from qerl_bench.studies.runs.collect import CSV
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY
-
-if TYPE_CHECKING:
-    from qerl_bench.studies.publish.dataset import Description
 
 CROISSANT = "croissant.json"
 FORMATS = {

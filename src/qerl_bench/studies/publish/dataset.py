@@ -7,8 +7,6 @@ and questions, whose texts may belong to others.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,11 @@ from qerl_bench.checks import require
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.publish.crate import CRATE, crate
 from qerl_bench.studies.publish.croissant import CROISSANT, croissant
+from qerl_bench.studies.publish.description import Description
 from qerl_bench.studies.publish.folder import Names, rendered
 from qerl_bench.studies.runs.collect import CSV, write_study
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY
-from qerl_bench.studies.runs.cost import Cost
-from qerl_bench.studies.runs.load import Run, find_runs, load_run, load_runs
+from qerl_bench.studies.runs.load import find_runs, load_run, load_runs
 from qerl_bench.studies.runs.parse import first_names
 from qerl_bench.studies.runs.private import Private
 from qerl_bench.studies.runs.settings import Setting, group_by_setting, unit_count
@@ -32,43 +30,6 @@ from qerl_bench.studies.runs.settings import Setting, group_by_setting, unit_cou
 CARD = "README.md"
 LICENSE = "cc-by-4.0"
 OUTCOMES = ("eval/accuracy_sampled", "eval/accuracy_greedy")  # the first that a run has is in the card's table
-
-
-@dataclass(frozen=True)
-class Description:
-    """What the card and both kinds of metadata say of a study; all of it comes from its runs."""
-
-    names: Names
-    license: str
-    published: date
-    runs: Sequence[Run]
-    cost: Cost
-
-    @property
-    def title(self) -> str:
-        return self.names.name.rpartition("/")[2]
-
-    @property
-    def summary(self) -> str:
-        tasks = ", ".join(self.values("task.name"))
-        return (
-            f"{len(self.runs)} runs of reinforcement learning of language models on weights in "
-            f"{', '.join(self.values('quant.name'))}: {', '.join(self.values('model.name'))} on {tasks}, "
-            f"{len(group_by_setting(self.runs))} settings. Measured with QeRL-Bench {__version__} to test claims of "
-            "QeRL (arXiv 2510.11696)."
-        )
-
-    @property
-    def sources(self) -> list[str]:
-        """Addresses of models and data sets at the hub that the runs used."""
-        found = {str(run.config["model"]["id"]): "" for run in self.runs if "id" in run.config["model"]}
-        for run in self.runs:
-            parts = (part for part in run.config["task"].values() if isinstance(part, dict) and "dataset_id" in part)
-            found |= {str(part["dataset_id"]): "datasets/" for part in parts}
-        return sorted(f"https://huggingface.co/{kind}{name}" for name, kind in found.items() if "<path>" not in name)
-
-    def values(self, key: str) -> list[str]:
-        return sorted({str(run.option(key)) for run in self.runs})
 
 
 def write_dataset(source: Path, out: Path, names: Names, private: Private, mixed_code: bool) -> None:
