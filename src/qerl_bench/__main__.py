@@ -20,7 +20,8 @@ from qerl_bench.process.terminal import lasting_output
 
 
 class Command(NamedTuple):
-    module: str  # its `main` takes the words behind the command
+    """What `qerl-bench NAME` does; `main` of commands/NAME.py takes the words behind it."""
+
     summary: str
     stopped: str = "stopped"  # what Ctrl-C prints
     composes: bool = False  # configs out of options, so that --config-dir means something
@@ -29,48 +30,38 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command(
-        "qerl_bench.commands.run",
         "train one experiment, or with -m every point of a sweep",
         "stopped; the same command continues from the last checkpoint",
         composes=True,
         shared=True,
     ),
-    "status": Command("qerl_bench.commands.status", "list runs with their state and steps, once or again and again"),
+    "status": Command("list runs with their state and steps, once or again and again"),
     "eval": Command(
-        "qerl_bench.commands.eval",
         "evaluate a finished run under another protocol",
         "stopped; the same command starts this evaluation again",
         composes=True,
         shared=True,
     ),
-    "score": Command(
-        "qerl_bench.commands.score", "grade completions made elsewhere", "stopped; nothing was written", composes=True
-    ),
-    "export": Command("qerl_bench.commands.export", "pack a model for other programs to read", composes=True),
-    "collect": Command("qerl_bench.commands.collect", "gather runs into a study that can be committed"),
+    "score": Command("grade completions made elsewhere", "stopped; nothing was written", composes=True),
+    "export": Command("pack a model for other programs to read", composes=True),
+    "collect": Command("gather runs into a study that can be committed"),
     "gates": Command(
-        "qerl_bench.commands.gates",
         "measure bases, and tell whether a study could show anything",
         "stopped; the same command continues",
         composes=True,
     ),
     "study": Command(
-        "qerl_bench.commands.study",
         "run a study of many bases within a time",
         "stopped; the same command continues",
         composes=True,
     ),
-    "claims": Command("qerl_bench.commands.claims", "report what runs say about each claim of the paper"),
-    "report": Command("qerl_bench.commands.report", "make pages of a folder of runs: verdicts, effects, samples"),
-    "compare": Command(
-        "qerl_bench.commands.compare", "tell in which options and numbers two runs, or two arms, differ"
-    ),
-    "publish": Command(
-        "qerl_bench.commands.publish", "make a run or a study ready for others, as a folder or at the hub"
-    ),
-    "check": Command("qerl_bench.commands.check", "check published studies, those in community/ for example"),
-    "matrix": Command("qerl_bench.commands.matrix", "put the verdicts of several studies side by side"),
-    "plan": Command("qerl_bench.commands.plan", "find out how many bases and seeds a claim needs"),
+    "claims": Command("report what runs say about each claim of the paper"),
+    "report": Command("make pages of a folder of runs: verdicts, effects, samples"),
+    "compare": Command("tell in which options and numbers two runs, or two arms, differ"),
+    "publish": Command("make a run or a study ready for others, as a folder or at the hub"),
+    "check": Command("check published studies, those in community/ for example"),
+    "matrix": Command("put the verdicts of several studies side by side"),
+    "plan": Command("find out how many bases and seeds a claim needs"),
 }
 USAGE = "\n".join(
     [
@@ -106,7 +97,7 @@ def main(words: list[str] | None = None) -> int:
         if not command.composes:
             refuse_flag(name, rest)
         rest = with_search_path(rest)
-        module = import_module(command.module)
+        module = import_module(f"qerl_bench.commands.{name}")
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             if tells():
                 print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")

@@ -45,7 +45,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Design:
+class StudySize:
     bases: int
     seeds: int
     power: float
@@ -65,10 +65,10 @@ def _variance_of_pairs(estimate: Estimate) -> float:
     return (estimate.stderr**2 - (estimate.stderr_questions or 0.0) ** 2) * estimate.n
 
 
-def designs(variances: Spread, effect: float, level: float) -> list[Design]:
+def designs(variances: Spread, effect: float, level: float) -> list[StudySize]:
     """Every design of at least two units, fewest runs first."""
     estimates = [(b, s, variances.estimate(b, s)) for b, s in product(BASES, SEEDS) if b > 1 or s > 1]
-    candidates = [Design(b, s, one.power(effect, level), one.detectable(level)) for b, s, one in estimates]
+    candidates = [StudySize(b, s, one.power(effect, level), one.detectable(level)) for b, s, one in estimates]
     return sorted(candidates, key=lambda design: (design.bases * design.seeds, -design.power))
 
 

@@ -74,7 +74,7 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-class Size(NamedTuple):
+class BufferSize(NamedTuple):
     """What buffers have room for."""
 
     rows: int
@@ -92,7 +92,7 @@ class Decoding:
     `adapters_cast_to`.
     """
 
-    def __init__(self, policy: Policy, limits: Limits, size: Size) -> None:
+    def __init__(self, policy: Policy, limits: Limits, size: BufferSize) -> None:
         device, dtype = policy.device, policy.model.dtype
         self.policy, self.limits, self.size, self.uses_graph = policy, limits, size, device.type == "cuda"
         self.ops = fused_operations if policy.fused else decoder_layer_reference
@@ -140,7 +140,7 @@ class Decoding:
         self.graph_bytes = 0
         self.baked = self._baked()
 
-    def fits(self, size: Size) -> bool:
+    def fits(self, size: BufferSize) -> bool:
         """Whether these buffers serve such a rollout, and recordings still find everything where it was.
 
         Three quarters of the pages are enough: with fewer of them fewer rows run, but nothing is recorded again.

@@ -12,7 +12,7 @@ import torch
 from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.engine.decoder_blocks import kv_bytes
 from qerl_bench.engine.dequantized import copy_bytes
-from qerl_bench.engine.hf_graph import Decoding, Size
+from qerl_bench.engine.hf_graph import BufferSize, Decoding
 from qerl_bench.engine.rollout_queue import (
     Limits,
     Request,
@@ -118,7 +118,7 @@ class Sampler:
             **({"dequantized_above_rows": few_tokens(self.policy.device)} if limits.dequantized_gib else {}),
         }
 
-    def _size(self, requests: list[Request]) -> Size:
+    def _size(self, requests: list[Request]) -> BufferSize:
         rows = self.limits.rows if self.limits.invariant else min(self.limits.rows, len(requests))
         longest = max(len(request.prompt.ids) + request.limit for request in requests)
         pages, least = most_pages(requests, rows), 1 + max(map(least_pages, requests))
@@ -134,7 +134,7 @@ class Sampler:
         if self.limits.page_share < 1:
             pages = max(least, int(self.limits.page_share * pages))
         tokens = max(request.limit for request in requests)
-        return Size(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
+        return BufferSize(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
 
     def _dequantized_bytes(self, rows: int) -> int:
         """What 16-bit copies will take at most."""

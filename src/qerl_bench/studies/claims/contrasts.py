@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from qerl_bench.studies.claims.match import Arm, Contrast, Filter
+from qerl_bench.studies.claims.match import Contrast, Filter, Side
 
 ON_POLICY = Filter("algo.name", excluding=("sft",))
 ADAPTER = Filter("lora.rank", low=1, high=math.inf)
@@ -60,7 +60,7 @@ MATCHED = {"exp": "matched", "linear": "matched_linear", "cosine": "matched_cosi
 def two_values(key: str, treated: str, control: str, factor: tuple[str, ...], *where: Filter) -> Contrast:
     """`treated` minus `control`, two values of a config key; all keys under `factor` may differ with it."""
     arms = tuple(
-        Arm(value, sign, (Filter(key, among=(value,)), *where)) for value, sign in ((treated, +1), (control, -1))
+        Side(value, sign, (Filter(key, among=(value,)), *where)) for value, sign in ((treated, +1), (control, -1))
     )
     return Contrast(f"{treated} - {control}", factor, arms)
 
@@ -76,7 +76,7 @@ def noise(name: str = "exp") -> Contrast:
     Noise options may differ, since they have no effect without noise.
     """
     names = (name, MATCHED[name], *(("exp_paper", "exp_repo") if name == "exp" else ()))
-    arms = (Arm(name, +1, (Filter("aqn.name", among=names),)), Arm("none", -1, (NO_NOISE,)))
+    arms = (Side(name, +1, (Filter("aqn.name", among=names),)), Side("none", -1, (NO_NOISE,)))
     return Contrast(f"{name} - none", NOISE, arms)
 
 
@@ -91,15 +91,15 @@ def published(treated: str, control: str, differ: tuple[str, ...], factor: tuple
         rate = (Filter("optim.lr", among=(RATES[name],)),) if "optim.lr" in differ else ()
         return METHODS[name] + quantizer + rate
 
-    arms = (Arm(treated, +1, method(treated)), Arm(control, -1, method(control)))
+    arms = (Side(treated, +1, method(treated)), Side(control, -1, method(control)))
     return Contrast(f"{treated} - {control}", factor, arms, differ)
 
 
 def schedules(treated: str, *controls: str) -> tuple[Contrast, ...]:
     """Schedules with the same first and last noise and the same stages, which differ in shape alone."""
 
-    def arm(name: str, sign: int) -> Arm:
-        return Arm(name, sign, (Filter("aqn.name", among=(name, MATCHED[name])),))
+    def arm(name: str, sign: int) -> Side:
+        return Side(name, sign, (Filter("aqn.name", among=(name, MATCHED[name])),))
 
     factor = ("aqn.name", "aqn._target_")
     return tuple(Contrast(f"{treated} - {one}", factor, (arm(treated, +1), arm(one, -1))) for one in controls)
@@ -115,7 +115,7 @@ def other_ranks(*voting: int) -> Contrast:
 
 
 def _ranks(label: str, where: Filter, robustness: bool = False) -> Contrast:
-    arms = (Arm(label, +1, (where,)), Arm("rank 32", -1, (RANK_32,)))
+    arms = (Side(label, +1, (where,)), Side("rank 32", -1, (RANK_32,)))
     return Contrast(f"{label} - rank 32", ("lora.rank", "lora.alpha"), arms, robustness=robustness)
 
 
@@ -130,7 +130,7 @@ def high_rate(
 ) -> Contrast:
     """The effect of a high learning rate on the method `treated`, minus its effect on `control`."""
     arms = tuple(
-        Arm(f"{name} at {rate}", sign if name == treated else -sign, (*METHODS[name], where))
+        Side(f"{name} at {rate}", sign if name == treated else -sign, (*METHODS[name], where))
         for name in (treated, control)
         for rate, sign, where in ((f"{times} rate", 1, high), ("the usual rate", -1, usual))
     )

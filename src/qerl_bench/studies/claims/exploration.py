@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from qerl_bench.studies.claims.contrasts import ANSWERING, NO_NOISE
 from qerl_bench.studies.claims.estimate import compare
-from qerl_bench.studies.claims.match import Arm, Contrast, Filter
+from qerl_bench.studies.claims.match import Contrast, Filter, Side
 from qerl_bench.studies.design.controls import one_passes
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import ACCURACY
@@ -19,8 +19,8 @@ from qerl_bench.studies.runs.measure import ACCURACY
 
 def _more(label: str, key: str, usual: float) -> Contrast:
     arms = (
-        Arm(label, +1, (Filter(key, low=math.nextafter(usual, math.inf)),)),
-        Arm("none", -1, (Filter(key, among=(usual,)),)),
+        Side(label, +1, (Filter(key, low=math.nextafter(usual, math.inf)),)),
+        Side("none", -1, (Filter(key, among=(usual,)),)),
     )
     return Contrast(f"{label} - none", (key,), arms)
 

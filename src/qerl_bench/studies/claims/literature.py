@@ -42,7 +42,7 @@ from qerl_bench.studies.claims.contrasts import (
     schedules,
     two_values,
 )
-from qerl_bench.studies.claims.match import Arm, Contrast, Filter
+from qerl_bench.studies.claims.match import Contrast, Filter, Side
 from qerl_bench.studies.claims.paper import (
     INITIAL_ENTROPY,
     LATE_REWARD,
@@ -114,7 +114,7 @@ NOISY_ADAPTERS = Contrast(
     "noise on adapters - none",
     NOISE,
     (
-        Arm(
+        Side(
             "noise on adapters",
             +1,
             (
@@ -123,7 +123,7 @@ NOISY_ADAPTERS = Contrast(
                 Filter("aqn.level", excluding=(0,)),
             ),
         ),
-        Arm("none", -1, (NO_NOISE,)),
+        Side("none", -1, (NO_NOISE,)),
     ),
 )
 CLIPPED = Filter(
@@ -135,7 +135,7 @@ CLIPPED = Filter(
 RANDOM_REWARD = Contrast(
     "random - task",
     ("reward.",),
-    (Arm("random", +1, (Filter("reward.name", among=("random",)),)), Arm("task", -1, (GRADED,))),
+    (Side("random", +1, (Filter("reward.name", among=("random",)),)), Side("task", -1, (GRADED,))),
 )
 CERTAIN_ENTROPY, UNCERTAIN_ENTROPY = (
     Measure(f"entropy of {tokens} at the first step", first_step(name), ratio=True, margin=math.log(1.02), needs=name)
@@ -154,14 +154,14 @@ TWO_PRECISIONS = Contrast(
     "bf16 sampled from nvfp4 - nvfp4",
     (*FORMAT, "rollout.quant"),
     (
-        Arm("bf16 sampled from nvfp4", +1, (BF16, SAMPLED_IN_NVFP4)),
-        Arm("nvfp4", -1, (NVFP4, Filter("rollout.quant", among=(None, "nvfp4")))),
+        Side("bf16 sampled from nvfp4", +1, (BF16, SAMPLED_IN_NVFP4)),
+        Side("nvfp4", -1, (NVFP4, Filter("rollout.quant", among=(None, "nvfp4")))),
     ),
 )
 FOUR_BIT_SAMPLER = Contrast(
     "sampled from nvfp4 - from bf16",
     ("rollout.quant",),
-    (Arm("sampled from nvfp4", +1, (SAMPLED_IN_NVFP4,)), Arm("sampled from bf16", -1, (ONE_FORMAT,))),
+    (Side("sampled from nvfp4", +1, (SAMPLED_IN_NVFP4,)), Side("sampled from bf16", -1, (ONE_FORMAT,))),
 )
 FORMATS_AT_SCALE = "python src/run.py experiment=paper/table1 recipe=none quant=bf16,nvfp4 -m"
 MIXED_RUNS = "python src/run.py experiment=tiny/base quant=bf16,nvfp4 rollout.quant=nvfp4 -m"
@@ -377,8 +377,8 @@ LITERATURE = (
                         "served in nvfp4 - served in bf16",
                         ("eval.quant",),
                         (
-                            Arm("served in nvfp4", +1, (SERVED_IN_NVFP4,)),
-                            Arm("served in bf16", -1, (AS_TRAINED,)),
+                            Side("served in nvfp4", +1, (SERVED_IN_NVFP4,)),
+                            Side("served in bf16", -1, (AS_TRAINED,)),
                         ),
                     ),
                 ),
@@ -402,8 +402,8 @@ LITERATURE = (
                         "trained in nvfp4 - in bf16",
                         (*FORMAT, "eval.quant"),
                         (
-                            Arm("trained in nvfp4", +1, (NVFP4, Filter("eval.quant", among=("nvfp4", None)))),
-                            Arm("trained in bf16", -1, (BF16, SERVED_IN_NVFP4)),
+                            Side("trained in nvfp4", +1, (NVFP4, Filter("eval.quant", among=("nvfp4", None)))),
+                            Side("trained in bf16", -1, (BF16, SERVED_IN_NVFP4)),
                         ),
                     ),
                 ),

@@ -53,7 +53,7 @@ def all_accept(filters: Iterable[Filter], items: Items) -> bool:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Side:
     """One side of a contrast; its number is multiplied by `sign`."""
 
     label: str
@@ -72,7 +72,7 @@ class Contrast:
 
     label: str
     factor: tuple[str, ...]
-    arms: tuple[Arm, ...]
+    arms: tuple[Side, ...]
     confounded: tuple[str, ...] = ()
     robustness: bool = False
 

@@ -75,7 +75,7 @@ class ProbeSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dose:
+class DoseSize:
     """The relative rise of entropy that the noise of aqn=matched shall have, and what it is measured with."""
 
     rise: float
@@ -96,7 +96,7 @@ class Design:
     seeds: tuple[int, ...]
     arms: tuple[Arm, ...]
     probe: ProbeSize
-    dose: Dose
+    dose: DoseSize
 
     def __post_init__(self) -> None:
         check_words("common", self.common)
@@ -218,7 +218,7 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
         seeds=_seeds("seeds", content["seeds"]),
         arms=tuple(_arm(name, entry) for name, entry in arms.items()),
         probe=ProbeSize(**_object("probe", content["probe"], {"questions", "samples"})),
-        dose=Dose(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
+        dose=DoseSize(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
     )
 
 

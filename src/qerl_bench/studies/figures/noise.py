@@ -46,7 +46,7 @@ def sigma_of(run: Run) -> float:
 
 
 @dataclass(frozen=True)
-class Dose:
+class NoiseLevel:
     """A setting with noise, compared with the one without in the same format."""
 
     label: str
@@ -54,7 +54,7 @@ class Dose:
     arm: PlottedArm
 
 
-def sigma_doses(study: Study) -> list[Dose]:
+def sigma_doses(study: Study) -> list[NoiseLevel]:
     """The doses of a sweep over formats and sigma. Raises ConfigError with the missing runs, and without sigma 0."""
     settings = label_settings(study.complete_settings("quant.name", "aqn.level"))
     pairs = Counter((setting.label, sigma_of(setting.runs[0])) for setting in settings)
@@ -65,7 +65,7 @@ def sigma_doses(study: Study) -> list[Dose]:
     require(max(sigmas) > 0, "every run has sigma 0: a sweep over sigma needs runs with aqn=constant aqn.level=...")
     plain = {setting.label: setting for setting in settings if sigma_of(setting.runs[0]) == 0}
     doses = [
-        Dose(one.label, sigma_of(one.runs[0]), plotted_arm(one, one.label, plain[one.label]))
+        NoiseLevel(one.label, sigma_of(one.runs[0]), plotted_arm(one, one.label, plain[one.label]))
         for one in settings
         if sigma_of(one.runs[0]) > 0
     ]
@@ -73,7 +73,7 @@ def sigma_doses(study: Study) -> list[Dose]:
     return sorted(doses, key=lambda dose: (formats.index(dose.label), dose.sigma))
 
 
-def sigma_effects(doses: Sequence[Dose]) -> pd.DataFrame:
+def sigma_effects(doses: Sequence[NoiseLevel]) -> pd.DataFrame:
     """The effect of each dose: a row per format, sigma and measure that the runs have.
 
     Columns quant, sigma, measure, mean, low, high (95 %; in per cent of the entropy, reward, points), n, and mismatch,
@@ -90,7 +90,7 @@ def sigma_effects(doses: Sequence[Dose]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
 
 
-def sigma_figure(doses: Sequence[Dose]) -> Figure:
+def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:
     """A column per format; against sigma, a row with the effect on each measure, and a row with the KL of the noise."""
     measures = _measures(doses)
     formats = list(dict.fromkeys(dose.label for dose in doses))
@@ -145,18 +145,18 @@ def sigma_figure(doses: Sequence[Dose]) -> Figure:
     return figure
 
 
-def _measures(doses: Sequence[Dose]) -> list[Measure]:
+def _measures(doses: Sequence[NoiseLevel]) -> list[Measure]:
     """DIFFERENCES, without the accuracy if a sweep of single steps has no evaluation."""
     runs = [run for dose in doses for run in (*dose.arm.runs, *dose.arm.control)]
     evaluated = all((run.series("eval", "eval/accuracy_sampled").index > 0).any() for run in runs)
     return [measure for measure in DIFFERENCES if measure is not SAMPLED or evaluated]
 
 
-def _has_kl(doses: Sequence[Dose]) -> bool:
+def _has_kl(doses: Sequence[NoiseLevel]) -> bool:
     return all(run.series("train", "mismatch/kl").notna().any() for dose in doses for run in dose.arm.runs)
 
 
-def _draw_kl(ax: Axes, dose: Dose) -> None:
+def _draw_kl(ax: Axes, dose: NoiseLevel) -> None:
     values = average_seeds(by_cell(dose.arm.runs, KL)).to_numpy()[0]
     shade = dose.arm.shade
     ax.plot([dose.sigma] * len(values), values, ".", color=shade, alpha=0.45, markersize=3, label="_units")

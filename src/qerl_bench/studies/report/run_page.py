@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import require
+from qerl_bench.records import PER_NAT
 from qerl_bench.rundir.read_files import read_table
 from qerl_bench.studies.report.page import page
-from qerl_bench.train.kept import PER_NAT
 
 MOST_STEPS = 40  # of a page, evenly spread, with the first and the last
 MOST_QUESTIONS = 100  # held-out ones, those whose answer changed first
