@@ -9,7 +9,7 @@ from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.studies.figures.error_decomposition import draw, one_of_each
 from qerl_bench.studies.figures.script import figure_parser, parse, write_figure
-from qerl_bench.studies.runs.load import leave_out
+from qerl_bench.studies.runs.find import leave_out
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from qerl_bench.commands.exits import guarded
 from qerl_bench.studies.figures.aggregate import overview, scores
 from qerl_bench.studies.figures.script import figure_parser, parse, write_figure
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import final_accuracy
 
 

@@ -12,7 +12,7 @@ from qerl_bench.studies.figures.noise import (
     with_constant_sigma,
 )
 from qerl_bench.studies.figures.script import figure_parser, parse, select, write_figure
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 
 
 def main(arguments: list[str] | None = None) -> None:

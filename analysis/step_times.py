@@ -6,7 +6,7 @@ python analysis/step_times.py runs/ --out figures/
 import pandas as pd
 
 from qerl_bench.commands.exits import guarded
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.tables.paper import add_format, write_table
 from qerl_bench.study.step_times import KEYS, for_paper, row

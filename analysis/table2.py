@@ -17,7 +17,7 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.tables.paper import add_format, write_table
 from qerl_bench.study.four_sets import for_paper, rows, set_of

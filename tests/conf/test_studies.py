@@ -32,7 +32,7 @@ from qerl_bench.studies.claims.claim import NO_RUNS, ContrastResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import WARM_UP
 
 ROOT = CONF_DIR.parent

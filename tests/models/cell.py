@@ -33,8 +33,8 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.share import packed_share
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.session import prepare_device, session

@@ -162,7 +162,8 @@ def test_a_study_is_refused_before_anything_is_made(
 
 def test_times_and_base_of_a_run_reach_the_committed_study(tmp_path: Path) -> None:
     from qerl_bench.studies.runs.collect import write_study
-    from qerl_bench.studies.runs.load import find_runs, load_run
+    from qerl_bench.studies.runs.find import find_runs
+    from qerl_bench.studies.runs.load import load_run
 
     path = find_runs(CONF_DIR.parent / "tests" / "assets" / "runs")[0]
     folder = tmp_path / "runs" / path.name

@@ -32,7 +32,8 @@ from qerl_bench.studies.claims.preconditions import diverged
 from qerl_bench.studies.figures.forest import all_claims, svg
 from qerl_bench.studies.report.claims_page import markdown, summary_text
 from qerl_bench.studies.report.study_page import evaluated, study_page
-from qerl_bench.studies.runs.load import Run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
 STEPS, QUESTIONS = 40, 60

@@ -10,7 +10,7 @@ import pytest
 
 from qerl_bench.studies.design.sessions import read_study
 from qerl_bench.studies.report.sessions import by_figure, plotted, texts
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import TRAINED_SHARE
 
 ROOT = Path(__file__).parents[2]

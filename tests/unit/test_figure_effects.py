@@ -17,15 +17,16 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.statistics import probability_of_improvement
 from qerl_bench.studies.figures import against, arms, effects, paired
 from qerl_bench.studies.figures.aggregate import overview, scores
 from qerl_bench.studies.figures.curves import REWARD, Curve, format_curves, noise_curves
 from qerl_bench.studies.figures.labels import label_settings, noise_text
 from qerl_bench.studies.figures.noise import sigma_doses, sigma_figure
 from qerl_bench.studies.figures.run import comparison
-from qerl_bench.studies.runs.load import Run, load_run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run, load_run
 from qerl_bench.studies.runs.measure import Measure, area, final_accuracy, median_after_warmup
+from qerl_bench.studies.runs.resampling import probability_of_improvement
 from qerl_bench.studies.runs.settings import Study, describe_repeats, group_by_setting
 from qerl_bench.studies.tables.terminal import summary
 

@@ -23,7 +23,8 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.process.arguments import whole
 from qerl_bench.studies.figures import run as figures
 from qerl_bench.studies.figures import style
-from qerl_bench.studies.runs.load import find_runs, load_run
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import Study
 
 REPOSITORY = Path(__file__).parents[2]

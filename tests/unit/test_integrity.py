@@ -23,7 +23,8 @@ from qerl_bench.rundir.checkpoints import last_checkpoint
 from qerl_bench.rundir.checksums import DONE, SEALS
 from qerl_bench.rundir.run_checks import MADE_AGAIN, check_run_dir
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.studies.runs.load import find_runs, load_run
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
 from tests.faults.damage import DAMAGES
 
 if TYPE_CHECKING:

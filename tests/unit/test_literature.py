@@ -25,7 +25,8 @@ from qerl_bench.studies.claims.literature import LITERATURE, REGISTRIES, answere
 from qerl_bench.studies.claims.paper import NOISY_ENTROPY
 from qerl_bench.studies.claims.preconditions import ManipulationCheck
 from qerl_bench.studies.figures.forest import all_claims
-from qerl_bench.studies.runs.load import Run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = REGISTRIES["literature"]

@@ -20,7 +20,8 @@ from qerl_bench.commands import publish as command
 from qerl_bench.rundir.checksums import digest
 from qerl_bench.studies.publish.crate import CRATE
 from qerl_bench.studies.publish.croissant import CROISSANT, license_address
-from qerl_bench.studies.runs.load import load_run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.private import Private
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"

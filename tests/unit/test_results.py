@@ -18,7 +18,9 @@ from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands.exits import guarded
 from qerl_bench.studies.runs.collect import write_study
-from qerl_bench.studies.runs.load import find_runs, load_run, load_runs, tidy
+from qerl_bench.studies.runs.comparable import load_runs, tidy
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import describe_repeats, group_by_setting
 from qerl_bench.studies.tables.terminal import no_gradient_warning, render, summary, wrapped
 

@@ -15,7 +15,7 @@ import pytest
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.report.claims_page import verdict_table
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.tables.paper import Table
 
 H200 = Path(__file__).parents[2] / "docs" / "results" / "h200"

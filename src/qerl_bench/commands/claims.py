@@ -15,7 +15,8 @@ from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.literature import REGISTRIES, page_table
 from qerl_bench.studies.figures.forest import all_claims, svg
 from qerl_bench.studies.report.claims_page import markdown, summary_text, verdict_table
-from qerl_bench.studies.runs.load import Run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables.paper import add_format, write_table

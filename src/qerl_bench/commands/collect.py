@@ -10,7 +10,7 @@ writes all.
 from __future__ import annotations
 
 from qerl_bench.studies.runs.collect import write_study
-from qerl_bench.studies.runs.load import chosen_runs
+from qerl_bench.studies.runs.find import chosen_runs
 from qerl_bench.studies.runs.script import parser_for
 
 

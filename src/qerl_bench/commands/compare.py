@@ -25,7 +25,9 @@ from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.statistics import Estimate, mean_ci, mean_ci_crossed
 from qerl_bench.studies.figures.paired import average_seeds, by_cell
 from qerl_bench.studies.runs.committed import find_study
-from qerl_bench.studies.runs.load import Cell, Run, check_comparable, find_runs, load_run
+from qerl_bench.studies.runs.comparable import check_comparable
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import Cell, Run, load_run
 from qerl_bench.studies.runs.measure import last_fifth_mean
 
 Arm = dict[Cell, Run]

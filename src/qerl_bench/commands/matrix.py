@@ -16,7 +16,9 @@ from qerl_bench.checks import require
 from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
-from qerl_bench.studies.runs.load import Run, by_folder, chosen_runs, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.find import by_folder, chosen_runs
+from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables.paper import Table, add_format, write_table

@@ -21,7 +21,7 @@ from qerl_bench.studies.claims.claim import ClaimResult
 from qerl_bench.studies.claims.estimate import Effect
 from qerl_bench.studies.claims.evaluate import DIRECTION, evaluate_claims
 from qerl_bench.studies.claims.literature import REGISTRIES
-from qerl_bench.studies.runs.load import load_runs
+from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)

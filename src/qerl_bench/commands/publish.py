@@ -18,7 +18,7 @@ from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.studies.publish.adapter import write_adapter
 from qerl_bench.studies.publish.dataset import write_dataset
 from qerl_bench.studies.publish.folder import Names, check_private, check_target, listing
-from qerl_bench.studies.runs.load import find_runs
+from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.private import Private
 
 NEW_REPO = "repo=OWNER/NAME"

@@ -24,7 +24,9 @@ from qerl_bench.studies.design.sessions import read_study, study_of
 from qerl_bench.studies.report.page import page
 from qerl_bench.studies.report.run_page import has_samples, run_page
 from qerl_bench.studies.report.study_page import evaluated, study_page, verdict_counts
-from qerl_bench.studies.runs.load import Run, by_folder, check_comparable, chosen_runs, load_run
+from qerl_bench.studies.runs.comparable import check_comparable
+from qerl_bench.studies.runs.find import by_folder, chosen_runs
+from qerl_bench.studies.runs.load import Run, load_run
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.sweep.status import GOES_ON, statuses
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.nvfp4 import NVFP4

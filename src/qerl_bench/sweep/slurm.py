@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SlurmOptions:
-    _target_: str = "qerl_bench.sweep.slurm.SlurmLauncher"
     partition: str | None = None  # null = the cluster's default, as for the next three
     account: str | None = None
     qos: str | None = None

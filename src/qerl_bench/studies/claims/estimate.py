@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.statistics import Estimate, RandomEffects, mean_ci, mean_ci_crossed, over_bases
+from qerl_bench.statistics import CONFIDENCE, Estimate, mean_ci, mean_ci_crossed, t_quantile
 from qerl_bench.studies.claims.match import Contrast, Filter, Stratum, all_accept, labels, match, missing
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure
@@ -119,3 +119,31 @@ def _effect(differences: np.ndarray) -> Effect:
         return Effect(effects.whole, "base", seeds, questions, effects)
     table = differences[:, 0]
     return Effect(mean_ci_crossed(table) if questions > 1 else mean_ci(table[0]), "seed", seeds, questions)
+
+
+@dataclass(frozen=True)
+class RandomEffects:
+    """An effect over several bases; `between` is the estimated standard deviation of the bases' true effects."""
+
+    whole: Estimate  # over bases
+    by_base: tuple[Estimate, ...]
+    between: float
+    prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
+
+
+def over_bases(values: np.ndarray) -> RandomEffects:
+    """Random-effects mean of numbers (questions, bases, seeds); questions = 1 for numbers of a whole run.
+
+    Bases are the units and have equal weights, so Student's t with B - 1 degrees of freedom is exact whatever the
+    spread within bases. The same holds for the prediction interval of the mean of one more base.
+    """
+    q, b, s = values.shape
+    require(b > 1, f"an effect over bases needs at least two of them, got {b}")
+    means = values.mean(2)  # (questions, bases)
+    whole = mean_ci_crossed(means) if q > 1 else mean_ci(means[0])
+    by_base = tuple(mean_ci_crossed(values[:, i]) if q > 1 else mean_ci(values[0, i]) for i in range(b))
+    spread = float(means.mean(0).var(ddof=1))
+    within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
+    half_width = t_quantile((1 + CONFIDENCE) / 2, b - 1) * math.sqrt(spread * (1 + 1 / b))
+    prediction = (whole.value - half_width, whole.value + half_width) if b > 2 else None
+    return RandomEffects(whole, by_base, math.sqrt(max(0.0, spread - within)), prediction)

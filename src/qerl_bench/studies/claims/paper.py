@@ -1,12 +1,10 @@
-"""The claims of QeRL (arXiv 2510.11696v1) as data: what is compared, which direction is claimed, the paper's own
-numbers.
+"""The claims of QeRL (arXiv 2510.11696v1) as data: what is compared, the direction, and the paper's own numbers.
 
 The margins are our judgement of the smallest difference that would change a decision: one point of accuracy, a fiftieth
 of the reward for a correct answer, two per cent of an entropy, five per cent of a time or a memory.
 
 Each claim names one primary setting, which alone votes, and gates, without which its contrast could not show the
-effect. All other runs are robustness checks. Changing any of this after a study has data needs a dated line in
-docs/LOG.md.
+effect. All other runs are robustness checks. A change after a study has data needs a dated line in docs/LOG.md.
 """
 
 from __future__ import annotations

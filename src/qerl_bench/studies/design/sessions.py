@@ -16,7 +16,8 @@ from typing import Any
 
 from qerl_bench.checks import require
 from qerl_bench.studies.design.design import Arm, Design, read_design
-from qerl_bench.studies.runs.load import Run, find_runs, load_run
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import Run, load_run
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.checks import require
-from qerl_bench.statistics import (
-    Resampled,
-    interquartile_mean,
-    performance_profile,
-    probability_of_improvement,
-    stratified_bootstrap,
-)
 from qerl_bench.studies.claims.contrasts import FORMAT
 from qerl_bench.studies.figures.effects import label_rows
 from qerl_bench.studies.figures.paired import average_seeds, by_cell
@@ -38,6 +31,13 @@ from qerl_bench.studies.figures.style import (
     percent,
 )
 from qerl_bench.studies.runs.load import Cell, Run
+from qerl_bench.studies.runs.resampling import (
+    Resampled,
+    interquartile_mean,
+    performance_profile,
+    probability_of_improvement,
+    stratified_bootstrap,
+)
 from qerl_bench.studies.runs.settings import (
     Setting,
     describe_repeats,

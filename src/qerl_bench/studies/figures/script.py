@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from qerl_bench.checks import require
 from qerl_bench.studies.figures.style import STYLES, save, use_style
-from qerl_bench.studies.runs.load import Run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.runs.settings import Study
 from qerl_bench.studies.tables.paper import add_format

@@ -22,7 +22,9 @@ from qerl_bench.studies.publish.description import Description
 from qerl_bench.studies.publish.folder import Names, rendered
 from qerl_bench.studies.runs.collect import CSV, write_study
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY
-from qerl_bench.studies.runs.load import find_runs, load_run, load_runs
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.parse import first_names
 from qerl_bench.studies.runs.private import Private
 from qerl_bench.studies.runs.settings import Setting, group_by_setting, unit_count

@@ -44,7 +44,8 @@ from qerl_bench.studies.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.studies.figures.specification import specification_curve, specification_table
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report.claims_page import markdown
-from qerl_bench.studies.runs.load import Run, check_comparable
+from qerl_bench.studies.runs.comparable import check_comparable
+from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import held_out
 from qerl_bench.studies.runs.settings import by_scope
 

@@ -6,45 +6,28 @@ page is all of its tables.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from qerl_bench.checks import ConfigError, require
-from qerl_bench.statistics import mean_ci
+from qerl_bench.checks import require
 from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.studies.claims.estimate import Comparison
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.match import Contrast
 from qerl_bench.studies.claims.paper import CLAIMS
-from qerl_bench.studies.figures.labels import label_settings, sigma_by_step
-from qerl_bench.studies.figures.paired import ENTROPY, REWARD_LATE, SAMPLED, average_seeds, by_cell
 from qerl_bench.studies.figures.style import format_order
+from qerl_bench.studies.report.axes import AXES, _is_number, axis_of
 from qerl_bench.studies.report.claims_page import content, css_class, label_of, row_of
+from qerl_bench.studies.report.doses import DOSES, doses_of
 from qerl_bench.studies.report.page import colors, page
-from qerl_bench.studies.runs.load import Run, noise_of
+from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure
-from qerl_bench.studies.runs.settings import Setting, by_scope, group_by_setting
+from qerl_bench.studies.runs.settings import by_scope
 from qerl_bench.studies.tables import terminal
 
 MOST_RUNS = 3_000  # of one page: about 3 MB
-# Axes by which everything on the page is filtered, and the config key of each.
-AXES = {
-    "model": "model.name",
-    "task": "task.name",
-    "format": "quant.name",
-    "noise": "aqn.name",
-    "algorithm": "algo.name",
-    "rank": "lora.rank",
-}
-DOSES = {
-    "mean entropy, nats per token": ENTROPY,
-    "held-out accuracy, sampled": SAMPLED,
-    "reward, mean of the last fifth of the steps": REWARD_LATE,
-}
 COLUMNS = {  # of the table of runs: heading, name in studies/tables/terminal.py, format
     "accuracy at step 0": ("greedy_start", ".1%"),
     "greedy": ("greedy_final", ".1%"),
@@ -96,7 +79,7 @@ def study_page(
         "runs": rows,
         "columns": {name: heading for heading, (name, _) in COLUMNS.items()},
         "effects": effects,
-        "doses": _doses([run for run in runs if run.finished], place),
+        "doses": doses_of([run for run in runs if run.finished], place),
         "dose_measures": [*DOSES],
     }
     return page(
@@ -125,23 +108,13 @@ def _run(run: Run, viewer: str) -> dict[str, Any]:
         "name": run.name,
         "viewer": viewer,
         "state": "finished" if run.finished else f"step {run.last_step} of {run.option('steps')}",
-        "axes": {axis: str(_axis(run.config_items, key)) for axis, key in AXES.items()},
+        "axes": {axis: str(axis_of(run.config_items, key)) for axis, key in AXES.items()},
         "lr": f"{run.option('optim.lr'):g}",
         "seed": run.option("seed"),
         "base": run.base,
         "numbers": {name: row[name] if _is_number(row[name]) else None for name, _ in COLUMNS.values()},
         "shown": shown,
     }
-
-
-def _axis(items: Mapping[str, Any], key: str) -> Any:
-    if key == "aqn.name":
-        return noise_of(items)
-    return 0 if key == "lora.rank" and items.get("lora.name") == "none" else items.get(key)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _claim(number: int, claim: Any) -> dict[str, Any]:
@@ -187,7 +160,7 @@ def _effect(
 ) -> dict[str, Any]:
     claim, stratum, contrast = claim_result.claim, comparison.stratum, result.contrast
     arms = [stratum.shared | variant for variant in stratum.variants]
-    axes = {axis: [*dict.fromkeys(str(_axis(items, key)) for items in arms)] for axis, key in AXES.items()}
+    axes = {axis: [*dict.fromkeys(str(axis_of(items, key)) for items in arms)] for axis, key in AXES.items()}
     primary = comparison is result.primary
     role = "primary" if primary else "as published" if contrast.confounded else "robustness"
     entry: dict[str, Any] = {
@@ -253,59 +226,3 @@ def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Col
                 }
             )
     return rows
-
-
-def _doses(runs: Sequence[Run], place: Mapping[Path, int]) -> list[dict[str, Any]]:
-    """Settings that differ in their noise alone, in one place, in series of two levels or more: dose and what it did.
-
-    The dose is the mean of sigma over the steps. A setting whose runs lack a number leaves that number out.
-    """
-    by_rest: dict[frozenset[tuple[str, str]], list[Setting]] = {}
-    settings = group_by_setting(runs)
-    for setting in label_settings(settings) if settings else ():
-        rest = frozenset(item for item in setting.runs[0].setting_items if not item[0].startswith(("aqn.", "noise.")))
-        by_rest.setdefault(rest, []).append(setting)
-    series = [
-        [one for one in group if one["aqn.name"] == "none" or one["noise.where"] == where]
-        for group in by_rest.values()
-        for where in (None, "adapters")  # None: in norms
-    ]
-    doses = []
-    for number, group in enumerate(series):
-        levels = {id(one): _mean_sigma(one) for one in group}
-        known = [one for one in group if levels[id(one)] is not None]
-        if len({levels[id(one)] for one in known}) < 2:
-            continue
-        for setting in sorted(known, key=lambda one: levels[id(one)] or 0.0):
-            first = setting.runs[0]
-            doses.append(
-                {
-                    "series": number,
-                    "label": f"{setting.label}, noise {setting.noise}",
-                    "axes": {axis: str(_axis(first.config_items, key)) for axis, key in AXES.items()},
-                    "sigma": levels[id(setting)],
-                    "runs": [place[run.path] for run in setting.runs],
-                    "measures": [_response(setting, measure) for measure in DOSES.values()],
-                }
-            )
-    return doses
-
-
-def _mean_sigma(setting: Setting) -> float | None:
-    """The mean noise of a setting's runs, of which matched noise has one by base; 0 without noise, None if a run has no
-    record of it.
-    """
-    if setting["aqn.name"] == "none":
-        return 0.0
-    sigmas = [sigma_by_step(run).mean() for run in setting.runs]
-    return None if any(map(math.isnan, sigmas)) else float(f"{fmean(sigmas):.4g}")
-
-
-def _response(setting: Setting, measure: Measure) -> dict[str, Any] | None:
-    try:
-        values = {run.path: measure.number(run) for run in setting.runs}
-    except ConfigError:
-        return None
-    units = average_seeds(by_cell(setting.runs, lambda run: values[run.path])).to_numpy()[0]
-    mean = mean_ci(units)
-    return {"mean": [mean.value, mean.low, mean.high], "n": mean.n, "values": [*values.values()]}

@@ -16,8 +16,9 @@ import pyarrow.parquet as parquet
 from qerl_bench.checks import require
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.studies.runs.committed import ANSWERS, ANSWERS_SCHEMA, KEPT_OF_DONE, NOT_KEPT, SETTINGS, TIDY, nested
+from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.cost import Cost, total_cost
-from qerl_bench.studies.runs.load import SCHEMA, Run, check_comparable, load_run, tidy_rows
+from qerl_bench.studies.runs.load import SCHEMA, Run, load_run, tidy_rows
 from qerl_bench.studies.runs.parse import first_names
 from qerl_bench.studies.runs.private import Private
 

@@ -6,9 +6,8 @@ folder names or log text, and no service is asked. Left out: rollouts.jsonl, whi
 
 from __future__ import annotations
 
-import fnmatch
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +17,14 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import require
 from qerl_bench.options.fingerprint import canonical, fingerprint, flat, scientific
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.rundir.checksums import DONE
 from qerl_bench.rundir.read_files import read_config, read_object, read_table
 from qerl_bench.rundir.run_checks import check_records, saved
 from qerl_bench.studies.runs import parse
-from qerl_bench.studies.runs.committed import SETTINGS, TEXT, find_study, is_study, read_study
-from qerl_bench.studies.runs.parse import first_names
+from qerl_bench.studies.runs.committed import TEXT, find_study
 
 Cell = tuple[str, int]  # base model and seed: runs of different settings are compared within a cell
 
@@ -221,125 +219,6 @@ def noise_of(items: Mapping[str, Any]) -> str:
     return f"{items['aqn.name']}{' on adapters' if adapted else ''}"
 
 
-def find_runs(root: str | os.PathLike[str]) -> list[Path]:
-    """The runs at or below `root`, sorted: each folder with metrics.jsonl, or with config.yaml and checkpoints, and
-    STUDY/NAME for each run of a committed study.
-
-    Folders inside a run or a study are not searched. Raises ConfigError if there is no such folder, or no run.
-    """
-    root = Path(root)
-    if find_study(root) is not None:
-        return [root]
-    require(root.is_dir(), f"{root} is not a folder: pass a run directory, or a folder that holds runs")
-    runs = []
-    for folder, subfolders, files in os.walk(root):
-        if "metrics.jsonl" in files or ("config.yaml" in files and "checkpoints" in subfolders):
-            runs.append(Path(folder))
-            subfolders.clear()
-        elif SETTINGS in files and is_study(Path(folder)):
-            runs += [Path(folder) / name for name in read_study(Path(folder)).runs]
-            subfolders.clear()
-    require(
-        bool(runs),
-        f"no run in {root}: a run is a folder with config.yaml and metrics.jsonl. "
-        "Pass the folder that holds them (runs/ by default), or start one with python src/run.py",
-    )
-    return sorted(runs)
-
-
-def chosen_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str] = ()) -> list[Path]:
-    """Every run at or below `folders`, but those whose names fit a pattern of `without`.
-
-    Raises ConfigError as `find_runs` and `leave_out`.
-    """
-    return leave_out([path for folder in folders for path in find_runs(folder)], without)
-
-
-def by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
-    """The runs by the folder that holds them, a study; each once."""
-    folders: dict[Path, list[Path]] = {}
-    for path in dict.fromkeys(paths):
-        folders.setdefault(path.absolute().parent, []).append(path)
-    return folders
-
-
-def leave_out(paths: Sequence[Path], without: Sequence[str]) -> list[Path]:
-    """The folders whose names fit no pattern of `without`. Raises ConfigError for a pattern that fits none."""
-    idle = [pattern for pattern in without if not fnmatch.filter([path.name for path in paths], pattern)]
-    require(not idle, f"--except {' '.join(idle)} fits none of the {len(paths)} runs; * stands for anything: '*-s1-*'")
-    return [path for path in paths if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in without)]
-
-
-def load_runs(
-    folders: Iterable[str | os.PathLike[str]], mixed_code: bool = False, without: Sequence[str] = ()
-) -> list[Run]:
-    """The runs of `chosen_runs`, for a comparison. Raises ConfigError as it does, `load_run` and `check_comparable`."""
-    runs = [load_run(path) for path in chosen_runs(folders, without)]
-    check_comparable(runs, mixed_code)
-    return runs
-
-
-def check_comparable(runs: Sequence[Run], mixed_code: bool) -> None:
-    """Raise ConfigError, naming the runs, if two have one name, if two models do, if a metric has several definitions,
-    or if the runs come from several versions of the code or of a user's own file, and `mixed_code` does not allow that.
-    """
-    _require_one_model_per_name(runs)
-    by_name: dict[str, list[Run]] = {}
-    by_code: dict[str, list[str]] = {}
-    by_own_code: dict[str, dict[str, list[str]]] = {}
-    by_definition: dict[str, dict[str, list[str]]] = {}
-    for run in runs:
-        by_name.setdefault(run.name, []).append(run)
-        by_code.setdefault(run.code, []).append(run.name)
-        for metric, definition in run.environment.get("metrics", {}).items():
-            by_definition.setdefault(metric, {}).setdefault(definition, []).append(run.name)
-        for file, version in run.environment.get("own_code", {}).items():
-            by_own_code.setdefault(file, {}).setdefault(version[:12], []).append(run.name)
-    for name, group in by_name.items():
-        folders = " and ".join(str(run.path) for run in group)
-        require(len(group) == 1, f"the run {name} was found twice, in {folders}: pass only one of them")
-    mixed = {metric: groups for metric, groups in by_definition.items() if len(groups) > 1}
-    for metric, groups in mixed.items():
-        meanings = "\n".join(f"  {meaning!r}: {first_names(names)}" for meaning, names in groups.items())
-        others = f" (and of {', '.join(sorted(mixed.keys() - {metric}))})" if len(mixed) > 1 else ""
-        raise ConfigError(
-            f"these runs have different definitions of {metric}{others}:\n{meanings}\nLeave all but one out"
-        )
-    versions = "\n".join(f"  code {code}: {first_names(names)}" for code, names in by_code.items())
-    require(
-        mixed_code or len(by_code) <= 1,
-        f"these runs come from {len(by_code)} versions of the code:\n{versions}\nLeave all but one group out, or pass "
-        "--mixed-code if what changed in between cannot have changed the numbers",
-    )
-    for file, groups in by_own_code.items():
-        versions = "\n".join(f"  {version}: {first_names(names)}" for version, names in groups.items())
-        require(
-            mixed_code or len(groups) == 1,
-            f"these runs were made with {len(groups)} versions of {file}:\n{versions}\nLeave all but one group out, or "
-            "pass --mixed-code",
-        )
-
-
-def _require_one_model_per_name(runs: Sequence[Run]) -> None:
-    """A model that is loaded has one base. One that is made from a seed may have many: repetitions of one kind.
-
-    So may a GGUF file, of which model.dither draws copies.
-    """
-    by_model: dict[str, dict[str, list[str]]] = {}
-    for run in runs:
-        loaded = "id" in run.config.get("model", {})
-        file = run.environment.get("gguf", {}).get("digest")
-        weights = by_model.setdefault(str(run.option("model.name")), {})
-        weights.setdefault(file or (run.base if loaded else "made from model.seed"), []).append(run.name)
-    for name, weights in by_model.items():
-        listed = "\n".join(f"  {base}: {first_names(names)}" for base, names in weights.items())
-        require(
-            len(weights) == 1,
-            f"{len(weights)} models are called {name} in these runs:\n{listed}\nLeave all but one out. A folder with "
-            "another name gives a model another name: model=hub model.id=DIR",
-        )
-
-
 def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
     """Read one run, from its folder or as STUDY/NAME. Raises ConfigError for a damaged file, naming it and the line.
 
@@ -377,17 +256,6 @@ def load_run(path: str | os.PathLike[str], metrics: bool = True) -> Run:
 def _object(run: Path, name: str, finished: bool) -> dict[str, Any]:
     """The object in a JSON file of a run; empty without the file."""
     return read_object(run / name, saved(run, name, finished)) if (run / name).is_file() else {}
-
-
-def tidy(runs: Iterable[Run]) -> pd.DataFrame:
-    """The long table of several runs: the columns IDENTITY, then MEASURED; text columns are categories.
-
-    Raises ConfigError if two runs have one name, or if a metric has several definitions.
-    """
-    runs = list(runs)
-    require(bool(runs), "no runs to put in a table: pass at least one")
-    check_comparable(runs, mixed_code=True)
-    return pa.concat_tables([tidy_rows(run) for run in runs]).unify_dictionaries().to_pandas()
 
 
 def tidy_rows(run: Run) -> pa.Table:

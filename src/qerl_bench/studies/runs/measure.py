@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from qerl_bench.checks import require
-from qerl_bench.statistics import Estimate, area_under_curve, steps_to_threshold
+from qerl_bench.statistics import Estimate
 from qerl_bench.studies.runs.load import Run
 
 TRAINED_SHARE = "train/taught_frac"  # share of a step's completion tokens with a gradient
@@ -271,3 +271,18 @@ ACCURACY = Measure(
     margin=0.01,
     answers="sampled",
 )
+
+
+def area_under_curve(steps: np.ndarray, values: np.ndarray) -> float:
+    """Mean height of a curve over its steps (trapezoids), in units of its values; NaN points are left out."""
+    known = ~np.isnan(values)
+    steps, values = steps[known], values[known]
+    require(len(steps) > 0, "the area under a curve needs at least one number")
+    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0])) if len(steps) > 1 else float(values[0])
+
+
+def steps_to_threshold(steps: np.ndarray, values: np.ndarray, threshold: float, window: int) -> float:
+    """The first step at which the mean of the last `window` values reaches `threshold`; infinite if none does."""
+    means = np.convolve(values, np.ones(window) / window, mode="valid") if len(values) >= window else np.array([])
+    reached = np.flatnonzero(means >= threshold)
+    return float(steps[reached[0] + window - 1]) if len(reached) else math.inf

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.studies.runs.load import Run, find_runs, load_run
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import Run, load_run
 
 T = TypeVar("T")
 COMPARISON = "python src/run.py -m quant=bf16,nvfp4 aqn=none,exp seed=0,1"
