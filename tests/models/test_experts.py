@@ -159,7 +159,7 @@ def test_the_layout_of_the_kernels_keeps_every_bit(kind: str, monkeypatch: pytes
     assert torch.equal(matrices.parameter(torch.float32), values)
     matrices.use_kernels()
     for at_once in (2**28, 3 * 64 * matrices.in_features):  # all four experts, or three and one
-        monkeypatch.setattr(matrices, "_MAX_WEIGHTS", at_once)
+        monkeypatch.setattr("qerl_bench.quant.matrices._MAX_WEIGHTS", at_once)
         assert torch.equal(matrices.parameter(torch.float32), values)
     assert matrices.kernel_weight.shape == (4 * 64, matrices.in_features)
     for expert, wanted in enumerate(before):

@@ -23,8 +23,7 @@ from qerl_bench.studies.publish.dataset import CARD
 from qerl_bench.studies.publish.folder import check_private
 from qerl_bench.studies.runs.committed import SETTINGS, TIDY, read_study
 from qerl_bench.studies.runs.comparable import load_runs
-from qerl_bench.studies.runs.load import LIBRARIES
-from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.load import LIBRARIES, Run
 from qerl_bench.studies.runs.parse import first_names
 from qerl_bench.studies.runs.private import Private
 
