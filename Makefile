@@ -46,7 +46,7 @@ test-models: $(READY)
 test-vllm: $(VLLM_READY)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
-# Sweeps on a real Slurm and a Ray cluster, both on this machine: an environment of its own (1.4 GB) and, as root, Debian's Slurm.
+# Sweeps on a real Slurm on this machine: an environment of its own (1.2 GB) and, as root, Debian's Slurm.
 SLURM := slurmctld slurmd slurm-client munge
 test-cluster: $(CLUSTER_READY)
 	@command -v slurmctld slurmd sbatch munged >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends $(SLURM); } \
@@ -103,7 +103,7 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt
 $(CLUSTER_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLUSTER_VENV)
 	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.14"
-	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,slurm,ray]"
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,slurm]"
 	touch $(CLUSTER_READY)
 
 clean:

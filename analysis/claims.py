@@ -3,8 +3,8 @@
 python analysis/claims.py runs/ --out figures/
 """
 
-from qerl_bench.claims.command import main
-from qerl_bench.exits import guarded
+from qerl_bench.commands.claims import main
+from qerl_bench.commands.exits import guarded
 
 if __name__ == "__main__":
     guarded(main)

@@ -3,8 +3,8 @@
 python analysis/collect.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.study.command import main
+from qerl_bench.commands.collect import main
+from qerl_bench.commands.exits import guarded
 
 if __name__ == "__main__":
     guarded(main)

@@ -6,10 +6,10 @@ python analysis/error_decomposition.py docs/results/quantizers --out figures/   
 import pandas as pd
 
 from qerl_bench.checks import require
-from qerl_bench.exits import guarded
-from qerl_bench.figures.error_decomposition import draw, one_of_each
-from qerl_bench.figures.script import figure_parser, parse, write_figure
-from qerl_bench.study.load import leave_out
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.error_decomposition import draw, one_of_each
+from qerl_bench.studies.figures.script import figure_parser, parse, write_figure
+from qerl_bench.studies.runs.find import leave_out
 
 
 def main(arguments: list[str] | None = None) -> None:

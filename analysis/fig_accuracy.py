@@ -3,12 +3,12 @@
 python analysis/fig_accuracy.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.arms import format_arms
-from qerl_bench.figures.effects import dot_plot
-from qerl_bench.figures.labels import noise_text
-from qerl_bench.figures.paired import GREEDY, REWARD_MEAN, SAMPLED
-from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.arms import format_arms
+from qerl_bench.studies.figures.effects import dot_plot
+from qerl_bench.studies.figures.labels import noise_text
+from qerl_bench.studies.figures.paired import GREEDY, REWARD_MEAN, SAMPLED
+from qerl_bench.studies.figures.script import read_study, write_figure
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,10 +8,10 @@ import sys
 import pandas as pd
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.exits import guarded
-from qerl_bench.figures.algorithms import algorithm_curves, gain_table
-from qerl_bench.figures.script import read_study, write_figure
-from qerl_bench.study.tables import Table, write_table
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.algorithms import algorithm_curves, gain_table
+from qerl_bench.studies.figures.script import read_study, write_figure
+from qerl_bench.studies.tables.paper import Table, write_table
 
 SMOOTH = 7  # steps
 

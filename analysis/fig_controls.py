@@ -3,11 +3,11 @@
 python analysis/fig_controls.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.arms import control_arms
-from qerl_bench.figures.effects import dot_plot
-from qerl_bench.figures.paired import ENTROPY, REWARD_MEAN, SAMPLED
-from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.arms import control_arms
+from qerl_bench.studies.figures.effects import dot_plot
+from qerl_bench.studies.figures.paired import ENTROPY, REWARD_MEAN, SAMPLED
+from qerl_bench.studies.figures.script import read_study, write_figure
 
 FACTORS = ["quant.", "quantizer.", "aqn", "noise", "rollout.temperature", "train.entropy_coef"]
 MEASURES = [ENTROPY, REWARD_MEAN, SAMPLED]  # entropy over all steps: the schedules start without noise

@@ -3,9 +3,9 @@
 python analysis/fig_entropy.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.curves import CLEAN, ENTROPY, format_curves
-from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.curves import CLEAN, ENTROPY, format_curves
+from qerl_bench.studies.figures.script import read_study, write_figure
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,11 +3,11 @@
 python analysis/fig_learning_rates.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.against import controls_of, plot_against
-from qerl_bench.figures.labels import label_settings
-from qerl_bench.figures.paired import REWARD_LATE, SAMPLED
-from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.against import controls_of, plot_against
+from qerl_bench.studies.figures.labels import label_settings
+from qerl_bench.studies.figures.paired import REWARD_LATE, SAMPLED
+from qerl_bench.studies.figures.script import read_study, write_figure
 
 KEY = "optim.lr"
 

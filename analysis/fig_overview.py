@@ -5,11 +5,11 @@ python analysis/fig_overview.py runs/ --out figures/
 
 import numpy as np
 
-from qerl_bench.claims.measure import final_accuracy
-from qerl_bench.exits import guarded
-from qerl_bench.figures.aggregate import overview, scores
-from qerl_bench.figures.script import figure_parser, parse, write_figure
-from qerl_bench.study.load import load_runs
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.aggregate import overview, scores
+from qerl_bench.studies.figures.script import figure_parser, parse, write_figure
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.measure import final_accuracy
 
 
 def main(arguments: list[str] | None = None) -> None:

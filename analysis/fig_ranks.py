@@ -5,12 +5,12 @@ python analysis/fig_ranks.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.against import controls_of, plot_against
-from qerl_bench.figures.labels import label_settings
-from qerl_bench.figures.paired import REWARD_MEAN, SAMPLED
-from qerl_bench.figures.script import read_study, write_figure
-from qerl_bench.study.study import Study
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.against import controls_of, plot_against
+from qerl_bench.studies.figures.labels import label_settings
+from qerl_bench.studies.figures.paired import REWARD_MEAN, SAMPLED
+from qerl_bench.studies.figures.script import read_study, write_figure
+from qerl_bench.studies.runs.settings import Study
 
 KEY, USUAL = "lora.rank", 32
 

@@ -3,10 +3,10 @@
 python analysis/fig_schedules.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.against import plot_schedules
-from qerl_bench.figures.paired import REWARD_LATE, SAMPLED
-from qerl_bench.figures.script import read_study, write_figure
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.against import plot_schedules
+from qerl_bench.studies.figures.paired import REWARD_LATE, SAMPLED
+from qerl_bench.studies.figures.script import read_study, write_figure
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,10 +3,16 @@
 python analysis/fig_sigma.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.figures.noise import SIGMA_FACTORS, sigma_doses, sigma_effects, sigma_figure, with_constant_sigma
-from qerl_bench.figures.script import figure_parser, parse, select, write_figure
-from qerl_bench.study.load import load_runs
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.noise import (
+    SIGMA_FACTORS,
+    sigma_doses,
+    sigma_effects,
+    sigma_figure,
+    with_constant_sigma,
+)
+from qerl_bench.studies.figures.script import figure_parser, parse, select, write_figure
+from qerl_bench.studies.runs.comparable import load_runs
 
 
 def main(arguments: list[str] | None = None) -> None:

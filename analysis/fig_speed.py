@@ -5,13 +5,13 @@ python analysis/fig_speed.py runs/ --out figures/
 
 from matplotlib.figure import Figure
 
-from qerl_bench.claims.measure import Measure, median_after_warmup, peak
-from qerl_bench.exits import guarded
-from qerl_bench.figures.arms import all_arms
-from qerl_bench.figures.effects import level_plot
-from qerl_bench.figures.paired import workload
-from qerl_bench.figures.script import read_study, write_figure
-from qerl_bench.study.study import Study
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.figures.arms import all_arms
+from qerl_bench.studies.figures.effects import level_plot
+from qerl_bench.studies.figures.paired import workload
+from qerl_bench.studies.figures.script import read_study, write_figure
+from qerl_bench.studies.runs.measure import Measure, median_after_warmup, peak
+from qerl_bench.studies.runs.settings import Study
 
 MEASURES = [
     Measure("rollout, tokens/s", median_after_warmup("speed/rollout_tok_s"), ratio=True, level_format="{:.4g}"),

@@ -14,9 +14,9 @@ from typing import Any
 
 import pandas as pd
 
+from qerl_bench.commands.exits import guarded
 from qerl_bench.config import build, compose
-from qerl_bench.exits import guarded
-from qerl_bench.hidden_packages import hidden_packages
+from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibration import Calibration
 
@@ -38,9 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
     given = parser.parse_args(arguments)
     with hidden_packages():
-        from qerl_bench.device import resolve_device
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
+        from qerl_bench.process.device import resolve_device
         from qerl_bench.quant.error_decomposition import write_layers
     given.out.mkdir(parents=True, exist_ok=True)
     text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration

@@ -4,12 +4,12 @@ python analysis/match_temperature.py runs/ --noisy nvfp4 --sigma 1e-2
 """
 
 from qerl_bench.checks import require
-from qerl_bench.exits import guarded
-from qerl_bench.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
-from qerl_bench.figures.script import select
+from qerl_bench.commands.exits import guarded
 from qerl_bench.statistics import mean_ci
-from qerl_bench.study.load import load_runs
-from qerl_bench.study.script import parser_for
+from qerl_bench.studies.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
+from qerl_bench.studies.figures.script import select
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.script import parser_for
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 python analysis/pooled.py docs/studies/shortcut-2026-{again,doses} --arm nvfp4-noise --control nvfp4
 """
 
-from qerl_bench.exits import guarded
+from qerl_bench.commands.exits import guarded
 from qerl_bench.gates.pooled import main
 
 if __name__ == "__main__":

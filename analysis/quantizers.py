@@ -3,11 +3,11 @@
 python analysis/quantizers.py runs/ --out figures/
 """
 
-from qerl_bench.exits import guarded
-from qerl_bench.study.load import load_runs
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.script import parser_for
+from qerl_bench.studies.tables.paper import add_format, write_table
 from qerl_bench.study.quantizer_table import compare, for_paper
-from qerl_bench.study.script import parser_for
-from qerl_bench.study.tables import add_format, write_table
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 python analysis/rungs.py docs/studies/dag-2026/rungs.yaml
 """
 
-from qerl_bench.exits import guarded
+from qerl_bench.commands.exits import guarded
 from qerl_bench.gates.rungs import main
 
 if __name__ == "__main__":

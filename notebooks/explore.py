@@ -17,9 +17,9 @@ def _():
     import marimo as mo
 
     from qerl_bench.checks import ConfigError
-    from qerl_bench.figures.style import FORMAT_COLORS, OTHER_COLORS, label_axes, panels, paper_style
-    from qerl_bench.study.load import load_runs, tidy
-    from qerl_bench.study.study import Study
+    from qerl_bench.studies.figures.style import FORMAT_COLORS, OTHER_COLORS, label_axes, panels, paper_style
+    from qerl_bench.studies.runs.comparable import load_runs, tidy
+    from qerl_bench.studies.runs.settings import Study
 
     return ConfigError, FORMAT_COLORS, OTHER_COLORS, Path, Study, label_axes, load_runs, mo, panels, paper_style, tidy
 

@@ -17,10 +17,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench import config as configs
-from qerl_bench import own_options
-from qerl_bench.composer import Composer
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.options import user_options
+from qerl_bench.options.composer import Composer
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector
@@ -78,10 +78,10 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(autouse=True)
 def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""
-    monkeypatch.setattr(own_options, "_in_use", [])
+    monkeypatch.setattr(user_options, "_in_use", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    _, *folders = own_options.folders()
+    _, *folders = user_options.folders()
     if not folders:
         return
     files = {name: Path(getattr(module, "__file__", None) or "") for name, module in sys.modules.items()}
@@ -187,4 +187,4 @@ def make_noise() -> Callable[..., NoiseInjector]:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs draw nothing, which takes longer than the steps of a tiny model."""
-    monkeypatch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)
+    monkeypatch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)

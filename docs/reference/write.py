@@ -17,10 +17,10 @@ from typing import Any
 
 from qerl_bench import metrics
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.explain import AXES, SEVERAL, root_groups
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_files import Field, option_fields
-from qerl_bench.unknown_words import keys_of_axis
+from qerl_bench.options.explain import AXES, SEVERAL, root_groups
+from qerl_bench.options.files import Field, option_fields
+from qerl_bench.options.suggestions import keys_of_axis
+from qerl_bench.process.installation import CONF_DIR
 
 HERE = Path(__file__).resolve().parent
 FEW = 4  # different defaults that a row shows

@@ -34,18 +34,18 @@ import transformers
 from timing import append_rows, argument_parser, print_rows, write_rows
 
 from qerl_bench.config import build, compose
-from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.installation import CONF_DIR
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import probe
 from qerl_bench.model_setup import build_noise
+from qerl_bench.process.device import now, peak_gib, reset_peak, resolve_device
+from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.task.shape import IDS, Shape
 
 SHAPES = sorted(path.stem for path in (CONF_DIR / "model" / "shape").glob("*.yaml"))

@@ -44,10 +44,10 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from qerl_bench.config import build, compose
-from qerl_bench.device import now, peak_gib, reset_peak, resolve_device
-from qerl_bench.environment import versions
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.process.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.records import Prompt
+from qerl_bench.rundir.environment import versions
 
 UNKNOWN, END = "<unknown>", "<end>"
 LIBRARIES = ("trl", "vllm", "transformers", "torch")

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qerl_kernels import rows as fields
+from qerl_kernels import row_fields as fields
 from qerl_kernels.jit_overlap import wait_for_earlier
 
 TOKEN = tl.constexpr(fields.TOKEN)

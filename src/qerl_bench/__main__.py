@@ -11,16 +11,17 @@ from importlib import import_module
 from typing import NamedTuple
 
 from qerl_bench import __version__
-from qerl_bench.arguments import wrapped
-from qerl_bench.children import end_with_parent
-from qerl_bench.exits import exit_in_words, one_line_warnings
-from qerl_bench.own_options import refuse_flag, with_search_path
+from qerl_bench.commands.exits import exit_in_words, one_line_warnings
+from qerl_bench.options.user_options import refuse_flag, with_search_path
 from qerl_bench.parallel import refuse_ranks, tells
-from qerl_bench.terminal import lasting_output
+from qerl_bench.process.arguments import wrapped
+from qerl_bench.process.children import end_with_parent
+from qerl_bench.process.terminal import lasting_output
 
 
 class Command(NamedTuple):
-    module: str  # its `main` takes the words behind the command
+    """What `qerl-bench NAME` does; `main` of commands/NAME.py takes the words behind it."""
+
     summary: str
     stopped: str = "stopped"  # what Ctrl-C prints
     composes: bool = False  # configs out of options, so that --config-dir means something
@@ -29,46 +30,38 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command(
-        "qerl_bench.run",
         "train one experiment, or with -m every point of a sweep",
         "stopped; the same command continues from the last checkpoint",
         composes=True,
         shared=True,
     ),
-    "status": Command("qerl_bench.status", "list runs with their state and steps, once or again and again"),
+    "status": Command("list runs with their state and steps, once or again and again"),
     "eval": Command(
-        "qerl_bench.eval.command",
         "evaluate a finished run under another protocol",
         "stopped; the same command starts this evaluation again",
         composes=True,
         shared=True,
     ),
-    "score": Command(
-        "qerl_bench.eval.score", "grade completions made elsewhere", "stopped; nothing was written", composes=True
-    ),
-    "export": Command("qerl_bench.quant.export", "pack a model for other programs to read", composes=True),
-    "collect": Command("qerl_bench.study.command", "gather runs into a study that can be committed"),
+    "score": Command("grade completions made elsewhere", "stopped; nothing was written", composes=True),
+    "export": Command("pack a model for other programs to read", composes=True),
+    "collect": Command("gather runs into a study that can be committed"),
     "gates": Command(
-        "qerl_bench.gates.command",
         "measure bases, and tell whether a study could show anything",
         "stopped; the same command continues",
         composes=True,
     ),
     "study": Command(
-        "qerl_bench.gates.runner",
         "run a study of many bases within a time",
         "stopped; the same command continues",
         composes=True,
     ),
-    "claims": Command("qerl_bench.claims.command", "report what runs say about each claim of the paper"),
-    "report": Command("qerl_bench.report.command", "make pages of a folder of runs: verdicts, effects, samples"),
-    "compare": Command("qerl_bench.report.compare", "tell in which options and numbers two runs, or two arms, differ"),
-    "publish": Command(
-        "qerl_bench.publish.command", "make a run or a study ready for others, as a folder or at the hub"
-    ),
-    "check": Command("qerl_bench.publish.check", "check published studies, those in community/ for example"),
-    "matrix": Command("qerl_bench.claims.matrix", "put the verdicts of several studies side by side"),
-    "plan": Command("qerl_bench.claims.plan", "find out how many bases and seeds a claim needs"),
+    "claims": Command("report what runs say about each claim of the paper"),
+    "report": Command("make pages of a folder of runs: verdicts, effects, samples"),
+    "compare": Command("tell in which options and numbers two runs, or two arms, differ"),
+    "publish": Command("make a run or a study ready for others, as a folder or at the hub"),
+    "check": Command("check published studies, those in community/ for example"),
+    "matrix": Command("put the verdicts of several studies side by side"),
+    "plan": Command("find out how many bases and seeds a claim needs"),
 }
 USAGE = "\n".join(
     [
@@ -104,7 +97,7 @@ def main(words: list[str] | None = None) -> int:
         if not command.composes:
             refuse_flag(name, rest)
         rest = with_search_path(rest)
-        module = import_module(command.module)
+        module = import_module(f"qerl_bench.commands.{name}")
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
             if tells():
                 print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")

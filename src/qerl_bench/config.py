@@ -13,12 +13,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.composer import Composer
-from qerl_bench.experiment_spec import VALUES, Experiment
-from qerl_bench.fingerprint import plain
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_names import check_class, make_option
-from qerl_bench.renamed_keys import outdated
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.options.composer import Composer
+from qerl_bench.options.files import plain_keys
+from qerl_bench.options.fingerprint import plain
+from qerl_bench.options.names import check_class, make_option
+from qerl_bench.options.renamed_keys import outdated
+from qerl_bench.process.installation import CONF_DIR
 
 
 def compose(overrides: list[str] | None = None) -> DictConfig:
@@ -40,7 +41,7 @@ def build(cfg: DictConfig) -> Experiment:
     require(not missing, lacks(missing))
     for field in fields(Experiment):
         require(
-            field.name in VALUES or is_dataclass(nodes[field.name]),
+            field.name in plain_keys() or is_dataclass(nodes[field.name]),
             f"{field.name} is a group of keys, got {nodes[field.name]!r}; set its keys, {field.name}.KEY=..., or leave "
             "it out",
         )

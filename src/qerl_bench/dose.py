@@ -22,10 +22,10 @@ from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.memory import NO_MEMORY, shortage, whole_or_halves
 from qerl_bench.metrics import entropy_ratio, mean_entropy, mismatch_metrics
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
+from qerl_bench.process.memory import NO_MEMORY, shortage, whole_or_halves
 from qerl_bench.records import Group, Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import make_batch

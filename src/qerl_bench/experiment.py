@@ -22,35 +22,35 @@ from omegaconf import DictConfig
 from qerl_bench import dose, metrics
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
-from qerl_bench.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.checks import ConfigError, TrainingStopped, require
-from qerl_bench.children import is_child
-from qerl_bench.device import PhaseTimer
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_point, reduced, rows_of_point
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.fingerprint import as_dict
 from qerl_bench.logger.base import MetricsMirror
-from qerl_bench.memory import memory_for
 from qerl_bench.model.policy import Policy
+from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE, World, largest
-from qerl_bench.progress import StepProgress, phase
+from qerl_bench.process.children import is_child
+from qerl_bench.process.device import PhaseTimer
+from qerl_bench.process.memory import memory_for
+from qerl_bench.process.progress import StepProgress, phase
+from qerl_bench.process.termination import Terminated, terminations_noted
 from qerl_bench.quant.error_decomposition import write_layers
 from qerl_bench.records import Group
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.session import evaluate, on_base_in, prepare_device, require_places, session, validate
-from qerl_bench.shortages import shortages_of
-from qerl_bench.termination import Terminated, terminations_noted
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.kept import TokenColumns, kept_records
 from qerl_bench.train.memory_plan import remember
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.shares import require_equal_weights
+from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.update import make_optimizer, update
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,10 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             if not world.first:
                 return
             collapsed = collapse(run.metrics(), math.log(len(policy.tokenizer)))
-        from qerl_bench.figures.run import run_figures  # after the run: pandas, scipy and matplotlib take a second
-        from qerl_bench.study.table import no_gradient_warning, places, render, summary
+        from qerl_bench.studies.figures.run import (
+            run_figures,  # after the run: pandas, scipy and matplotlib take a second
+        )
+        from qerl_bench.studies.tables.terminal import no_gradient_warning, places, render, summary
 
         with phase("drawing figures"):
             run_figures(run.path)

@@ -6,10 +6,9 @@ are built later, from the specs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qerl_bench import own_options
 from qerl_bench.algo.base import Algorithm
 from qerl_bench.algo.importance_sampling import ImportanceSampling
 from qerl_bench.algo.kl import KLPenalty
@@ -31,8 +30,9 @@ from qerl_bench.eval.base import Evaluator
 from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model
-from qerl_bench.option_files import options_of
-from qerl_bench.option_names import option
+from qerl_bench.options import user_options
+from qerl_bench.options.files import options_of
+from qerl_bench.options.names import option
 from qerl_bench.parallel import ParallelSpec
 from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
@@ -211,7 +211,7 @@ class Experiment:
         """
         if name in (None, self.quant.name):
             return self
-        formats = options_of(own_options.folders(), "quant")
+        formats = options_of(user_options.folders(), "quant")
         require(name in formats, f"{key} must be null or one of {', '.join(sorted(formats))}, got {name!r}")
         require(
             not self.quantizer.rescales,
@@ -249,7 +249,3 @@ class Experiment:
     @property
     def run_dir(self) -> Path:
         return Path(self.root) / "runs" / self.name
-
-
-# Top-level keys without options.
-VALUES = {field.name for field in fields(Experiment) if field.type in ("bool", "int", "str")}

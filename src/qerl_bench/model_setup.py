@@ -15,13 +15,9 @@ from transformers import PreTrainedModel
 from qerl_bench.aqn.format_error import packing_errors
 from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.norm_errors import NormErrors
-from qerl_bench.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.checks import ConfigError, TrainingStopped, require
-from qerl_bench.children import Child, wait
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.installation import run_command
-from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model
 from qerl_bench.model.hub import HubModel
@@ -29,10 +25,14 @@ from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy, share_all_but_base
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, probe
-from qerl_bench.own_options import words_in_use
+from qerl_bench.options.user_options import words_in_use
+from qerl_bench.process.children import Child, wait
+from qerl_bench.process.installation import run_command
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
-from qerl_bench.refusals import CODE as REFUSED
+from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
+from qerl_bench.rundir.locks import wait_for_lock
+from qerl_bench.rundir.refusals import CODE as REFUSED
 from qerl_bench.seeding import derive
 from qerl_bench.task.base import Task
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+PER_NAT = 1000  # rollouts.jsonl has thousandths of nats, as whole numbers
 Message = dict[str, str]  # {"role": "system" | "user", "content": text}, as chat templates take it
 RENDERED = "rendered"  # role of a single message that is the whole prompt as text: no chat template is applied to it
 

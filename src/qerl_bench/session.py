@@ -13,7 +13,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from qerl_bench.checks import require
-from qerl_bench.device import device_name, resolve_device
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.eval import formats
@@ -21,26 +20,27 @@ from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.gpu_share import keep_to_share
-from qerl_bench.memory import memory_for
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, told
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.progress import phase
+from qerl_bench.process.device import device_name, resolve_device
+from qerl_bench.process.gpu_share import keep_to_share
+from qerl_bench.process.memory import memory_for
+from qerl_bench.process.progress import phase
 from qerl_bench.quant.base import WeightFormat
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
-from qerl_bench.shortages import shortages_of
 from qerl_bench.train.nonfinite import during
+from qerl_bench.train.shortages import shortages_of
 
 log = logging.getLogger(__name__)
 
 
 def prepare_device(wanted: str, quant: WeightFormat) -> str:
-    """The device to run on: a CPU made deterministic, or the share of a GPU (`gpu_share.py`).
+    """The device to run on: a CPU made deterministic, or the share of a GPU (`process/gpu_share.py`).
 
     Raises ConfigError if `quant` cannot run there.
     """

@@ -1,10 +1,9 @@
-"""Every statistic of this project, as pure functions of numbers.
+"""The statistics of this project, as pure functions of numbers.
 
 There are two kinds of mean. The accuracy of one run is a mean over held-out questions; its standard error has a part
 from the choice of questions and a part from sampling (formulas in docs/evaluation.md). An effect is a mean over seeds
-or base models, with Student's t, whose intervals are honest for as few as five seeds. Interquartile means and
-performance profiles have no such form and are resampled (Agarwal et al. 2021, "Deep reinforcement learning at the edge
-of the statistical precipice"); functions that draw random numbers take a generator.
+or base models, with Student's t, whose intervals are honest for as few as five seeds. What has no such form is
+resampled (studies/runs/resampling.py).
 
 Left out: tests by rank or sign, which five seeds can never bring below p = 0.06; the correction for a finite pool of
 questions; the sampling part of pass@k and maj@n, which are not means over samples. SciPy is imported where it is
@@ -15,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -265,34 +263,6 @@ def mean_ci_crossed(values: np.ndarray) -> Estimate:
     return Estimate(value, math.sqrt(total / (q * u)), u, df, math.sqrt(max(0.0, ms_q - ms_e) / (q * u)))
 
 
-@dataclass(frozen=True)
-class RandomEffects:
-    """An effect over several bases; `between` is the estimated standard deviation of the bases' true effects."""
-
-    whole: Estimate  # over bases
-    by_base: tuple[Estimate, ...]
-    between: float
-    prediction: tuple[float, float] | None  # 95 % interval for one more base of as many seeds; None below three bases
-
-
-def over_bases(values: np.ndarray) -> RandomEffects:
-    """Random-effects mean of numbers (questions, bases, seeds); questions = 1 for numbers of a whole run.
-
-    Bases are the units and have equal weights, so Student's t with B - 1 degrees of freedom is exact whatever the
-    spread within bases. The same holds for the prediction interval of the mean of one more base.
-    """
-    q, b, s = values.shape
-    require(b > 1, f"an effect over bases needs at least two of them, got {b}")
-    means = values.mean(2)  # (questions, bases)
-    whole = mean_ci_crossed(means) if q > 1 else mean_ci(means[0])
-    by_base = tuple(mean_ci_crossed(values[:, i]) if q > 1 else mean_ci(values[0, i]) for i in range(b))
-    spread = float(means.mean(0).var(ddof=1))
-    within = float(values.mean(0).var(axis=1, ddof=1).mean()) / s if s > 1 else 0.0
-    half_width = t_quantile((1 + CONFIDENCE) / 2, b - 1) * math.sqrt(spread * (1 + 1 / b))
-    prediction = (whole.value - half_width, whole.value + half_width) if b > 2 else None
-    return RandomEffects(whole, by_base, math.sqrt(max(0.0, spread - within)), prediction)
-
-
 def holm(p_values: Sequence[float] | np.ndarray) -> np.ndarray:
     """p-values (m,) corrected for multiple comparisons (Holm 1979); NaN, for a test that was not made, stays NaN."""
     p = np.asarray(p_values, dtype=float)
@@ -307,65 +277,3 @@ def _standard_error(values: np.ndarray) -> float:
     if (values == values[0]).all():
         return 0.0  # rounding in the mean would give a tiny number
     return float(values.std(ddof=1)) / math.sqrt(len(values))
-
-
-# --- several runs of several tasks -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Resampled:
-    """A statistic of the data and its percentile interval over resamples; arrays if the statistic is one."""
-
-    value: Any
-    low: Any
-    high: Any
-
-
-def interquartile_mean(scores: np.ndarray) -> float:
-    """Mean of the middle half of all scores, whatever their shape."""
-    from scipy import stats
-
-    return float(stats.trim_mean(scores.ravel(), 0.25))
-
-
-def stratified_bootstrap(
-    scores: np.ndarray, statistic: Callable[[np.ndarray], Any], generator: np.random.Generator, draws: int = 2000
-) -> Resampled:
-    """95 % interval of `statistic(scores)`; `scores` is (runs, tasks), and runs are drawn anew within each task.
-
-    For a paired comparison pass differences, so that runs stay in their pairs.
-    """
-    resampled = [
-        statistic(np.take_along_axis(scores, generator.integers(len(scores), size=scores.shape), axis=0))
-        for _ in range(draws)
-    ]
-    low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
-    return Resampled(statistic(scores), low, high)
-
-
-def probability_of_improvement(differences: np.ndarray) -> float:
-    """Probability that a paired difference is above 0, ties counting half."""
-    return float((np.sign(differences) / 2 + 0.5).mean())
-
-
-def performance_profile(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """Share of all runs and tasks with a score above each threshold: (thresholds,), falling from 1 to 0."""
-    return (scores.reshape(-1, 1) > thresholds).mean(0)
-
-
-# --- learning curves -------------------------------------------------------------------------------------------------
-
-
-def area_under_curve(steps: np.ndarray, values: np.ndarray) -> float:
-    """Mean height of a curve over its steps (trapezoids), in units of its values; NaN points are left out."""
-    known = ~np.isnan(values)
-    steps, values = steps[known], values[known]
-    require(len(steps) > 0, "the area under a curve needs at least one number")
-    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0])) if len(steps) > 1 else float(values[0])
-
-
-def steps_to_threshold(steps: np.ndarray, values: np.ndarray, threshold: float, window: int) -> float:
-    """The first step at which the mean of the last `window` values reaches `threshold`; infinite if none does."""
-    means = np.convolve(values, np.ones(window) / window, mode="valid") if len(values) >= window else np.array([])
-    reached = np.flatnonzero(means >= threshold)
-    return float(steps[reached[0] + window - 1]) if len(reached) else math.inf

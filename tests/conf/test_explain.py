@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.explain import AXES, SEVERAL, explain
-from qerl_bench.fingerprint import as_dict, flat
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.names_elsewhere import OURS
-from qerl_bench.option_files import option_fields, options_of, read_option
-from qerl_bench.unknown_words import keys_of_axis
+from qerl_bench.options.explain import AXES, SEVERAL, explain
+from qerl_bench.options.files import option_fields, options_of, read_option
+from qerl_bench.options.fingerprint import as_dict, flat
+from qerl_bench.options.foreign_names import OURS
+from qerl_bench.options.suggestions import keys_of_axis
+from qerl_bench.process.arguments import WIDTH
+from qerl_bench.process.installation import CONF_DIR
 
 
 def test_comments_belong_to_their_fields(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import warn_of_single_point
-from qerl_bench.composer import HYDRA_DEFAULTS
 from qerl_bench.config import build, compose
-from qerl_bench.fingerprint import fingerprint
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.rundir import RunDir
+from qerl_bench.options.composer import HYDRA_DEFAULTS
+from qerl_bench.options.fingerprint import fingerprint
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.rundir.run_dir import RunDir
+from qerl_bench.sweep.check import warn_of_single_point
 
 ROOT = CONF_DIR.parent
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
@@ -93,7 +93,7 @@ import itertools, json, sys, time
 import run  # the program itself: what it imports at its start counts too
 from hydra_plugins.process_launcher import launcher
 from omegaconf import OmegaConf
-from qerl_bench.composer import Composer
+from qerl_bench.options.composer import Composer
 from qerl_bench.config import build, spec
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.checks import ConfigError

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench import composer
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import check_points
-from qerl_bench.composer import Composer
+from qerl_bench.commands.eval import apply_overrides
 from qerl_bench.config import build, compose
-from qerl_bench.eval.reevaluate import apply_overrides
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.option_files import LINE, alternatives
+from qerl_bench.options import composer
+from qerl_bench.options.composer import Composer
+from qerl_bench.options.files import LINE, alternatives
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.sweep.check import check_points
 
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import build, compose
-from qerl_bench.installation import CONF_DIR
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.studies.claims.paper import CLAIMS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

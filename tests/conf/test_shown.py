@@ -16,11 +16,10 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from qerl_bench.__main__ import COMMANDS
-from qerl_bench.cli import flags_first
+from qerl_bench.commands.eval import OURS, apply_overrides
 from qerl_bench.config import build, compose
-from qerl_bench.eval.command import OURS
-from qerl_bench.eval.reevaluate import apply_overrides
-from qerl_bench.explain import explain
+from qerl_bench.options.explain import explain
+from qerl_bench.sweep.points import flags_first
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]

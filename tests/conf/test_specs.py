@@ -19,9 +19,9 @@ from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.model.base import short_name
-from qerl_bench.option_names import load_option
+from qerl_bench.options.model_names import short_name
+from qerl_bench.options.names import load_option
+from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
 WHOLE = {"experiment", "recipe"}  # folders whose files set several axes

@@ -25,15 +25,15 @@ from omegaconf import OmegaConf
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.claim import NO_RUNS, ContrastResult
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.measure import WARM_UP
-from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.config import build, compose
-from qerl_bench.fingerprint import as_dict, flat
-from qerl_bench.gates.design import read_design
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.study.load import load_runs
+from qerl_bench.options.fingerprint import as_dict, flat
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.studies.claims.claim import NO_RUNS, ContrastResult
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.measure import WARM_UP
 
 ROOT = CONF_DIR.parent
 FOLDERS = ("paper", "speed", "tiny")
@@ -52,9 +52,9 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from qerl_bench.composer import HYDRA_DEFAULTS, Composer, ReadOnce
+from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, ReadOnce
 from qerl_bench.config import build
-from qerl_bench.installation import CONF_DIR
+from qerl_bench.process.installation import CONF_DIR
 
 composer, read = Composer(), {}
 composed = {"studies": {}, "configs": {}}

@@ -15,12 +15,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.arguments import WIDTH
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands import eval as again
+from qerl_bench.commands.eval import main
 from qerl_bench.config import build
-from qerl_bench.eval import reevaluate as again
-from qerl_bench.eval.command import main
 from qerl_bench.experiment import run_experiment
+from qerl_bench.process.arguments import WIDTH
 
 SOURCES = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("src", "kernels"))
 

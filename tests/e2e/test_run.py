@@ -19,12 +19,12 @@ import pandas as pd
 import pytest
 
 from qerl_bench.__main__ import main
-from qerl_bench.arguments import WIDTH, whole
+from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.config import build, compose
-from qerl_bench.eval.command import main as evaluate_again
 from qerl_bench.experiment import run_experiment
-from qerl_bench.study.table import places, render, summary
-from qerl_bench.sweep_table import sweep_table
+from qerl_bench.process.arguments import WIDTH, whole
+from qerl_bench.studies.tables.terminal import places, render, summary
+from qerl_bench.sweep.table import sweep_table
 from tests.parallel import ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.fingerprint import as_dict
 from qerl_bench.logger.wandb import WandB, WandbMirror, login_problem
+from qerl_bench.options.fingerprint import as_dict
 from tests.parallel import ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl_bench.arguments import whole
 from qerl_bench.parallel import World
+from qerl_bench.process.arguments import whole
 
 LIMIT_S = 60.0  # for one attempt: a run of the campaign takes one to two seconds of an idle core
 Sabotage = Callable[[], object]
@@ -110,7 +110,7 @@ def preload(modules: Iterable[str]) -> None:
     """Import modules, so that forked processes need not."""
     import importlib
 
-    from qerl_bench.hidden_packages import hidden_packages
+    from qerl_bench.process.hidden_packages import hidden_packages
 
     with hidden_packages():
         for name in modules:
@@ -123,7 +123,7 @@ def preload(modules: Iterable[str]) -> None:
 
 def write_modules(path: Path) -> None:
     """To be called in an attempt: at its end write the names of all modules that it has imported to `path`."""
-    import qerl_bench.run as command
+    import qerl_bench.commands.run as command
 
     run = command.run
 

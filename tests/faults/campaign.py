@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qerl_bench.cli import check_point
-from qerl_bench.composer import Composer
+from qerl_bench.options.composer import Composer
+from qerl_bench.sweep.check import check_point
 from tests.faults.attempt import attempt, preload, write_modules
 from tests.faults.kinds import Fault, Stock, all_faults
 from tests.faults.run import WORDS, Case, Lost, Outcome, checked, drawing_nothing, numbers

@@ -132,7 +132,7 @@ def drawing_nothing(sabotage: Sabotage | None) -> Callable[[], None]:
     """`sabotage`, and no figures, which take longer than the steps of this run."""
 
     def both() -> None:
-        import qerl_bench.figures.run as figures
+        import qerl_bench.studies.figures.run as figures
 
         figures.run_figures = lambda run_dir: []
         if sabotage is not None:

@@ -176,7 +176,9 @@ def test_packed_experts_run_through_it(architecture: str, interpreter: None, mon
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    from qerl_bench.quant.experts import ExpertsAdapter, PackedMatrices, matrices_of, matrix_shape, pack_experts
+    from qerl_bench.quant.experts import matrices_of, matrix_shape, pack_experts
+    from qerl_bench.quant.grouped import ExpertsAdapter
+    from qerl_bench.quant.matrices import PackedMatrices
     from qerl_bench.quant.nvfp4 import NVFP4
 
     sizes = {"hidden_size": 64, "num_experts" if architecture == "qwen3_moe" else "num_local_experts": 4}

@@ -29,14 +29,14 @@ from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.engine.sampler import decode
 from qerl_bench.experiment import load_checkpoint, run_steps
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.fingerprint import as_dict
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
+from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.share import packed_share
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.session import prepare_device, session
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.update import make_optimizer

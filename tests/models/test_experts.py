@@ -22,11 +22,11 @@ from qerl_bench.lora.default import LoRA
 from qerl_bench.model import kernels
 from qerl_bench.model.adapters import LoRAExperts, adapted_layers, block_linears
 from qerl_bench.model.base import placed
-from qerl_bench.quant import experts
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
-from qerl_bench.quant.experts import PackedExperts, PackedMatrices, expert_parameters
+from qerl_bench.quant.experts import PackedExperts, expert_parameters
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
@@ -159,7 +159,7 @@ def test_the_layout_of_the_kernels_keeps_every_bit(kind: str, monkeypatch: pytes
     assert torch.equal(matrices.parameter(torch.float32), values)
     matrices.use_kernels()
     for at_once in (2**28, 3 * 64 * matrices.in_features):  # all four experts, or three and one
-        monkeypatch.setattr(experts, "_MAX_WEIGHTS", at_once)
+        monkeypatch.setattr("qerl_bench.quant.matrices._MAX_WEIGHTS", at_once)
         assert torch.equal(matrices.parameter(torch.float32), values)
     assert matrices.kernel_weight.shape == (4 * 64, matrices.in_features)
     for expert, wanted in enumerate(before):

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.fingerprint import fingerprint
-from qerl_bench.model.base import short_name
 from qerl_bench.model.digest import digest_of, file_digest, name_of_base
 from qerl_bench.model.gguf.convert import converted, record_of, told
 from qerl_bench.model.gguf.header import _read
@@ -26,6 +24,8 @@ from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import base_checkpoint
+from qerl_bench.options.fingerprint import fingerprint
+from qerl_bench.options.model_names import short_name
 from tests.models.gguf_files import PLAIN, SPECIAL, VOCABULARY, model_of, random_blocks, tokenizer_keys, write
 
 IDS = torch.randint(0, VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(0))

@@ -18,16 +18,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import check
-from qerl_bench.composer import register_resolvers
+from qerl_bench.commands.exits import explain
 from qerl_bench.config import build, compose
-from qerl_bench.exits import explain
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.model.base import short_name
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
-from qerl_bench.option_names import load_option, make_option
+from qerl_bench.options.composer import register_resolvers
+from qerl_bench.options.model_names import short_name
+from qerl_bench.options.names import load_option, make_option
+from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.quant.architecture import causal_lm_config
+from qerl_bench.sweep.check import check
 from tests.models.builds import COMMON, draw_weights, write_tokenizer
 from tests.models.builds import build as write_model
 

@@ -20,9 +20,9 @@ from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.model.load import load_packed
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.export import checkpoint_tensors
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from tests.models.builds import build
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7, 9, 66], [1, 2, 3, 4, 250, 6, 7, 8]])

@@ -23,7 +23,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model.structure import Structure, probe
 from qerl_bench.model_setup import build_policy
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.session import session
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from qerl_bench.commands import report as command
 from qerl_bench.config import build
-from qerl_bench.report import command
 from tests.page.chromium import PROGRAM, Browser
 
 TINY = Path(__file__).parents[2] / "docs" / "results" / "tiny"
@@ -41,7 +41,7 @@ def sample_page(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPa
     noise = ("aqn=constant", "aqn.level=0.5", "train.mismatch_share=1")
     config = make_config("quant=nvfp4", *noise, "train.kept_groups=2", f"root={folder}", "name=run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.figures.run.run_figures", lambda path: None)
+        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda path: None)
         run_experiment(build(config), config)
     command.main([str(folder), "--out", str(folder / "report")])
     return folder / "report" / "samples" / "run.html"

@@ -3,12 +3,17 @@
 import gc
 from importlib import import_module
 
-from qerl_bench.hidden_packages import hidden_packages
+from qerl_bench.process.hidden_packages import hidden_packages
 
 gc.disable()
 with hidden_packages():
     for name in (
-        *("qerl_bench.experiment", "qerl_bench.engine.hf", "qerl_bench.study.table", "qerl_bench.figures.run"),
+        *(
+            "qerl_bench.experiment",
+            "qerl_bench.engine.hf",
+            "qerl_bench.studies.tables.terminal",
+            "qerl_bench.studies.figures.run",
+        ),
         "transformers.models.qwen2.modeling_qwen2",
     ):
         import_module(name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from qerl_bench.arguments import whole
+from qerl_bench.process.arguments import whole
 
 LIMIT_S = 600.0  # for a rank that hangs
 Sabotage = Callable[[int], object]  # called in each process with its rank, before the command
@@ -60,7 +60,7 @@ def start(
 def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabotage: Sabotage | None) -> None:
     import torch
 
-    import qerl_bench.figures.run as figures
+    import qerl_bench.studies.figures.run as figures
     from qerl_bench.__main__ import main
 
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -14,10 +14,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError
-from qerl_bench.eval.command import main
-from qerl_bench.eval.reevaluate import render
+from qerl_bench.commands.eval import main, render
+from qerl_bench.process.arguments import whole
 from tests.parallel.ranks import Ended, run
 from tests.parallel.test_ranks import WORDS, on
 from tests.parallel.test_torchrun import LIMIT_S, ROOT, torchrun

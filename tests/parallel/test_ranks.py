@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.parallel import World, joined, largest
-from qerl_bench.study.load import load_run
+from qerl_bench.studies.runs.load import load_run
 from tests.parallel.ranks import Ended, run
 from tests.parallel.speed import row, with_ratios
 

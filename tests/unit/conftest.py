@@ -59,5 +59,5 @@ def runs(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         "name=run",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)
+        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
         return Runs(make_config(*words))

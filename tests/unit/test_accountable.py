@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench import checkout
-from qerl_bench.checkout import patch_of, uncommitted
 from qerl_bench.checks import ConfigError
-from qerl_bench.environment import code_digest, environment
-from qerl_bench.gates import runner
-from qerl_bench.gates.accountable import account_for_changes
-from qerl_bench.installation import CONF_DIR
+from qerl_bench.commands import study
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.rundir import checkout
+from qerl_bench.rundir.checkout import patch_of, uncommitted
+from qerl_bench.rundir.environment import code_digest, environment
+from qerl_bench.studies.conduct.accountable import account_for_changes
 
 DESIGN = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"
 
@@ -148,21 +148,22 @@ def test_a_study_is_refused_before_anything_is_made(
         asked.append("bases")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "probe_bases", probe)
+    monkeypatch.setattr(study, "probe_bases", probe)
     write(repository / "src/loop.py", "new\n")
     words = [str(DESIGN), "bases=0", f"out={tmp_path / 'out'}"]
     with pytest.raises(ConfigError, match=r"src/loop\.py"):
-        runner.main(words)
+        study.main(words)
     assert not asked and not (tmp_path / "out").exists()
     with pytest.raises(KeyboardInterrupt):
-        runner.main([*words, "with_changes=true"])
+        study.main([*words, "with_changes=true"])
     (kept,) = (tmp_path / "out").glob("changes-*.diff")
     assert asked and "+new" in kept.read_text()
 
 
 def test_times_and_base_of_a_run_reach_the_committed_study(tmp_path: Path) -> None:
-    from qerl_bench.study.collect import write_study
-    from qerl_bench.study.load import find_runs, load_run
+    from qerl_bench.studies.runs.collect import write_study
+    from qerl_bench.studies.runs.find import find_runs
+    from qerl_bench.studies.runs.load import load_run
 
     path = find_runs(CONF_DIR.parent / "tests" / "assets" / "runs")[0]
     folder = tmp_path / "runs" / path.name

@@ -13,21 +13,21 @@ import torch
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.device import PhaseTimer
+from qerl_bench.commands.eval import with_later_keys
 from qerl_bench.dose import curve
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
 from qerl_bench.engine.vllm.sync import Mirror, clone
-from qerl_bench.eval.reevaluate import with_later_keys
 from qerl_bench.experiment import collect_rollouts
-from qerl_bench.fingerprint import as_dict, fingerprint
 from qerl_bench.model.kernels import LoRALinear
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import check_sites
+from qerl_bench.options.fingerprint import as_dict, fingerprint
+from qerl_bench.process.device import PhaseTimer
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.run_checks import refuse_other_config
+from qerl_bench.rundir.run_checks import refuse_other_config
 from qerl_bench.session import on_base_in
 from qerl_bench.train.batch import make_batch
 

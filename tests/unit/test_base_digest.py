@@ -16,7 +16,7 @@ from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.hub import HubModel
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 
 
 def local(folder: Path) -> HubModel:

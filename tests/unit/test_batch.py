@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from qerl_bench.device import bf16_matmuls, tf32_matmuls
+from qerl_bench.process.device import bf16_matmuls, tf32_matmuls
 from qerl_bench.train.batch import make_batch
 
 

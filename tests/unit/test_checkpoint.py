@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.export import main, parse_words
 from qerl_bench.config import build, compose
 from qerl_bench.model.base import placed
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant import export as exporting
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
-from qerl_bench.quant.export import export, main, parse_words
+from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4

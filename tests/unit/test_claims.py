@@ -20,19 +20,20 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims import command
-from qerl_bench.claims.claim import ClaimResult, ContrastResult
-from qerl_bench.claims.contrasts import METHODS, QUANTIZERS, RATES
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.gates import diverged
-from qerl_bench.claims.match import match
-from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.claims.report import markdown, summary_text
+from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
-from qerl_bench.figures.forest import all_claims, svg
-from qerl_bench.report.study_page import evaluated, study_page
 from qerl_bench.statistics import holm
-from qerl_bench.study.load import Run, load_runs
+from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
+from qerl_bench.studies.claims.contrasts import METHODS, QUANTIZERS, RATES
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.match import match
+from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.preconditions import diverged
+from qerl_bench.studies.figures.forest import all_claims, svg
+from qerl_bench.studies.report.claims_page import markdown, summary_text
+from qerl_bench.studies.report.study_page import evaluated, study_page
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
 STEPS, QUESTIONS = 40, 60

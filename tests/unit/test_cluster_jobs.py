@@ -1,4 +1,4 @@
-"""What jobs of Slurm and tasks of Ray leave for whoever reads their folders, with stubs for both and for the runs."""
+"""What jobs of Slurm leave for whoever reads their folders, with stubs for it and for the runs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from hydra_plugins.ray_launcher.launcher import RayLauncher
-from hydra_plugins.slurm_launcher import launcher as slurm
-from hydra_plugins.slurm_launcher.job import JOB_FILE, SlurmJob
-from qerl_bench import job
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import Point
-from qerl_bench.composer import HYDRA_DEFAULTS
-from qerl_bench.installation import CONF_DIR
-from qerl_bench.status import state_of
+from qerl_bench.options.composer import HYDRA_DEFAULTS
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.sweep import job
+from qerl_bench.sweep import slurm as slurm
+from qerl_bench.sweep.points import Point
+from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob
+from qerl_bench.sweep.status import state_of
 
 STUB = """
 import sys
@@ -102,7 +100,7 @@ def test_without_a_scheduler_a_sweep_is_refused_before_anything_is_made(
     monkeypatch.setattr(slurm, "require_package", lambda *_: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no sbatch here: use a login node, or hydra/launcher=process"):
-        slurm.SlurmLauncher().launch([["seed=0", f"root={tmp_path}"]], 0)
+        slurm.SlurmSweep().launch([["seed=0", f"root={tmp_path}"]], 0)
     assert [*tmp_path.iterdir()] == []
 
 
@@ -111,51 +109,19 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     points[1].run_dir.mkdir()
     (points[1].run_dir / JOB_FILE).write_text(json.dumps({"job": "12_3"}))
     previewed: list[Point] = []
-    launcher = slurm.SlurmLauncher(dry_run=True)
+    launcher = slurm.SlurmSweep(dry_run=True)
     monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
     monkeypatch.setattr(launcher, "preview", previewed.extend)
     assert launcher.run_points(points) == [] and previewed == points[:1]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "words", "found"),
-    [
-        ("slurm", "additional={reservation: x}", {"reservation": "x"}),
-        ("ray", "resources={special: 0.5}", {"special": 0.5}),
-    ],
-)
-def test_more_options_of_a_scheduler_can_be_given(launcher: str, words: str, found: dict[str, Any]) -> None:
+def test_more_options_of_a_scheduler_can_be_given() -> None:
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
-        chosen = [f"hydra/launcher={launcher}", f"hydra.launcher.{words}"]
+        chosen = ["hydra/launcher=slurm", "hydra.launcher.additional={reservation: x}"]
         conf = compose("run", chosen, return_hydra_config=True).hydra.launcher
-    assert conf[words.partition("=")[0]] == found
+    assert conf.additional == {"reservation": "x"}
 
 
 def test_a_launcher_refuses_options_without_names() -> None:
     with pytest.raises(ConfigError, match=r"hydra\.launcher\.additional.*name: value.*reservation"):
-        slurm.SlurmLauncher(additional="reservation").check()
-
-
-def test_a_point_that_ray_refuses_keeps_its_folder_only_if_it_had_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Task:
-        def __init__(self, function: Any) -> None:
-            self.remote = function  # runs at once
-
-    codes: list[int] = []
-    ray, exceptions = ModuleType("ray"), ModuleType("ray.exceptions")
-    stubs: dict[str, Any] = {
-        "remote": lambda **_: lambda function: Task(lambda one: codes.append(function(one)) or len(codes) - 1),
-        "wait": lambda references, timeout: (references, []),
-        "get": lambda reference: codes[reference],
-    }
-    vars(ray).update(stubs)
-    exceptions.RayError = RuntimeError  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    points = [Point([str(tmp_path / name), REFUSED], name, tmp_path / name, finished=False) for name in ("old", "new")]
-    points[0].run_dir.mkdir()
-    failed = RayLauncher().run(points)
-    assert [(point.name, reason) for point, reason in failed] == [("old", "error: no GPU"), ("new", "error: no GPU")]
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+        slurm.SlurmSweep(additional="reservation").check()

@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.claims.measure import TRAINED_SHARE
-from qerl_bench.gates.report import by_figure, plotted, texts
-from qerl_bench.gates.sessions import read_study
-from qerl_bench.study.load import load_runs
+from qerl_bench.studies.design.sessions import read_study
+from qerl_bench.studies.report.sessions import by_figure, plotted, texts
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.measure import TRAINED_SHARE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims import matrix
-from qerl_bench.publish.check import check_study, studies_in
+from qerl_bench.commands import matrix
+from qerl_bench.commands.check import check_study, studies_in
 
 ROOT = Path(__file__).parents[2]
 COMMUNITY = ROOT / "community"

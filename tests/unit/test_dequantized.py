@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.eval import with_later_keys
 from qerl_bench.config import compose
 from qerl_bench.engine import hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.dequantized import Dequantized, copy_bytes
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.engine.sampler import Sampler
-from qerl_bench.eval.reevaluate import with_later_keys
-from qerl_bench.fingerprint import as_dict, fingerprint
 from qerl_bench.model.policy import Policy
+from qerl_bench.options.fingerprint import as_dict, fingerprint
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.train.batch import make_batch
 from qerl_kernels import decode as decode_kernels

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench import device
 from qerl_bench.checks import ConfigError
-from qerl_bench.device import PhaseTimer, peak_gib, reset_peak, resolve_device
+from qerl_bench.process import device
+from qerl_bench.process.device import PhaseTimer, peak_gib, reset_peak, resolve_device
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from qerl_bench.figures.dose import dose_response
-from qerl_bench.figures.effects import PlottedArm
-from qerl_bench.gates.assay import by_base, final
-from qerl_bench.gates.report import figures
-from qerl_bench.gates.sessions import Sessions, read_study
+from qerl_bench.studies.design.gates import by_base, final
+from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.figures.dose import dose_response
+from qerl_bench.studies.figures.effects import PlottedArm
+from qerl_bench.studies.report.sessions import figures
 
 STUDIES = Path(__file__).parents[2] / "docs" / "studies"
 
@@ -54,10 +54,11 @@ def test_only_a_study_with_three_sizes_of_noise_has_such_a_figure(
     name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("qerl_bench.gates.report.by_figure", lambda study: {})
-    monkeypatch.setattr("qerl_bench.gates.report.dot_plot", lambda arms, measures: Figure())
+    monkeypatch.setattr("qerl_bench.studies.report.sessions.by_figure", lambda study: {})
+    monkeypatch.setattr("qerl_bench.studies.report.sessions.dot_plot", lambda arms, measures: Figure())
     monkeypatch.setattr(
-        "qerl_bench.gates.report.dose_response", lambda arms: (shown.extend(arm.label for arm in arms), Figure())[1]
+        "qerl_bench.studies.report.sessions.dose_response",
+        lambda arms: (shown.extend(arm.label for arm in arms), Figure())[1],
     )
     assert set(figures(read_study(STUDIES / name))) == ({"arms", "dose"} if drawn else {"arms"})
     assert sorted(shown) == (["nvfp4-noise", "nvfp4-strong", "nvfp4-weak"] if drawn else [])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.durable import make_folder
-from qerl_bench.rundir import RunDir, write_atomically
+from qerl_bench.rundir.durable import make_folder
+from qerl_bench.rundir.run_dir import RunDir, write_atomically
 
 
 @pytest.fixture

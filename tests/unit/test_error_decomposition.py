@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.figures.error_decomposition import draw
 from qerl_bench.model.small import spread_channels
 from qerl_bench.quant.error_decomposition import layer_report, output_error, unpacked_report, write_layers
 from qerl_bench.quant.linear import pack_linear
@@ -26,6 +25,7 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
+from qerl_bench.studies.figures.error_decomposition import draw
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
 NF4_SPEC = NF4(name="nf4", double_quant=True, backend="own", partial=False)

@@ -17,17 +17,18 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.measure import Measure, area, final_accuracy, median_after_warmup
-from qerl_bench.figures import against, arms, effects, paired
-from qerl_bench.figures.aggregate import overview, scores
-from qerl_bench.figures.curves import REWARD, Curve, format_curves, noise_curves
-from qerl_bench.figures.labels import label_settings, noise_text
-from qerl_bench.figures.noise import sigma_doses, sigma_figure
-from qerl_bench.figures.run import comparison
-from qerl_bench.statistics import probability_of_improvement
-from qerl_bench.study.load import Run, load_run, load_runs
-from qerl_bench.study.study import Study, describe_repeats, group_by_setting
-from qerl_bench.study.table import summary
+from qerl_bench.studies.figures import against, arms, effects, paired
+from qerl_bench.studies.figures.aggregate import overview, scores
+from qerl_bench.studies.figures.curves import REWARD, Curve, format_curves, noise_curves
+from qerl_bench.studies.figures.labels import label_settings, noise_text
+from qerl_bench.studies.figures.noise import sigma_doses, sigma_figure
+from qerl_bench.studies.figures.run import comparison
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run, load_run
+from qerl_bench.studies.runs.measure import Measure, area, final_accuracy, median_after_warmup
+from qerl_bench.studies.runs.resampling import probability_of_improvement
+from qerl_bench.studies.runs.settings import Study, describe_repeats, group_by_setting
+from qerl_bench.studies.tables.terminal import summary
 
 REPOSITORY = Path(__file__).parents[2]
 T = 12.706205  # Student's t, 97.5 %, one degree of freedom: two seeds a, b have half = T |a - b| / 2
@@ -298,7 +299,7 @@ def test_a_single_seed_has_no_interval_and_is_called_that(tmp_path: Path) -> Non
 
 
 def test_a_pair_of_which_one_run_diverged_is_a_cross(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_bench.claims.gates.SMOOTHED", 1)
+    monkeypatch.setattr("qerl_bench.studies.claims.preconditions.SMOOTHED", 1)
     runs = [make(tmp_path, 0), make(tmp_path, 1)]
     runs += [make(tmp_path, 0, "nvfp4"), make(tmp_path, 1, "nvfp4", course=(0.5, 0.8, 0.6))]
     figure = effects.dot_plot(arms.format_arms(Study(runs).settings), [ACCURACY])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from matplotlib import rcParams
 
-from qerl_bench.figures import style
-from qerl_bench.figures.script import figure_parser, parse, write_figure
+from qerl_bench.studies.figures import style
+from qerl_bench.studies.figures.script import figure_parser, parse, write_figure
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,13 @@ from matplotlib.axes import Axes
 from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
-from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError
-from qerl_bench.figures import run as figures
-from qerl_bench.figures import style
-from qerl_bench.study.load import find_runs, load_run
-from qerl_bench.study.study import Study
+from qerl_bench.process.arguments import whole
+from qerl_bench.studies.figures import run as figures
+from qerl_bench.studies.figures import style
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
+from qerl_bench.studies.runs.settings import Study
 
 REPOSITORY = Path(__file__).parents[2]
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4")
@@ -446,7 +447,9 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     figures.run_figures(reward_run(tmp_path / "a"))
     assert dict(matplotlib.rcParams) == before
-    code = "import sys, qerl_bench.figures.run; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
+    code = (
+        "import sys, qerl_bench.studies.figures.run; print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
+    )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.split() == ["False", "False"]
 

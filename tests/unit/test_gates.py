@@ -18,24 +18,26 @@ import pandas as pd
 import pytest
 import yaml
 
-from hydra_plugins.process_launcher import launcher
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.children import Child
-from qerl_bench.claims.contrasts import MATCHED
-from qerl_bench.claims.exploration import LEVEL, one_passes
-from qerl_bench.cli import Point
+from qerl_bench.commands import gates as command
+from qerl_bench.commands import study
 from qerl_bench.config import build, compose
-from qerl_bench.gates import command, probing, runner
-from qerl_bench.gates.assay import Result, Runs, between, gates, override, render, stopped, to_json
-from qerl_bench.gates.deadline import Deadline
-from qerl_bench.gates.design import Design, read_design
-from qerl_bench.gates.dose import find_sigma
-from qerl_bench.gates.runner import Blocks, blocks_of
-from qerl_bench.gates.sessions import read_sessions
-from qerl_bench.installation import CONF_DIR
+from qerl_bench.process.children import Child
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.process.termination import Terminated
 from qerl_bench.statistics import mean_ci
-from qerl_bench.study.load import Run
-from qerl_bench.termination import Terminated
+from qerl_bench.studies.claims.contrasts import MATCHED
+from qerl_bench.studies.conduct import probing, runner
+from qerl_bench.studies.conduct.deadline import Deadline
+from qerl_bench.studies.conduct.dose import find_sigma
+from qerl_bench.studies.conduct.runner import Blocks, blocks_of
+from qerl_bench.studies.design.controls import LEVEL, one_passes
+from qerl_bench.studies.design.design import Design, read_design
+from qerl_bench.studies.design.gates import Result, Runs, between, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.sessions import read_sessions, words_of_runs
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep.points import Point
 
 if TYPE_CHECKING:
     from qerl_bench.experiment_spec import Experiment
@@ -47,7 +49,7 @@ STUDY = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"
 @pytest.fixture(autouse=True)
 def committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all of this checkout were: tests/unit/test_accountable.py has what happens otherwise."""
-    monkeypatch.setattr(runner, "account_for_changes", lambda *_: None)
+    monkeypatch.setattr(study, "account_for_changes", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +221,7 @@ def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
     design: Design, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = probes(design)
-    runs = {(arm, base, seed): run(design, arm, base, 0.9) for arm, base, seed in runner.words_of_runs(design, records)}
+    runs = {(arm, base, seed): run(design, arm, base, 0.9) for arm, base, seed in words_of_runs(design, records)}
     monkeypatch.setattr(runner, "finished_runs", lambda *_: runs)
 
     def judged() -> dict[str, bool | None]:
@@ -285,7 +287,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 ) -> None:
     """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
     from qerl_bench.dose import Dose
-    from qerl_bench.gates import probe
+    from qerl_bench.studies.conduct import probe
 
     arms = {
         "bf16": "",
@@ -329,7 +331,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qerl_bench.gates import probe
+    from qerl_bench.studies.conduct import probe
 
     arms = {
         "bf16": "",
@@ -416,7 +418,7 @@ def test_a_wrong_design_is_refused(tmp_path: Path, change: dict[str, Any], says:
 STUB = """
 import sys, time
 from pathlib import Path
-from qerl_bench.children import end_with_parent
+from qerl_bench.process.children import end_with_parent
 end_with_parent()
 folder, code = Path(sys.argv[1]), sys.argv[2]
 with open(folder.parent / "order", "a") as file:
@@ -429,7 +431,7 @@ TAKES = "(folder / 'done.json').write_text('{{\"wall_s\": {}}}')"
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(CONF_DIR.parent / "src"))
-    monkeypatch.setattr(launcher, "run_command", lambda: [sys.executable, "-c", STUB])
+    monkeypatch.setattr(module, "run_command", lambda: [sys.executable, "-c", STUB])
 
 
 def block(folder: Path, *names: str, code: str = TAKES.format(100)) -> list[Point]:
@@ -477,13 +479,13 @@ def test_a_folder_that_cannot_be_written_stops_no_runs(
 ) -> None:
     def run(blocks: Blocks) -> list[tuple[Point, str]]:
         with monkeypatch.context() as full:
-            full.setattr(runner, "pack", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+            full.setattr(study, "pack", lambda *_: (_ for _ in ()).throw(OSError("no space")))
             blocks.keep()
         return []
 
-    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
     monkeypatch.setattr(Blocks, "run", run)
-    runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
+    study.main([str(STUDY), "bases=0", f"out={tmp_path}"])
     assert "no space" in caplog.text and (tmp_path / "gates.md").exists()
 
 
@@ -585,19 +587,19 @@ def test_a_format_that_only_another_tier_needs_may_be_lacking(
         return Child([sys.executable, "-c", ""], environment)
 
     monkeypatch.setattr(probing, "start_probe", start_probe)
-    runner.main([str(STUDY), "bases=0,1", "tiers=1", "out=out"])
+    study.main([str(STUDY), "bases=0,1", "tiers=1", "out=out"])
     assert len(started) == 2 * 2 * sum(arm.tier == 1 for arm in design.arms)
     results = {one["gate"]: one for one in json.loads(Path("out", "gates.json").read_text())["gates"]}
     assert (results["damage by nf4"]["passed"], results["damage by nf4"]["bases"]) == (None, 0)
     assert results["damage by mxfp4"]["bases"] == 2
     with pytest.raises(ConfigError, match=r"arm nf4 .*bitsandbytes"):
-        runner.main([str(STUDY), "bases=0,1", "tiers=2"])
+        study.main([str(STUDY), "bases=0,1", "tiers=2"])
 
 
 def test_an_arm_without_a_dose_on_record_has_no_run(design: Design) -> None:
     records = probes(design)
     del records[0]["doses"]["bf16-noise"]
-    made = {(arm, base) for arm, base, _ in runner.words_of_runs(design, records) if "noise" in arm}
+    made = {(arm, base) for arm, base, _ in words_of_runs(design, records) if "noise" in arm}
     assert {base for arm, base in made if arm == "bf16-noise"} == {1, 2, 3}
     assert gates(design, records, {})[0].bases == 4 and results(design, records)["KL, nats, bf16-noise"].bases == 3
 
@@ -629,15 +631,15 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
 def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design, rise=0.01)[:1], ["probe of base 9"]))
+    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design, rise=0.01)[:1], ["probe of base 9"]))
     monkeypatch.setattr(Blocks, "run", lambda _: [])
     with pytest.raises(TrainingStopped, match="base 9"):
-        runner.main([str(STUDY), "bases=0", "despite=rise of entropy", f"out={tmp_path}"])
+        study.main([str(STUDY), "bases=0", "despite=rise of entropy", f"out={tmp_path}"])
     packed = json.loads((tmp_path / "gates.json").read_text())
     assert packed["stopped"] == {} and any(gate["passed"] is False for gate in packed["gates"])
     assert all(gate["overridden"] == (gate["passed"] is False) for gate in packed["gates"])
     with pytest.raises(ConfigError, match=r"minutes .* 0\.75, .* got 0.7"):
-        runner.main([str(STUDY), "minutes=0.7"])
+        study.main([str(STUDY), "minutes=0.7"])
 
 
 def test_a_study_that_a_signal_ends_packs_what_was_done(
@@ -646,10 +648,10 @@ def test_a_study_that_a_signal_ends_packs_what_was_done(
     def end(_: Blocks) -> list[tuple[Point, str]]:
         raise Terminated(signal.SIGTERM)
 
-    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
     monkeypatch.setattr(Blocks, "run", end)
     with pytest.raises(Terminated):
-        runner.main([str(STUDY), "bases=0", f"out={tmp_path}"])
+        study.main([str(STUDY), "bases=0", f"out={tmp_path}"])
     assert {file.name for file in tmp_path.iterdir()} == {"study.yaml", "probes.json", "gates.json", "gates.md"}
 
 
@@ -660,16 +662,16 @@ def test_only_arms_of_the_chosen_tiers_run(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], tiers: set[int], runs: int
 ) -> None:
     started: list[Point] = []
-    monkeypatch.setattr(runner, "probe_bases", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
     monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
-    runner.main([str(STUDY), "bases=0", f"out={tmp_path}", *words])
+    study.main([str(STUDY), "bases=0", f"out={tmp_path}", *words])
     others = {arm.name for arm in design.arms if arm.tier not in tiers}
     points = [*chain(*blocks_of(design, probes(design)[:1], others))]
     assert [point.name for point in started] == [point.name for point in points] and len(points) == runs
     gates_of = {gate["gate"] for gate in json.loads((tmp_path / "gates.json").read_text())["gates"]}
     assert "damage by mxfp4" in gates_of and "control of exploration bf16-hot" in gates_of  # of the whole study
     with pytest.raises(ConfigError, match=r"tiers \[1, 2, 3\], got tiers=\[1, 4\]"):
-        runner.main([str(STUDY), "tiers=1,4"])
+        study.main([str(STUDY), "tiers=1,4"])
 
 
 # --- packed sessions -------------------------------------------------------------------------------------------------
@@ -722,7 +724,7 @@ def test_what_a_session_overrode_is_read_from_its_record(
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "probes.json").write_text("[]")
     (tmp_path / "s" / "gates.json").write_text(json.dumps(record))
-    monkeypatch.setattr("qerl_bench.gates.sessions.finished_runs", lambda *_: {})
+    monkeypatch.setattr("qerl_bench.studies.design.sessions.finished_runs", lambda *_: {})
     read = set(read_sessions(design, [tmp_path / "s"]).overridden)
     assert read == ({"headroom"} if says else {"control of exploration hot"}) | {"control of gain group8"}
 

@@ -15,7 +15,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.task.grader import latex
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.grader import Grader
-from qerl_bench.task.grader.latex import Worker, compare
+from qerl_bench.task.grader.latex import Comparer, compare
 
 NUMERIC = Grader(answer_format="tags", equality="numeric", correct_weight=1.0, format_weight=0.2)
 MATH = replace(NUMERIC, equality="math")
@@ -138,7 +138,7 @@ def test_slow_expressions_are_wrong_within_the_limit(answer: str) -> None:
 
 @pytest.mark.usefixtures("brief")
 def test_the_limit_is_the_kernels_and_ends_work_in_progress() -> None:
-    worker = Worker()
+    worker = Comparer()
     asked = {"gold": "x+1", "answer": "3^{10^{10}}", "limit_s": 0.3}
     assert worker.ask(asked) is None  # ended over it
     assert worker.ask({"gold": "x+1", "answer": "1+x", "limit_s": 5}) == {"equal": True, "canonical": "x + 1"}
@@ -174,7 +174,7 @@ def test_an_interrupted_request_leaves_no_reply_for_the_next(monkeypatch: pytest
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    worker = Worker()
+    worker = Comparer()
     with monkeypatch.context() as patched:
         patched.setattr("select.select", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -17,13 +17,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from qerl_bench import experiment as loop
-from qerl_bench.checkpoints import last_checkpoint
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build
-from qerl_bench.run_checks import MADE_AGAIN, check_run_dir
-from qerl_bench.rundir import RunDir
-from qerl_bench.seals import DONE, SEALS
-from qerl_bench.study.load import find_runs, load_run
+from qerl_bench.rundir.checkpoints import last_checkpoint
+from qerl_bench.rundir.checksums import DONE, SEALS
+from qerl_bench.rundir.run_checks import MADE_AGAIN, check_run_dir
+from qerl_bench.rundir.run_dir import RunDir
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
 from tests.faults.damage import DAMAGES
 
 if TYPE_CHECKING:

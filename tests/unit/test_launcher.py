@@ -13,22 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from hydra_plugins.process_launcher import launcher
-from hydra_plugins.ray_launcher.launcher import RayLauncher
-from qerl_bench import locks
+from hydra_plugins.process_launcher.launcher import ProcessLauncher
 from qerl_bench.checks import ConfigError
-from qerl_bench.cli import Point, SweepFailed
-from qerl_bench.gpu_share import RUNS_ON_GPU, neighbours
-from qerl_bench.job import not_of_node
-from qerl_bench.progress import watch
-from qerl_bench.sweep_table import AROUND, Pace, share_to_make, time_left
-from qerl_bench.termination import Terminated, terminations_noted, terminations_raise
+from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
+from qerl_bench.process.progress import watch
+from qerl_bench.process.termination import Terminated, terminations_noted, terminations_raise
+from qerl_bench.rundir import locks
+from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep.pace import AROUND, Pace, share_to_make, time_left
+from qerl_bench.sweep.points import Point, SweepFailed
 
 # A run whose overrides are Python: it gets the folder of the run as `folder`.
 STUB = """
 import sys, time
 from pathlib import Path
-from qerl_bench.children import end_with_parent
+from qerl_bench.process.children import end_with_parent
 end_with_parent()
 folder = Path(sys.argv[1])
 exec(sys.argv[2])
@@ -41,7 +40,7 @@ WAITS = "(folder / 'started').touch(); time.sleep(60)"
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setattr(launcher, "run_command", lambda: [sys.executable, "-c", STUB])
+    monkeypatch.setattr(module, "run_command", lambda: [sys.executable, "-c", STUB])
 
 
 def point(folder: Path, code: str) -> Point:
@@ -50,7 +49,7 @@ def point(folder: Path, code: str) -> Point:
 
 
 def sweep(*points: Point, slots: int = 2) -> dict[str, str]:
-    return {failed.name: reason for failed, reason in launcher.Sweep(points, slots, []).run()}
+    return {failed.name: reason for failed, reason in module.Sweep(points, slots, []).run()}
 
 
 def wait_until(happened, seconds: float = 30) -> None:
@@ -101,7 +100,7 @@ def noted(folder: Path, code: str = "") -> Point:
 def test_points_without_memory_beside_others_are_run_once_more_at_the_end_and_alone(tmp_path: Path) -> None:
     first_time = "if not (folder / 'run.log').exists():\n    " + OUT_OF_MEMORY.strip().replace("\n", "\n    ") + "\n"
     large = [noted(tmp_path / name, first_time) for name in ("large", "second")]
-    run = launcher.Sweep([*large, noted(tmp_path / "small"), noted(tmp_path / "last")], 2, [])
+    run = module.Sweep([*large, noted(tmp_path / "small"), noted(tmp_path / "last")], 2, [])
     assert run.run() == [] and run.done == 4
     notes = (tmp_path / "notes").read_text().split("\n")
     alone = ["large begins", "large ends", "second begins", "second ends", ""]
@@ -114,7 +113,7 @@ def test_points_that_need_more_memory_than_there_is_fail(tmp_path: Path) -> None
         folder = tmp_path / f"{slots}{len(gpus)}"
         folder.mkdir()
         large = noted(folder / "large", OUT_OF_MEMORY + "\n")
-        ((failed, reason),) = launcher.Sweep([large, noted(folder / "other")], slots, gpus).run()
+        ((failed, reason),) = module.Sweep([large, noted(folder / "other")], slots, gpus).run()
         assert failed.name == "large" and "no memory is left" in reason
         assert (folder / "notes").read_text().count("large begins") == times
 
@@ -125,7 +124,7 @@ def test_a_run_knows_with_how_many_it_shares_its_gpu(tmp_path: Path, monkeypatch
 
     def said(slots: int, gpus: list[str], *names: str) -> list[str]:
         points = [point(tmp_path / name, code) for name in names]
-        assert launcher.Sweep(points, slots, gpus).run() == []
+        assert module.Sweep(points, slots, gpus).run() == []
         return [(tmp_path / name / "said").read_text() for name in names]
 
     assert said(3, ["4", "7"], "a", "b", "c") == ["2", "1", "2"]
@@ -142,14 +141,8 @@ def test_a_run_that_is_repeated_alone_has_the_whole_gpu(tmp_path: Path, monkeypa
     code = f"import os; open(folder / 'said', 'a').write(os.environ.get({RUNS_ON_GPU!r}, '-')); {OUT_OF_MEMORY}"
     points = [point(tmp_path / name, code) for name in ("a", "b")]
     for gpus in (["4"], []):
-        launcher.Sweep(points, 2, gpus).run()
+        module.Sweep(points, 2, gpus).run()
     assert [(tmp_path / name / "said").read_text() for name in ("a", "b")] == ["515-", "515-"]
-
-
-@pytest.mark.parametrize(("gpus", "runs"), [(1, None), (0, None), (2, None), (0.5, "2"), (0.3, "3")])
-def test_a_task_of_ray_knows_its_share_of_a_gpu(tmp_path: Path, gpus: float, runs: str | None) -> None:
-    job = RayLauncher(gpus=gpus).job(point(tmp_path / "run", DONE))
-    assert job.environment.get(RUNS_ON_GPU) == runs and not_of_node(RUNS_ON_GPU)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -172,8 +165,8 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
         point(tmp_path / "waits", DONE),
     ]
     (tmp_path / "half" / "config.yaml").write_text("steps: 10")
-    running = launcher.Sweep([*points, Point([], "before", tmp_path / "before", finished=True)], 1, [])
-    monkeypatch.setattr(launcher.time, "sleep", lambda _: None)
+    running = module.Sweep([*points, Point([], "before", tmp_path / "before", finished=True)], 1, [])
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
     for _ in range(2):
         running.fill(0)
         wait_until(lambda: (running.collect(), not running.running)[1])
@@ -223,7 +216,7 @@ def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, m
     """Of three locked runs the other process finishes one, gives one up, and writes nothing more of the third."""
     points = [point(tmp_path / name, DONE + "; (folder / 'mine').touch()") for name in ("done", "given_up", "silent")]
     held = {run.name: locks.wait_for_lock(run.run_dir / ".lock", "a run") for run in points}
-    monkeypatch.setattr(launcher, "WAIT_LIMIT_S", 3600.0)
+    monkeypatch.setattr(module, "WAIT_LIMIT_S", 3600.0)
     os.utime(points[2].run_dir / ".lock", (0, 0))
 
     def release() -> None:
@@ -250,14 +243,14 @@ def test_a_run_that_another_process_took_first_is_no_failure(tmp_path: Path) -> 
 LAUNCHER = """
 import sys
 from pathlib import Path
-from hydra_plugins.process_launcher import launcher
-from qerl_bench.cli import Point
-from qerl_bench.exits import exit_in_words
-launcher.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
+from qerl_bench.sweep import sweep as module
+from qerl_bench.sweep.points import Point
+from qerl_bench.commands.exits import exit_in_words
+module.run_command = lambda: [sys.executable, "-c", sys.argv[1]]
 folders = [Path(sys.argv[2]) / name for name in "ab"]
 points = [Point([str(folder), sys.argv[3]], folder.name, folder, False) for folder in folders]
 with exit_in_words("stopped"):
-    launcher.Sweep(points, 2, []).run()
+    module.Sweep(points, 2, []).run()
 """
 
 
@@ -285,7 +278,7 @@ def running(pid: int) -> bool:
 def test_slots_are_checked() -> None:
     for slots in (-2, 0, "many"):
         with pytest.raises(ConfigError, match=rf"hydra.launcher.slots must be null or .* at least 1, got {slots!r}"):
-            launcher.ProcessLauncher(slots).launch([], 0)  # type: ignore[arg-type]
+            ProcessLauncher(slots).launch([], 0)  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -17,15 +17,16 @@ import pytest
 from matplotlib.text import Text
 from omegaconf import OmegaConf
 
-from qerl_bench.claims import command
-from qerl_bench.claims.claim import ClaimResult
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.gates import ManipulationCheck
-from qerl_bench.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
-from qerl_bench.claims.paper import NOISY_ENTROPY
+from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
-from qerl_bench.figures.forest import all_claims
-from qerl_bench.study.load import Run, load_runs
+from qerl_bench.studies.claims.claim import ClaimResult
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
+from qerl_bench.studies.claims.paper import NOISY_ENTROPY
+from qerl_bench.studies.claims.preconditions import ManipulationCheck
+from qerl_bench.studies.figures.forest import all_claims
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = REGISTRIES["literature"]

@@ -21,7 +21,7 @@ from qerl_bench.engine.hf import HFEngine
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.lm_eval.standard import minerva_math500, raw
 from qerl_bench.eval.record import record_evaluation
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.grader import latex
 
 TINY = Path(__file__).parents[1] / "assets" / "gsm8k_tiny.jsonl"

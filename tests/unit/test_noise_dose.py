@@ -16,9 +16,9 @@ import torch
 
 from qerl_bench import dose, metrics
 from qerl_bench.config import build
-from qerl_bench.device import PhaseTimer
 from qerl_bench.experiment import collect_rollouts, rollout_sampling, run_experiment
 from qerl_bench.model_setup import build_noise
+from qerl_bench.process.device import PhaseTimer
 from qerl_bench.records import Prompt, Rollout
 from qerl_bench.train.memory_plan import Size
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.figures.noise import (
+from qerl_bench.studies.figures.noise import (
     DIFFERENCES,
     entropies,
     matched_temperature,
@@ -23,8 +23,8 @@ from qerl_bench.figures.noise import (
     sigma_figure,
     with_constant_sigma,
 )
-from qerl_bench.study.load import Run, load_run
-from qerl_bench.study.study import Study
+from qerl_bench.studies.runs.load import Run, load_run
+from qerl_bench.studies.runs.settings import Study
 
 
 def _run(

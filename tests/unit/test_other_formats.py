@@ -13,14 +13,14 @@ import torch
 
 from qerl_bench import experiment as loop
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.eval import _without_training
+from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.config import build
-from qerl_bench.device import PhaseTimer
-from qerl_bench.eval.command import main as evaluate_again
-from qerl_bench.eval.reevaluate import _without_training
 from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
+from qerl_bench.process.device import PhaseTimer
 from qerl_bench.session import on_base_in
-from qerl_bench.study.load import load_run
+from qerl_bench.studies.runs.load import load_run
 
 IDS = torch.arange(24).reshape(2, 12) % 97
 
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., An
     """A run that is evaluated in the format of training, and the same run evaluated in another."""
     root = tmp_path_factory.mktemp("root")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.figures.run.run_figures", lambda folder: None)
+        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
         for name, quant in (("as_trained", "null"), ("served", "mxfp4")):
             words = ("task=even_characters", "optim.lr=0.05", "lora.dropout=0.1", "eval.every=2", "eval.samples=4")
             cfg = make_config(*words, f"eval.quant={quant}", f"root={root}", f"name={name}")

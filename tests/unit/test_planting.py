@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims import plan, planting
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.study.committed import SETTINGS
+from qerl_bench.claims import planting
+from qerl_bench.commands import plan
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.runs.committed import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 

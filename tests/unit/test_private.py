@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qerl_bench.metrics import definitions
-from qerl_bench.study.private import Private
+from qerl_bench.studies.runs.private import Private
 
 ALICE = Private("alice", "node-17.cluster.example.org")
 TOKEN = "hf_" + "aB3" * 12

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench import progress
-from qerl_bench.arguments import WIDTH, fitted
-from qerl_bench.progress import StepProgress, duration, phase, silence_s
-from qerl_bench.sweep_table import sweep_table
-from qerl_bench.terminal import Fitting
+from qerl_bench.process import progress
+from qerl_bench.process.arguments import WIDTH, fitted
+from qerl_bench.process.progress import StepProgress, duration, phase, silence_s
+from qerl_bench.process.terminal import Fitting
+from qerl_bench.sweep.table import sweep_table
 
 SOURCES = Path(__file__).parents[2] / "src"
 FINISHED = Path(__file__).parents[1] / "assets" / "runs"
@@ -145,8 +145,8 @@ def test_a_machine_without_room_for_a_thread_does_without(monkeypatch: pytest.Mo
 
 PROGRAM = """
 import sys, time
-from qerl_bench import progress
-from qerl_bench.terminal import lasting_output
+from qerl_bench.process import progress
+from qerl_bench.process.terminal import lasting_output
 progress.TICK_S = 0.05
 with lasting_output(), progress.phase("sampling", 4, "completions") as sampling:
     sampling.advance(3)

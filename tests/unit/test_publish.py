@@ -15,12 +15,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.publish import check, command
-from qerl_bench.publish.crate import CRATE
-from qerl_bench.publish.croissant import CROISSANT, license_address
-from qerl_bench.seals import digest
-from qerl_bench.study.load import load_run, load_runs
-from qerl_bench.study.private import Private
+from qerl_bench.commands import check
+from qerl_bench.commands import publish as command
+from qerl_bench.rundir.checksums import digest
+from qerl_bench.studies.publish.crate import CRATE
+from qerl_bench.studies.publish.croissant import CROISSANT, license_address
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import load_run
+from qerl_bench.studies.runs.private import Private
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 TOKEN = "hf_" + "aB3" * 12

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl_bench.gates.sessions import Sessions, read_study
-from qerl_bench.study.load import Run
+from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "docs" / "studies"

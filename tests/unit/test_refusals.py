@@ -8,8 +8,8 @@ import pytest
 from hydra.errors import HydraException
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.locks import RunLocked, lock
-from qerl_bench.refusals import RECORDS, nothing_left_if_refused
+from qerl_bench.rundir.locks import RunLocked, lock
+from qerl_bench.rundir.refusals import RECORDS, nothing_left_if_refused
 
 
 def attempt(folder: Path, error: Exception, *files: str) -> None:

@@ -12,12 +12,14 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.gates.sessions import read_study
-from qerl_bench.report import command, compare, study_page
-from qerl_bench.report.page import embedded
-from qerl_bench.report.run_page import evenly, run_page
-from qerl_bench.status import Status
-from qerl_bench.study.load import load_runs
+from qerl_bench.commands import compare
+from qerl_bench.commands import report as command
+from qerl_bench.studies.design.sessions import read_study
+from qerl_bench.studies.report import study_page
+from qerl_bench.studies.report.page import embedded
+from qerl_bench.studies.report.run_page import evenly, run_page
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.sweep.status import Status
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
 WORLDS = Path(__file__).parents[2] / "docs" / "studies" / "worlds-2026"
@@ -99,7 +101,7 @@ def test_a_study_in_sessions_has_one_page(tmp_path: Path) -> None:
 
 def test_five_hundred_runs_stay_below_a_megabyte(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = load_runs([root])
-    monkeypatch.setattr(study_page, "_doses", lambda runs, place: [])
+    monkeypatch.setattr(study_page, "doses_of", lambda runs, place: [])
     sizes = [len(study_page.study_page("s", runs * times, {}, {}).encode()) for times in (1, 2)]
     per_run = (sizes[1] - sizes[0]) / len(runs)
     assert sizes[0] + 500 * per_run < 800_000  # and effects, of which there are as many as settings

@@ -16,11 +16,13 @@ import pytest
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
-from qerl_bench.exits import guarded
-from qerl_bench.study.collect import write_study
-from qerl_bench.study.load import find_runs, load_run, load_runs, tidy
-from qerl_bench.study.study import describe_repeats, group_by_setting
-from qerl_bench.study.table import no_gradient_warning, render, summary, wrapped
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.runs.collect import write_study
+from qerl_bench.studies.runs.comparable import load_runs, tidy
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import load_run
+from qerl_bench.studies.runs.settings import describe_repeats, group_by_setting
+from qerl_bench.studies.tables.terminal import no_gradient_warning, render, summary, wrapped
 
 REPOSITORY = Path(__file__).parents[2]
 LINES = [

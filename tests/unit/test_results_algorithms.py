@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
-from qerl_bench.figures.algorithms import algorithm_curves, gain_table, paired_changes
-from qerl_bench.figures.style import FORMAT_COLORS
-from qerl_bench.study.load import load_run
-from qerl_bench.study.study import Study
+from qerl_bench.studies.figures.algorithms import algorithm_curves, gain_table, paired_changes
+from qerl_bench.studies.figures.style import FORMAT_COLORS
+from qerl_bench.studies.runs.load import load_run
+from qerl_bench.studies.runs.settings import Study
 
 BEFORE = [True, False, False, False]
 AFTER = {0: [True, True, True, False], 1: [False, True, True, True]}

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from qerl_bench.config import build
-from qerl_bench.device import PhaseTimer
 from qerl_bench.experiment import collect_rollouts, run_experiment
+from qerl_bench.process.device import PhaseTimer
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.reward.random import RandomReward
 from qerl_bench.reward.task import TaskReward

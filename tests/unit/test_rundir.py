@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.checks import ConfigError
-from qerl_bench.environment import code_digest, cpu_name
-from qerl_bench.run_checks import check_run_dir
-from qerl_bench.rundir import RunDir, write_atomically
+from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
+from qerl_bench.rundir.environment import code_digest, cpu_name
+from qerl_bench.rundir.run_checks import check_run_dir
+from qerl_bench.rundir.run_dir import RunDir, write_atomically
 from qerl_kernels import decode_configs
 
 CFG = OmegaConf.create(
@@ -295,7 +295,7 @@ import sys
 from pathlib import Path
 from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 try:
     RunDir(Path(sys.argv[1]), OmegaConf.create({"steps": 10}))
 except ConfigError as error:

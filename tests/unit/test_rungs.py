@@ -10,9 +10,9 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.gates.design import read_design
 from qerl_bench.gates.rungs import chosen, fits, main, report, windows
 from qerl_bench.seeding import derive
+from qerl_bench.studies.design.design import read_design
 from qerl_bench.task.dag import operations_needed
 
 RUNGS = Path(__file__).parents[2] / "docs" / "studies" / "dag-2026" / "rungs.yaml"

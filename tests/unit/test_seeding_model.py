@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from qerl_bench import own_options
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.installation import CONF_DIR
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.tiny import TinyModel
 from qerl_bench.model.tokenizer import TAGS, byte_tokenizer
+from qerl_bench.options import user_options
+from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.seeding import derive
 
 _tokenizer = cache(byte_tokenizer)
@@ -253,12 +253,12 @@ def test_a_small_base_is_pretrained_under_its_own_name_and_once_for_all_outliers
 
 
 def test_a_small_model_from_elsewhere_is_pretrained_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_options, "_in_use", [tmp_path])
+    monkeypatch.setattr(user_options, "_in_use", [tmp_path])
     (tmp_path / "model" / "own").mkdir(parents=True)
     known = (CONF_DIR / "model" / "small" / "2m.yaml").read_text()
     rough = known.replace("name: small-2m", "name: own-rough").replace("outliers: 0.0", "outliers: 2.0")
     (tmp_path / "model" / "own" / "rough.yaml").write_text(rough.replace("dtype: float32", "dtype: bfloat16"))
-    here = own_options.words_in_use()
+    here = user_options.words_in_use()
     model = build(compose([*here, "model=own/rough"])).model
     made = build(compose([*here, *(model.warm_start_overrides() or [])]))
     assert made.name.startswith("own-rough-") and (made.model.name, made.model.dtype) == ("own-rough", "float32")

@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from qerl_bench import gpu_share
-from qerl_bench import shortages as kept_small
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.device import random_state, set_random_state
 from qerl_bench.engine import adapter_check, hf, hf_graph, hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.rollout_queue import Limits
@@ -24,8 +21,11 @@ from qerl_bench.engine.sampler import Sampler
 from qerl_bench.engine.shared import SharedEngine
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
+from qerl_bench.process import gpu_share
+from qerl_bench.process.device import random_state, set_random_state
 from qerl_bench.records import Prompt
 from qerl_bench.train import memory_plan, static
+from qerl_bench.train import shortages as kept_small
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.static import StaticInputs, StaticPasses, least_tokens, rows_that_fit

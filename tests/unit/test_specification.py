@@ -14,13 +14,13 @@ import pytest
 from matplotlib.axes import Axes
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.measure import gained, late_mean
-from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.claims.planting import planted_runs
-from qerl_bench.claims.specification import Specification, specifications
-from qerl_bench.figures.specification import specification_curve, specification_table
 from qerl_bench.statistics import Estimate
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.specification import Specification, specifications
+from qerl_bench.studies.figures.specification import specification_curve, specification_table
+from qerl_bench.studies.runs.measure import gained, late_mean
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "docs" / "studies"

@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.statistics import (
-    Estimate,
-    area_under_curve,
-    holm,
+from qerl_bench.statistics import Estimate, holm, mean_ci, mean_ci_crossed
+from qerl_bench.studies.claims.estimate import over_bases
+from qerl_bench.studies.runs.measure import area_under_curve, steps_to_threshold
+from qerl_bench.studies.runs.resampling import (
     interquartile_mean,
-    mean_ci,
-    mean_ci_crossed,
-    over_bases,
     performance_profile,
     probability_of_improvement,
-    steps_to_threshold,
     stratified_bootstrap,
 )
 

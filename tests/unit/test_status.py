@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from qerl_bench import locks, points, status
 from qerl_bench.checks import ConfigError
-from qerl_bench.points import listed
-from qerl_bench.run_checks import check_run_dir
+from qerl_bench.commands import status as command
+from qerl_bench.rundir import locks
+from qerl_bench.rundir.run_checks import check_run_dir
+from qerl_bench.sweep import listing, status
+from qerl_bench.sweep.listing import listed
 
 STEPS = "steps: 100\n"
 
@@ -47,7 +49,7 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
     half = run("i-half", "09:00:01 failed: SIGTERM\n", steps=10)
     held = [locks.lock(first / ".lock"), locks.lock(tmp_path / "g-running" / ".lock")]
     with listed(tmp_path, [tmp_path / "a-done", first, tmp_path / "h-waiting", half]):
-        status.main([str(tmp_path)])
+        command.main([str(tmp_path)])
     for lock in held:
         assert lock is not None
         lock.close()
@@ -69,7 +71,7 @@ def test_each_state_and_the_time_left(tmp_path: Path, run, capsys: pytest.Captur
     # two at a time: 60 + 40 + 100 + 100 + 90 steps of 10 s
     assert total == "9 runs, 1 done, 1 failed, 1 queued, 2 running, 2 unfinished, 2 waiting; about 32:30 left"
     assert not (tmp_path / ".sweeps").exists()
-    status.main([folder])
+    command.main([folder])
     assert "waiting" not in capsys.readouterr().out  # the sweep has ended
 
 
@@ -118,7 +120,7 @@ def test_a_damaged_run_is_not_done(runs, tmp_path: Path, capsys: pytest.CaptureF
     assert [one.state for one in status.statuses([tmp_path])] == ["done"]
     DAMAGE[name](folder / name)
     os.utime(folder / "done.json", ns=(0, 0))
-    status.main([str(tmp_path)])
+    command.main([str(tmp_path)])
     line, total = capsys.readouterr().out.splitlines()
     assert line.startswith("damaged ") and total == "1 runs, 1 damaged"  # and no cost
     with pytest.raises(ConfigError) as refused:
@@ -133,7 +135,7 @@ def test_watching_ends_when_nothing_goes_on(
     held = locks.lock(folder / ".lock")
     assert held is not None
     monkeypatch.setattr(time, "sleep", lambda seconds: ((folder / "done.json").write_text("{}"), held.close()))
-    status.main([str(tmp_path), "watch=true"])
+    command.main([str(tmp_path), "watch=true"])
     printed = capsys.readouterr().out
     assert printed.count("1 runs") == 2 and printed.rstrip().endswith("1 runs, 1 done")
 
@@ -147,6 +149,6 @@ def test_runs_to_come_are_shown_as_the_others_are(tmp_path: Path, run, monkeypat
 
 
 def test_a_sweep_may_end_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(points, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
-    with points.listed(tmp_path, [tmp_path / "a"]):
-        assert points.going_on(tmp_path) == []
+    monkeypatch.setattr(listing, "holder", lambda lock: lock.with_suffix(".json").unlink() or "somebody")
+    with listing.listed(tmp_path, [tmp_path / "a"]):
+        assert listing.going_on(tmp_path) == []

@@ -17,13 +17,13 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from qerl_bench.arguments import whole
 from qerl_bench.checks import ConfigError, TrainingStopped
+from qerl_bench.commands.exits import exit_in_words
 from qerl_bench.config import build
-from qerl_bench.exits import exit_in_words
 from qerl_bench.experiment import run_experiment
-from qerl_bench.rundir import RunDir
-from qerl_bench.storage import failure
+from qerl_bench.process.arguments import whole
+from qerl_bench.rundir.disk_errors import failure
+from qerl_bench.rundir.run_dir import RunDir
 
 if TYPE_CHECKING:
     from conftest import Runs

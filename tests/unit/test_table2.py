@@ -13,11 +13,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.eval import apply_overrides
 from qerl_bench.config import compose
 from qerl_bench.eval.base import Score
-from qerl_bench.eval.reevaluate import apply_overrides
+from qerl_bench.studies.runs.load import load_run
 from qerl_bench.study.four_sets import SETS, rows
-from qerl_bench.study.load import load_run
 
 REPOSITORY = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("analysis_table2", REPOSITORY / "analysis" / "table2.py")

@@ -12,11 +12,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.claims.report import verdict_table
-from qerl_bench.study.load import load_runs
-from qerl_bench.study.tables import Table
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.report.claims_page import verdict_table
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.tables.paper import Table
 
 H200 = Path(__file__).parents[2] / "docs" / "results" / "h200"
 NUMBERS = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": [1 / 3, 2.0], "low": [0.1, 1.5], "high": [0.5, 2.5]})

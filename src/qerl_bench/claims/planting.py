@@ -27,12 +27,12 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from qerl_bench.claims.claim import Claim
-from qerl_bench.claims.evaluate import evaluate_claims
-from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.exits import guarded
+from qerl_bench.commands.exits import guarded
 from qerl_bench.seeding import derive
-from qerl_bench.study.load import Run
+from qerl_bench.studies.claims.claim import Claim
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.runs.load import Run
 
 EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
 DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each

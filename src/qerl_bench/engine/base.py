@@ -10,9 +10,10 @@ from qerl_bench.checks import require
 from qerl_bench.records import Prompt, Rollout
 
 if TYPE_CHECKING:
-    from qerl_bench.engine.hf_reference import Completion
     from qerl_bench.model.policy import Policy
     from qerl_bench.quant.base import WeightFormat
+
+Completion = tuple[list[int], list[float], list[float]]  # token ids, their log-probabilities, entropies
 
 
 @dataclass(frozen=True, kw_only=True)

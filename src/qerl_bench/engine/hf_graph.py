@@ -25,7 +25,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.engine.decoder_blocks import (
     Attend,
     Block,
@@ -37,7 +37,6 @@ from qerl_bench.engine.decoder_blocks import (
     packed_layers,
 )
 from qerl_bench.engine.dequantized import Dequantized
-from qerl_bench.engine.hf_reference import Completion
 from qerl_bench.engine.recordable import ACTIVATIONS, FAMILIES, activation_of, experts_of
 from qerl_bench.engine.rollout_queue import (
     Limits,
@@ -53,13 +52,14 @@ from qerl_bench.model.kernels import FusedLinears, LoRALinear
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
-from qerl_bench.progress import bar
+from qerl_bench.process.progress import bar
 from qerl_kernels import decoder_layer as fused_operations
 from qerl_kernels import decoder_layer_reference, grouped
 from qerl_kernels.decode import few_tokens
 from qerl_kernels.decoder_layer import PAGE, cluster_size
 from qerl_kernels.decoder_layer_reference import in_order
-from qerl_kernels.rows import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, TOKEN, advance, advance_reference
+from qerl_kernels.row_fields import DONE, DRAWN, FIELDS, KEY, LENGTH, PLACE, PREFIX, TOKEN
+from qerl_kernels.rows import advance, advance_reference
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
 from qerl_kernels.scratch import owned_by
 
@@ -74,7 +74,7 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-class Size(NamedTuple):
+class BufferSize(NamedTuple):
     """What buffers have room for."""
 
     rows: int
@@ -92,7 +92,7 @@ class Decoding:
     `adapters_cast_to`.
     """
 
-    def __init__(self, policy: Policy, limits: Limits, size: Size) -> None:
+    def __init__(self, policy: Policy, limits: Limits, size: BufferSize) -> None:
         device, dtype = policy.device, policy.model.dtype
         self.policy, self.limits, self.size, self.uses_graph = policy, limits, size, device.type == "cuda"
         self.ops = fused_operations if policy.fused else decoder_layer_reference
@@ -140,7 +140,7 @@ class Decoding:
         self.graph_bytes = 0
         self.baked = self._baked()
 
-    def fits(self, size: Size) -> bool:
+    def fits(self, size: BufferSize) -> bool:
         """Whether these buffers serve such a rollout, and recordings still find everything where it was.
 
         Three quarters of the pages are enough: with fewer of them fewer rows run, but nothing is recorded again.

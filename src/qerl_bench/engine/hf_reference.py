@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.model.policy import Policy
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
-
-Completion = tuple[list[int], list[float], list[float]]  # token ids, their log-probabilities, entropies
 
 
 class Prefill(NamedTuple):

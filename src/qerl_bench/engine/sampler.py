@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from qerl_bench.engine.base import Sampling
+from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.engine.decoder_blocks import kv_bytes
 from qerl_bench.engine.dequantized import copy_bytes
-from qerl_bench.engine.hf_graph import Decoding, Size
-from qerl_bench.engine.hf_reference import Completion
+from qerl_bench.engine.hf_graph import BufferSize, Decoding
 from qerl_bench.engine.rollout_queue import (
     Limits,
     Request,
@@ -23,10 +22,10 @@ from qerl_bench.engine.rollout_queue import (
     most_pages,
     pages_of,
 )
-from qerl_bench.gpu_share import free_bytes, keepable_bytes, spare_bytes
 from qerl_bench.model.kernels import adapters_cast_to
 from qerl_bench.model.policy import Policy
-from qerl_bench.progress import bar
+from qerl_bench.process.gpu_share import free_bytes, keepable_bytes, spare_bytes
+from qerl_bench.process.progress import bar
 from qerl_bench.quant.linear import PackedLinear
 from qerl_kernels.decode import few_tokens
 from qerl_kernels.decoder_layer import PAGE
@@ -119,7 +118,7 @@ class Sampler:
             **({"dequantized_above_rows": few_tokens(self.policy.device)} if limits.dequantized_gib else {}),
         }
 
-    def _size(self, requests: list[Request]) -> Size:
+    def _size(self, requests: list[Request]) -> BufferSize:
         rows = self.limits.rows if self.limits.invariant else min(self.limits.rows, len(requests))
         longest = max(len(request.prompt.ids) + request.limit for request in requests)
         pages, least = most_pages(requests, rows), 1 + max(map(least_pages, requests))
@@ -135,7 +134,7 @@ class Sampler:
         if self.limits.page_share < 1:
             pages = max(least, int(self.limits.page_share * pages))
         tokens = max(request.limit for request in requests)
-        return Size(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
+        return BufferSize(rows=rows, pages=pages, least_pages=least, columns=pages_of(longest), tokens=tokens)
 
     def _dequantized_bytes(self, rows: int) -> int:
         """What 16-bit copies will take at most."""

@@ -12,7 +12,7 @@ from qerl_bench.task.base import Task
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
     from qerl_bench.model.policy import Policy
-    from qerl_bench.rundir import RunDir
+    from qerl_bench.rundir.run_dir import RunDir
 
 DETAILS = ("stderr", "stderr_questions", "stderr_sampling", "truncated", "format_failed")
 

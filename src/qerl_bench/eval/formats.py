@@ -16,7 +16,7 @@ from typing import Any
 from qerl_bench.eval.base import Evaluation
 from qerl_bench.metrics import mean, repeats_itself
 from qerl_bench.records import Prompt
-from qerl_bench.rundir import RunDir
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.base import Task
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.last_number import last_number_is

@@ -14,8 +14,8 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.eval.base import Score
+from qerl_bench.rundir.read_files import read_table
 from qerl_bench.statistics import Estimate, paired_difference
-from qerl_bench.stored import read_table
 
 
 def read_samples(folder: str | os.PathLike[str], step: int | None = None) -> pd.DataFrame:

@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from qerl_bench.environment import versions
 from qerl_bench.eval.base import Evaluation, Score
 from qerl_bench.eval.paired import gains
-from qerl_bench.rundir import RunDir
-from qerl_bench.stored import read_table
+from qerl_bench.rundir.environment import versions
+from qerl_bench.rundir.read_files import read_table
+from qerl_bench.rundir.run_dir import RunDir
 
 
 def record_evaluation(run: RunDir, task: str, step: int, evaluation: Evaluation) -> list[Score]:

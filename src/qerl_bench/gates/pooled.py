@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_bench.checks import require
-from qerl_bench.gates.assay import by_base, final
-from qerl_bench.gates.design import Arm
-from qerl_bench.gates.sessions import Sessions, read_study
 from qerl_bench.statistics import mean_ci, t_quantile
+from qerl_bench.studies.design.design import Arm
+from qerl_bench.studies.design.gates import by_base, final
+from qerl_bench.studies.design.sessions import Sessions, read_study
 
 
 def main(arguments: list[str] | None = None) -> None:

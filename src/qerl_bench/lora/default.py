@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import MAX_ALPHA, check_fields, count, flag, number, require
-from qerl_bench.hidden_packages import hidden_packages
+from qerl_bench.process.hidden_packages import hidden_packages
 
 if TYPE_CHECKING:
     import torch

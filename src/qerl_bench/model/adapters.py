@@ -19,8 +19,10 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.utils import transformers_weight_conversion
 
 from qerl_bench.aqn.adapted_layer import AdaptedLayer
-from qerl_bench.quant.experts import ExpertsAdapter, PackedExperts, PackedMatrices, expert_modules, expert_parameters
+from qerl_bench.quant.experts import PackedExperts, expert_modules, expert_parameters
+from qerl_bench.quant.grouped import ExpertsAdapter
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.share import decoder_blocks, is_linear, routers
 
 

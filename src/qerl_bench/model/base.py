@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
-_CACHED = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[0-9a-f]+/?$")  # a folder in the cache of huggingface_hub
 
 
 class Model(Protocol):
@@ -71,14 +69,3 @@ def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTraine
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def short_name(id: str | None) -> str:
-    """What the model `id` is called in runs and tables: the last part of a hub id or path, in lower case, no .gguf."""
-    return re.sub(r"[^a-z0-9._-]+", "-", last_part(str(id)).lower().removesuffix(".gguf"))
-
-
-def last_part(id: str) -> str:
-    """The last part of a hub id or path; the repository's name for a folder in the cache of huggingface_hub."""
-    cached = _CACHED.search(id)
-    return cached[1] if cached else Path(id).resolve().name

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl_bench.model.base import last_part
-from qerl_bench.seals import digest
+from qerl_bench.options.model_names import last_part
+from qerl_bench.rundir.checksums import digest
 
 if TYPE_CHECKING:
     from qerl_bench.model.base import Model

@@ -22,7 +22,7 @@ from qerl_bench.model.gguf.header import read_header
 from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
 from qerl_bench.records import Message
-from qerl_bench.seals import digest
+from qerl_bench.rundir.checksums import digest
 from qerl_bench.task.chat_template import check_template, template_variables
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from peft.tuners import lora
 
 from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.quant.concat import concat_rows_in_place
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_kernels.decode import MOST_TOKENS, kernel_of, separable
 from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear

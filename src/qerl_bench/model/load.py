@@ -14,8 +14,8 @@ from qerl_bench.model.hub import HubModel
 from qerl_bench.model.shape import RandomModel, RandomWeights
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quant.packed_config import RELEASED, quantization_config

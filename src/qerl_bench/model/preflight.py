@@ -25,6 +25,7 @@ import torch
 
 from qerl_bench.checks import require
 from qerl_bench.model.block import without_fused_blocks
+from qerl_bench.model.float32 import in_float32, replace_forward
 from qerl_bench.model.lm_head import decoder_of, hidden_states
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.structure import consumers_of, observed, probe_ids
@@ -41,7 +42,6 @@ MAX_GAP = 0.01  # nats, of that quantile in FP32
 MAX_TOKEN_GAP = {"torch.float32": 1e-3, "16 bit": 0.2}  # nats from FP32, mean over tokens in the dtype of the run
 OWN_GAPS = 2  # the limit is at least this many times the gap of plain PyTorch in the same dtype
 MIN_PACKED_SHARE = 0.95
-VOCABULARY_ROWS = 8192  # of the head, in FP32 at one time
 
 
 def preflight(policy: Policy, quant: WeightFormat, where: str) -> dict[str, Any]:
@@ -164,18 +164,13 @@ def stock(policy: Policy) -> Iterator[None]:
         stack.enter_context(without_fused_blocks(policy.model))
         for module in policy.model.modules():
             if isinstance(module, PackedLinear):
-                _replace_forward(stack, module, _dequantized_linear(module))
+                replace_forward(stack, module, _dequantized_linear(module))
             elif isinstance(module, PackedExperts):
-                _replace_forward(stack, module, _dequantized_experts(module))
+                replace_forward(stack, module, _dequantized_experts(module))
         if decoder._can_set_attn_implementation():
             decoder.set_attn_implementation("eager")
             stack.callback(decoder.set_attn_implementation, attention)
         yield
-
-
-def _replace_forward(stack: ExitStack, module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-    module.forward = forward  # type: ignore[method-assign]  # an attribute of this module hides its class's
-    stack.callback(delattr, module, "forward")
 
 
 def _dequantized_linear(layer: PackedLinear) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -194,70 +189,6 @@ def _dequantized_experts(experts: PackedExperts) -> Callable[..., torch.Tensor]:
         plain: Any = object.__new__(kind)
         plain.__dict__ = experts.__dict__ | {"_parameters": parameters, "_modules": modules}
         return inspect.unwrap(kind.forward)(plain, x, *args)  # not transformers' choice of a faster one
-
-    return forward
-
-
-@contextmanager
-def in_float32(policy: Policy) -> Iterator[None]:
-    """Context in which the model computes in FP32; a block's parameters are converted while it runs, and no longer."""
-    head = policy.model.get_submodule(policy.structure.head)
-    with ExitStack() as stack:
-        for module, parts in _units(policy):
-            converted = _Converted(parts)
-            stack.callback(converted.restore)
-            for handle in (
-                module.register_forward_pre_hook(lambda *_, part=converted: part.convert()),
-                module.register_forward_hook(lambda *_, part=converted: part.restore()),
-            ):
-                stack.callback(handle.remove)
-        for module in policy.model.modules():
-            if isinstance(module, torch.nn.Embedding):
-                handle = module.register_forward_hook(lambda module, inputs, output: output.float())
-                stack.callback(handle.remove)
-        _replace_forward(stack, head, _float32_head(head))
-        yield
-
-
-def _units(policy: Policy) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Module]]]:
-    """Blocks with all their parts, and every module outside of them, without embeddings and head."""
-    blocks, head = policy.structure.blocks, policy.structure.head
-    inside = tuple(f"{block}." for block in blocks)
-    for name, module in policy.model.named_modules():
-        if name in blocks:
-            yield module, list(module.modules())
-        elif not (name.startswith(inside) or name == head or isinstance(module, torch.nn.Embedding)):
-            yield module, [module]
-
-
-class _Converted:
-    """The 16-bit parameters of modules, while FP32 copies have taken their place."""
-
-    def __init__(self, parts: list[torch.nn.Module]) -> None:
-        self.parts = parts
-        self.originals: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
-
-    def convert(self) -> None:
-        for part in self.parts:
-            for name, parameter in part._parameters.items():
-                if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16):
-                    self.originals.append((part._parameters, name, parameter))
-        for parameters, name, parameter in self.originals:
-            parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)  # PEFT keeps no other tensor
-
-    def restore(self) -> None:
-        for parameters, name, parameter in self.originals:
-            parameters[name] = parameter
-        self.originals.clear()
-
-
-def _float32_head(head: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The head in FP32, a part of the vocabulary at a time."""
-    weight, bias = head.get_parameter("weight"), head._parameters.get("bias")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        parts = [torch.nn.functional.linear(x, rows.float()) for rows in weight.split(VOCABULARY_ROWS)]
-        return torch.cat(parts, -1) if bias is None else torch.cat(parts, -1) + bias.float()
 
     return forward
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench import own_options
 from qerl_bench.checks import check_fields, count, learning_rate, number, one_of
 from qerl_bench.model.tiny import TinyModel
-from qerl_bench.option_files import options_of
-from qerl_bench.option_names import choice_of
+from qerl_bench.options import user_options
+from qerl_bench.options.files import options_of
+from qerl_bench.options.names import choice_of
 from qerl_bench.seeding import derive
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class SmallModel(TinyModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        recipes = [name for name in options_of(own_options.folders(), "experiment") if name.startswith(RECIPE)]
+        recipes = [name for name in options_of(user_options.folders(), "experiment") if name.startswith(RECIPE)]
         check_fields(
             self,
             "model",
@@ -65,7 +65,7 @@ class SmallModel(TinyModel):
         words = super().warm_start_overrides()
         if words is None:
             return None
-        option = choice_of(own_options.folders(), "model", self.name)
+        option = choice_of(user_options.folders(), "model", self.name)
         named = [] if option is None else [f"model={option}", "model.dtype=float32", "model.outliers=0"]
         return [
             *named,

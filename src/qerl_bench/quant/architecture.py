@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.memory import shortage
-from qerl_bench.storage import failure
+from qerl_bench.process.memory import shortage
+from qerl_bench.rundir.disk_errors import failure
 
 # Tensor names of a multimodal checkpoint -> those of its text part alone.
 TEXT_PART = {

@@ -1,9 +1,7 @@
-"""Write a packed model for other programs.
+"""Packed models as checkpoints of other programs.
 
-Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 are written as
-compressed-tensors checkpoints, which transformers and vLLM read; nf4 as bitsandbytes checkpoints. The folder gets its
-name only when it is complete. Experts are written one linear layer after the other, under the names that checkpoints of
-the model have, as llm-compressor does. Left out: experts without such layers (gpt-oss, Llama 4, Granite), and in nf4.
+nvfp4 and mxfp4 are written in the format of compressed-tensors, nf4 in that of bitsandbytes. Left out: experts that no
+checkpoint holds as linear layers (gpt-oss, Llama 4, Granite), and experts in nf4.
 """
 
 from __future__ import annotations
@@ -18,22 +16,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from qerl_bench.arguments import split_words
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.config import build, compose
-from qerl_bench.hidden_packages import hidden_packages
-from qerl_bench.installation import CONF_DIR
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
-from qerl_bench.quant.experts import PackedMatrices
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.share import persistent_buffers, unpacked_parameters
 
 SHARD_BYTES = 5 * 10**9
-USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
 
 
 def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
@@ -190,41 +183,3 @@ def _write_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def parse_words(words: list[str]) -> tuple[list[str], Path]:
-    """The config overrides and the folder `out` from the words of the command.
-
-    A model without a file in conf/model is a hub id or a local folder.
-    """
-    options, chosen = split_words(words, ("model", "out"), USAGE)
-    model = chosen["model"]
-    known = (CONF_DIR / "model" / f"{model}.yaml").is_file()
-    overrides = [f"model={model}"] if known else ["model=hub", f"model.id={model}"]
-    return [*overrides, "model.dtype=bfloat16", *options], Path(chosen["out"])
-
-
-def main(words: list[str]) -> None:
-    with hidden_packages():
-        from qerl_bench.device import resolve_device
-        from qerl_bench.model.load import load_packed
-        from qerl_bench.model_setup import base_checkpoint
-        from qerl_bench.quant.error_decomposition import write_layers
-
-    overrides, out = parse_words(words)
-    experiment = build(compose(overrides))
-    config_entry(experiment.quant, [], "bfloat16")  # refuses formats that pack nothing, before any work
-    check_new_folder(out)
-    base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-    device, quantizer = resolve_device(experiment.device), experiment.quantizer
-    model, tokenizer, layers = load_packed(experiment.model, experiment.quant, quantizer, experiment.task, base, device)
-    export(model, tokenizer, experiment.quant, out)
-    write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
-    size = sum(report.bytes for report in layers.values())
-    print(
-        f"{out}: {len(layers)} layers as {experiment.quant.name} ({experiment.quantizer.name}), {size / 2**20:.1f} MiB"
-    )
-
-
-if __name__ == "__main__":
-    raise SystemExit(USAGE)

@@ -22,15 +22,9 @@ from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, CheckpointReader, skeleton
 from qerl_bench.quant.conversion import rows_in_checkpoint, sources_of
-from qerl_bench.quant.experts import (
-    PackedMatrices,
-    expert_modules,
-    expert_parameters,
-    is_transposed,
-    matrix_shape,
-    pack_experts,
-)
+from qerl_bench.quant.experts import expert_modules, expert_parameters, is_transposed, matrix_shape, pack_experts
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_config import COMPRESSED, MODELOPT, packing_of

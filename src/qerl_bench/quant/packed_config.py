@@ -1,8 +1,8 @@
 """What a packed checkpoint says about its bytes, and what of that is read.
 
 `quantization_config` of config.json says it; older checkpoints of ModelOpt have hf_quant_config.json instead. How
-activations and the KV cache were to be rounded is left out, and named in `Packing.unused`. Any other field may change
-what the weights mean, so one that is unknown here is refused by its name.
+activations and the KV cache were to be rounded is left out, and named in `PackedFormat.unused`. Any other field may
+change what the weights mean, so one that is unknown here is refused by its name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WEIGHTS = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "strateg
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedFormat:
     """`method` is quant_method. `unused` says what the checkpoint asks for beyond its weights."""
 
     method: str
@@ -72,7 +72,7 @@ def _read(file: Path) -> dict[str, Any]:
     return content
 
 
-def packing_of(folder: Path, requested: WeightFormat) -> Packing:
+def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
     """How the weights in `folder` are packed. Raises ConfigError unless that is readable, and is `requested`."""
     config = quantization_config(folder) or {}
     method = str(config.get("quant_method")).removesuffix("_fp4")  # vLLM says modelopt_fp4
@@ -89,9 +89,9 @@ def packing_of(folder: Path, requested: WeightFormat) -> Packing:
             f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
         )
     if method not in (COMPRESSED, MODELOPT):
-        return Packing(method, stored)
+        return PackedFormat(method, stored)
     try:
-        return Packing(method, stored, tuple(dict.fromkeys(_unused(folder, config, stored))))
+        return PackedFormat(method, stored, tuple(dict.fromkeys(_unused(folder, config, stored))))
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its quantization config is not of {method} ({error}); {_ORIGINAL}") from None
 

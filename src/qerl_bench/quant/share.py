@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from qerl_bench.quant.experts import PackedExperts, PackedMatrices, expert_modules
+from qerl_bench.quant.experts import PackedExperts, expert_modules
 from qerl_bench.quant.linear import PackedLinear
+from qerl_bench.quant.matrices import PackedMatrices
 
 
 def decoder_blocks(model: Any) -> tuple[str, torch.nn.ModuleList]:

@@ -16,12 +16,11 @@ from typing import Protocol
 import torch
 
 from qerl_bench.checks import require
-from qerl_bench.progress import bar
+from qerl_bench.process.progress import bar
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.error_decomposition import LayerReport, experts_report, layer_report, unpacked_report
 from qerl_bench.quant.experts import (
     PackedExperts,
-    PackedMatrices,
     expert_parameters,
     is_transposed,
     matrices_of,
@@ -29,6 +28,7 @@ from qerl_bench.quant.experts import (
     pack_experts,
 )
 from qerl_bench.quant.linear import PackedLinear, errors_name_layer, resident_bytes
+from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.placement import place
 from qerl_bench.quant.share import decoder_blocks, is_linear, routers
 from qerl_bench.quantizer.base import Quantizer

@@ -11,8 +11,8 @@ import pandas as pd
 import yaml
 
 from qerl_bench.checks import require
-from qerl_bench.study.load import Run
-from qerl_bench.study.tables import Table
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.paper import Table
 
 SETS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # questions
 NAMES = {

@@ -8,8 +8,8 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.statistics import mean_ci_crossed, t_quantile
-from qerl_bench.study.load import Run
-from qerl_bench.study.tables import Table
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.paper import Table
 
 MODES = ("greedy", "sampled")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from qerl_bench.claims.measure import warm_steps
-from qerl_bench.study.load import Run
-from qerl_bench.study.tables import Table
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.measure import warm_steps
+from qerl_bench.studies.tables.paper import Table
 
 KEYS = {
     "model": "model.name",

@@ -11,12 +11,12 @@ from qerl_bench.checks import require
 HELD_OUT_SHARE = 8  # one problem in this many is held out
 
 
-class Problem(Protocol):
+class HasQuestion(Protocol):
     @property
     def question(self) -> str: ...
 
 
-P = TypeVar("P", bound=Problem)
+P = TypeVar("P", bound=HasQuestion)
 
 
 def is_held_out(key: str) -> bool:

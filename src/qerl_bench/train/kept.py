@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from qerl_bench.records import Group, Prompt
+from qerl_bench.records import PER_NAT, Group, Prompt
 
 TokenColumns = dict[str, list[float]]  # one number per completion token, in nats
-PER_NAT = 1000
 
 
 def kept_records(

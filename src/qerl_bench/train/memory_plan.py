@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import peak_bytes
-from qerl_bench.gpu_share import free_bytes, release
-from qerl_bench.memory import shortage
 from qerl_bench.model.policy import Policy
-from qerl_bench.rundir import RunDir
-from qerl_bench.shortages import shortages_of
+from qerl_bench.process.device import peak_bytes
+from qerl_bench.process.gpu_share import free_bytes, release
+from qerl_bench.process.memory import shortage
+from qerl_bench.rundir.run_dir import RunDir
+from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
 from qerl_bench.train.static import POOL_SPARE, least_tokens
 

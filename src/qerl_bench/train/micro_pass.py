@@ -10,7 +10,6 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
@@ -19,6 +18,7 @@ from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.micro_batches import MicroBatch
 from qerl_bench.train.nonfinite import NonFiniteError, first_in_forward
 from qerl_bench.train.objective import objective
+from qerl_bench.train.specs import Specs
 from qerl_bench.train.static import StaticPasses
 
 
@@ -44,13 +44,13 @@ class Part:
 
 
 def forward_backward(
-    experiment: Experiment, policy: Policy, micro_batch: MicroBatch, passes: StaticPasses | None = None
+    specs: Specs, policy: Policy, micro_batch: MicroBatch, passes: StaticPasses | None = None
 ) -> Part | None:
     """Add the gradient of one micro-batch, and return its numbers.
 
     None if nothing was computed: its loss is 0, and its metrics were recorded in the first update.
     """
-    batch, temperature, entropy_coef = micro_batch.batch, experiment.rollout.temperature, experiment.train.entropy_coef
+    batch, temperature, entropy_coef = micro_batch.batch, specs.rollout.temperature, specs.train.entropy_coef
     layout = micro_batch.layout
     is_first_update = micro_batch.old_logprobs is None
     if not (micro_batch.has_gradient or is_first_update):
@@ -59,9 +59,9 @@ def forward_backward(
     if passes is not None and micro_batch.static is not None:
         stats, loss, columns = passes(micro_batch.static)
         micro_batch.logprobs = stats.logprobs
-        before_first_update(experiment, policy, micro_batch, stats, [], tokens)
+        before_first_update(specs, policy, micro_batch, stats, [], tokens)
         return Part(loss, sums_of(columns, layout), tokens, micro_batch.tokens_of)
-    train_with_noise = experiment.noise.site == "rollout_and_training"
+    train_with_noise = specs.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
     with (
         torch.set_grad_enabled(micro_batch.has_gradient),
@@ -71,7 +71,7 @@ def forward_backward(
         stats = policy.token_stats(batch.input_ids, batch.mask, temperature, entropy_coef > 0, layout)
     micro_batch.logprobs = stats.logprobs.detach()
     if is_first_update:
-        before_first_update(experiment, policy, micro_batch, stats, experts, tokens)
+        before_first_update(specs, policy, micro_batch, stats, experts, tokens)
     assert micro_batch.old_logprobs is not None
     inputs = LossInputs(
         logprobs=stats.logprobs,
@@ -81,7 +81,7 @@ def forward_backward(
         reference_logprobs=micro_batch.reference_logprobs,
         importance_weights=micro_batch.importance_weights,
     )
-    loss, columns = objective(experiment, inputs, micro_batch.loss_weights, stats.entropy)
+    loss, columns = objective(specs, inputs, micro_batch.loss_weights, stats.entropy)
     sums = sums_of(columns, layout)
     if micro_batch.has_gradient:
         with training_noise():  # recomputation repeats the forward pass
@@ -125,7 +125,7 @@ def loss_error(policy: Policy, temperature: float, micro_batch: MicroBatch) -> N
 
 @torch.no_grad()
 def before_first_update(
-    experiment: Experiment,
+    specs: Specs,
     policy: Policy,
     micro_batch: MicroBatch,
     stats: TokenStats,
@@ -136,12 +136,12 @@ def before_first_update(
 
     `stats` and `experts` are those of the training pass. Another forward pass is made only if an option needs it.
     """
-    batch, layout, algo, noise = micro_batch.batch, micro_batch.layout, experiment.algo, experiment.noise
-    importance_sampling = experiment.importance_sampling
+    batch, layout, algo, noise = micro_batch.batch, micro_batch.layout, specs.algo, specs.noise
+    importance_sampling = specs.importance_sampling
     records_split = importance_sampling.split_mismatch and noise.one_draw and algo.on_policy
 
     def forward() -> TokenStats:
-        return policy.token_stats(batch.input_ids, batch.mask, experiment.rollout.temperature, False, layout)
+        return policy.token_stats(batch.input_ids, batch.mask, specs.rollout.temperature, False, layout)
 
     trainer_logprobs, clean = stats.logprobs.detach(), stats
     noisy_logprobs = trainer_logprobs  # of the trainer with the sampler's noise
@@ -156,7 +156,7 @@ def before_first_update(
             with policy.noise.for_training(), policy.routing(batch.mask, layout) as other_experts:
                 noisy_logprobs = forward().logprobs
     micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
-    if experiment.kl.coef > 0:
+    if specs.kl.coef > 0:
         with policy.without_adapter():
             micro_batch.reference_logprobs = forward().logprobs
     tokens.add(

@@ -9,16 +9,16 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import random_state, set_random_state
-from qerl_bench.experiment_spec import Experiment
-from qerl_bench.gpu_share import release
-from qerl_bench.memory import NO_MEMORY, shortage
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import World
-from qerl_bench.rundir import RunDir
-from qerl_bench.shortages import shortages_of
+from qerl_bench.process.device import random_state, set_random_state
+from qerl_bench.process.gpu_share import release
+from qerl_bench.process.memory import NO_MEMORY, shortage
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.memory_plan import FILE, Size
+from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
+from qerl_bench.train.specs import Specs
 from qerl_bench.train.static import StaticPasses
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def repeated_smaller(
     work: Callable[[], Result],
     size: Size,
     cut: Callable[[Size], None],
-    experiment: Experiment,
+    specs: Specs,
     policy: Policy,
     run: RunDir,
     longest: int,
@@ -50,8 +50,8 @@ def repeated_smaller(
                 raise
             sampler = policy.kept.get("sampler")
             frees = any(world.gather(sampler is not None and sampler.kept is not None))
-            may_shrink = not experiment.parallel.exact
-            size = after_shortage(error, size, experiment.train, policy, longest, run, may_shrink, frees)
+            may_shrink = not specs.parallel.exact
+            size = after_shortage(error, size, specs.train, policy, longest, run, may_shrink, frees)
         if passes is not None and not size.recorded:
             passes.forget()
         if sampler is not None:

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from qerl_bench.algo.base import LossInputs
-from qerl_bench.device import peak_bytes
-from qerl_bench.experiment_spec import Experiment
-from qerl_bench.memory import shortage
 from qerl_bench.model.kernels import is_small
 from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
+from qerl_bench.process.device import peak_bytes
+from qerl_bench.process.memory import shortage
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.objective import objective
+from qerl_bench.train.specs import Specs
 from qerl_kernels.scratch import owned_by
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ WARM_UPS = 2  # passes before a recording: kernels are compiled and buffers made
 POOL_SPARE = 0.125  # of the largest pass, so that one a little larger needs no new pool
 
 
-def why_not(experiment: Experiment, policy: Policy) -> str | None:
+def why_not(specs: Specs, policy: Policy) -> str | None:
     """Why the passes of this run cannot have fixed shapes, or None if they can."""
-    train = experiment.train
+    train = specs.train
     reasons = {
         "train.capture=off": train.capture == "off",
         "there is no GPU": policy.device.type != "cuda",
@@ -44,11 +44,10 @@ def why_not(experiment: Experiment, policy: Policy) -> str | None:
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",
         f"train.updates_per_batch={train.updates_per_batch}": train.updates_per_batch > 1,
-        f"noise.site={experiment.noise.site}": experiment.noise.site != "rollout",
-        "kl.coef > 0": experiment.kl.coef > 0,
-        f"importance_sampling.mode={experiment.importance_sampling.mode}": experiment.importance_sampling.mode
-        != "none",
-        "lora.dropout > 0": experiment.lora.rank > 0 and experiment.lora.dropout > 0,
+        f"noise.site={specs.noise.site}": specs.noise.site != "rollout",
+        "kl.coef > 0": specs.kl.coef > 0,
+        f"importance_sampling.mode={specs.importance_sampling.mode}": specs.importance_sampling.mode != "none",
+        "lora.dropout > 0": specs.lora.rank > 0 and specs.lora.dropout > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -151,8 +150,8 @@ class Recordings:
 class StaticPasses:
     """The recorded passes of a policy by shape. On a CPU, where nothing is recorded, each call computes."""
 
-    def __init__(self, experiment: Experiment, policy: Policy) -> None:
-        self.experiment, self.policy = experiment, policy
+    def __init__(self, specs: Specs, policy: Policy) -> None:
+        self.specs, self.policy = specs, policy
         self.records = policy.device.type == "cuda"
         # The one stream of all that is recorded, and of what warms up before: cuBLAS has work space for each stream,
         # and that must not lie in the piece.
@@ -246,28 +245,28 @@ class StaticPasses:
 
     def compute(self, inputs: StaticInputs) -> StaticOutputs:
         """Forward, loss and backward, all of it on the device."""
-        experiment, policy, tensors = self.experiment, self.policy, inputs.tensors
+        specs, policy, tensors = self.specs, self.policy, inputs.tensors
         mask, scored = tensors["mask"], tensors["scored"]
         rows, width = mask.shape
         offsets = torch.arange(0, mask.numel() + 1, width, dtype=torch.int32, device=mask.device)
         layout = Packing(rows, width, width, torch.arange(mask.numel(), device=mask.device), offsets, scored, scored)
-        with_entropy = experiment.train.entropy_coef > 0
-        found = policy.token_stats(tensors["input_ids"], mask, experiment.rollout.temperature, with_entropy, layout)
+        with_entropy = specs.train.entropy_coef > 0
+        found = policy.token_stats(tensors["input_ids"], mask, specs.rollout.temperature, with_entropy, layout)
         logprobs, entropy = (x.where(mask, 0.0) for x in (found.logprobs, found.entropy))
         stats = TokenStats(logprobs, entropy, found.entropy_t1.where(mask, 0.0), found.likeliest.where(mask, 0.0))
         inputs_of_loss = LossInputs(
             logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=tensors["advantages"], mask=mask
         )
-        loss, columns = objective(experiment, inputs_of_loss, tensors["loss_weights"], entropy)
+        loss, columns = objective(specs, inputs_of_loss, tensors["loss_weights"], entropy)
         gradients = torch.autograd.grad(loss, policy.trainable, allow_unused=True)
         return StaticOutputs(stats, loss.detach(), columns, [*gradients])
 
 
-def static_passes(experiment: Experiment, policy: Policy) -> StaticPasses | None:
+def static_passes(specs: Specs, policy: Policy) -> StaticPasses | None:
     """Those of `policy`, made at the first call; None, and a word in the log, if its passes have no fixed shapes."""
     if "passes" not in policy.kept:
-        reason = why_not(experiment, policy)
-        if reason is not None and experiment.train.capture == "auto":
+        reason = why_not(specs, policy)
+        if reason is not None and specs.train.capture == "auto":
             log.info("training passes are not recorded: %s", reason)
-        policy.kept["passes"] = None if reason is not None else StaticPasses(experiment, policy)
+        policy.kept["passes"] = None if reason is not None else StaticPasses(specs, policy)
     return policy.kept["passes"]

@@ -22,15 +22,13 @@ import torch
 
 from qerl_bench import metrics
 from qerl_bench.checks import TrainingStopped
-from qerl_bench.device import bf16_matmuls, tf32_matmuls
-from qerl_bench.experiment_spec import Experiment
-from qerl_bench.memory import memory_for
 from qerl_bench.model.lm_head import require_logprobs
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.rundir import RunDir
+from qerl_bench.process.device import bf16_matmuls, tf32_matmuls
+from qerl_bench.process.memory import memory_for
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
-from qerl_bench.shortages import shortages_of
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.memory_plan import Size, micro_batch_size
@@ -39,7 +37,9 @@ from qerl_bench.train.micro_pass import Part, forward_backward, loss_error, to_h
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
 from qerl_bench.train.repeated import repeated_smaller
 from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
+from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import OptimSpec, TrainSpec
+from qerl_bench.train.specs import Specs
 from qerl_bench.train.static import StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
 
 
 def update(
-    experiment: Experiment,
+    specs: Specs,
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
@@ -74,18 +74,18 @@ def update(
     run ends with TrainingStopped, as train.on_nonfinite says. If memory runs out, the update is repeated in smaller
     micro-batches, in which those of some steps are made then.
     """
-    algo, optim, train = experiment.algo, experiment.optim, experiment.train
-    lr = optim.lr_at(step, experiment.steps)
+    algo, optim, train = specs.algo, specs.optim, specs.train
+    lr = optim.lr_at(step, specs.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
     batch = batch.to(torch.device("cpu"))  # what is decided about it waits for no GPU
     lengths = batch.mask.sum(1)
     has_gradient = torch.ones_like(batch.advantages, dtype=torch.bool)
-    if algo.on_policy and experiment.kl.coef == 0 and train.entropy_coef == 0:
+    if algo.on_policy and specs.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
     shortages_of(policy).begin(step)
-    longest, exact = int(batch.lengths.max()), experiment.parallel.exact
-    passes = static_passes(experiment, policy)
+    longest, exact = int(batch.lengths.max()), specs.parallel.exact
+    passes = static_passes(specs, policy)
     records = all(world.gather(passes is not None))
     with precision(train, policy.device.type):
         size = world.from_first(lambda: micro_batch_size(train, policy, optimizer, longest, run, records))
@@ -96,7 +96,7 @@ def update(
         rows = torch.ones_like(trained) if exact else rows_of_rank(batch.lengths, trained, world)
         pad_id = policy.pad_id if fixed else None
         parts = split(batch, algo.loss_weights(lengths), trained, rows, size.tokens, policy.device, pad_id)
-        sample_measured(parts, train.mismatch_share, derive(experiment.seed, "mismatch", step))
+        sample_measured(parts, train.mismatch_share, derive(specs.seed, "mismatch", step))
         return parts
 
     def cut(size: Size) -> None:
@@ -108,17 +108,17 @@ def update(
     def gradients() -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
         optimizer.zero_grad(set_to_none=True)
         with precision(train, policy.device.type):
-            return add_gradients(experiment, policy, micro_batches, passes, world)
+            return add_gradients(specs, policy, micro_batches, passes, world)
 
     micro_batches = micro_batches_of(size)
     totals = StepAccumulator()
     parts: dict[tuple[int, int], Part] = {}  # by update and place of the micro-batch among those of all ranks
     if world.size > 1:
-        torch.manual_seed(derive(experiment.seed, "torch", step, world.rank))  # adapter dropout of other sequences
+        torch.manual_seed(derive(specs.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
     for number in range(train.updates_per_batch):
         size, (done, norm, grad_norm) = repeated_smaller(
-            gradients, size, cut, experiment, policy, run, longest, passes, world
+            gradients, size, cut, specs, policy, run, longest, passes, world
         )
         parts |= {(number, place): part for place, _, part in done}
         totals.grad_norms.append(grad_norm)
@@ -126,7 +126,7 @@ def update(
             with world.together(NonFiniteError):
                 for _, micro_batch, part in done:
                     if not math.isfinite(part.loss):
-                        raise loss_error(policy, experiment.rollout.temperature, micro_batch)
+                        raise loss_error(policy, specs.rollout.temperature, micro_batch)
             if not math.isfinite(grad_norm):
                 raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
         except NonFiniteError as error:
@@ -155,7 +155,7 @@ def update(
 
 
 def add_gradients(
-    experiment: Experiment,
+    specs: Specs,
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
     passes: StaticPasses | None,
@@ -166,13 +166,13 @@ def add_gradients(
     Returns what each micro-batch of this rank gave, with its place among those of all ranks, and the norm of the
     gradient, on the device and on the host. Raises an error of any rank's passes on all ranks.
     """
-    exact = experiment.parallel.exact
+    exact = specs.parallel.exact
     total = GradientSum(policy.trainable, world, exact)
     done: list[tuple[int, MicroBatch, Part]] = []
     for turn in turns(micro_batches, world, exact):
         with world.together(RuntimeError, MemoryError):  # such as PyTorch's when memory runs out
             for place, micro_batch in turn:
-                if (part := forward_backward(experiment, policy, micro_batch, passes)) is not None:
+                if (part := forward_backward(specs, policy, micro_batch, passes)) is not None:
                     done.append((place, micro_batch, part))
         with memory_for("train"):  # ends the run: only passes that failed on all ranks are repeated
             total.add()

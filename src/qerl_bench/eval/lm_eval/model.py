@@ -18,9 +18,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine, Sampling
-from qerl_bench.memory import whole_or_halves
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
+from qerl_bench.process.memory import whole_or_halves
 from qerl_bench.records import RENDERED, Prompt, Rollout
 from qerl_bench.train.batch import make_batch
 

@@ -22,13 +22,13 @@ from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_b
 from qerl_bench.eval.task import accuracy_score, grade_rollouts, sample_key, scores_of
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import Prompt, Rollout
-from qerl_bench.rundir import write_atomically
+from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:
     from qerl_bench.engine.base import RolloutEngine
     from qerl_bench.model.policy import Policy
-    from qerl_bench.rundir import RunDir
+    from qerl_bench.rundir.run_dir import RunDir
 
 PROTOCOLS = ("held_out", "standard")
 DEFAULT_TOKENS = 256  # lm-eval's limit if a task sets none

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from qerl_bench.durable import make_folder, replace, sync_tree
-from qerl_bench.locks import wait_for_lock
 from qerl_bench.model.digest import DIGITS, file_digest
 from qerl_bench.model.gguf.architecture import EMBEDDING, HEAD, Architecture, architecture_of, config_of, places
 from qerl_bench.model.gguf.header import Header, read_header
@@ -33,7 +31,9 @@ from qerl_bench.model.gguf.weights import (
     values,
     was_rounded,
 )
-from qerl_bench.progress import phase
+from qerl_bench.process.progress import phase
+from qerl_bench.rundir.durable import make_folder, replace, sync_tree
+from qerl_bench.rundir.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
 VERSION = 1  # of what is written here; another one is converted again

@@ -67,7 +67,7 @@ def _compare_in_worker(gold: str, answer: str) -> tuple[bool, str]:
     return (False, answer) if reply is None else (bool(reply["equal"]), str(reply["canonical"]))
 
 
-class Worker:
+class Comparer:
     """The process that compares; it handles one request at a time."""
 
     def __init__(self) -> None:
@@ -110,14 +110,14 @@ class Worker:
             self.process = None
 
 
-_current = Worker()
+_current = Comparer()
 
 
-def _worker() -> Worker:
+def _worker() -> Comparer:
     """This process's worker; a forked child gets its own."""
     global _current
     if _current.owner != os.getpid():
-        _current = Worker()
+        _current = Comparer()
     return _current
 
 

@@ -1,0 +1,1 @@
+"""One file for each subcommand of qerl-bench, with its name, and how all of them exit."""

@@ -1,0 +1,253 @@
+"""Evaluate a finished run again with another protocol.
+
+The policy is the run's: same config, same packed base, the adapter of its last checkpoint, or of checkpoint=best or
+of a step. Only eval, task, engine, device and seed may differ; --config-dir DIR adds a folder of options. The base
+before training is evaluated first, as in the run, for the gain on the same questions. The run itself is not changed:
+the result goes to RUN_DIR/evals/<name>-<fingerprint>/ or to out=DIR, and consists of config.yaml (the run's, with the
+changes), env.json, preflight.json, eval.json, samples.parquet, seals.jsonl and done.json.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from pydoc import locate
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from qerl_bench.checks import require
+from qerl_bench.config import build
+from qerl_bench.options import user_options
+from qerl_bench.options.composer import Composer, register_resolvers
+from qerl_bench.options.fingerprint import as_dict, canonical, flat, plain, unsaid, with_effect
+from qerl_bench.options.names import is_fixed, load_option, refuse_foreign_classes, search_folders
+from qerl_bench.options.user_options import split_search_path
+from qerl_bench.parallel import ALONE, World, joined
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.process.terminal import log_to_stderr
+from qerl_bench.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, step_of
+from qerl_bench.rundir.checksums import DONE
+from qerl_bench.rundir.read_files import read_config, read_object
+from qerl_bench.rundir.refusals import nothing_left_if_refused
+from qerl_bench.rundir.run_checks import check_records, saved
+from qerl_bench.rundir.run_dir import RunDir
+
+CHANGEABLE = ("eval", "task", "engine", "device", "seed")  # keys that another evaluation of the same policy may change
+OURS = ("out", "checkpoint")
+OTHERS = " ".join(f"{key}=..." for key in CHANGEABLE[1:])
+USAGE = f"usage: qerl-bench eval RUN_DIR eval=... [{OTHERS} checkpoint=last|best|STEP out=DIR]"
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str]) -> None:
+    with joined() as world:
+        again(argv, world)
+
+
+def again(argv: list[str], world: World) -> None:
+    log_to_stderr("qerl_bench")
+    for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
+        logging.getLogger(package).setLevel(logging.ERROR)
+    register_resolvers()
+    require(bool(argv) and "=" not in argv[0], f"the first word must be the folder of a run; {USAGE}")
+    run_dir, words = Path(argv[0]), argv[1:]
+    given = {key: [word.removeprefix(f"{key}=") for word in words if word.startswith(f"{key}=")] for key in OURS}
+    words = [word for word in words if word.partition("=")[0] not in OURS]
+    for key, values in given.items():
+        require(len(values) <= 1 and "" not in values, f"{key}= takes one value; {USAGE}")
+    stored = stored_config(run_dir)
+    require(
+        bool(words or given["checkpoint"]),
+        f"{run_dir}/eval.json has the evaluation as it was; say what to change. {USAGE}",
+    )
+    cfg = apply_overrides(stored, words)
+    checkpoint = chosen_checkpoint(run_dir, (given["checkpoint"] or ["last"])[0], stored.steps)
+    name = evaluation_name(cfg) + ("" if step_of(checkpoint) == stored.steps else f"-{checkpoint.name}")
+    out = Path(given["out"][0]) if given["out"] else run_dir / "evals" / name
+    reevaluate(run_dir, stored, cfg, out, checkpoint, world)
+    if world.first:
+        print(render(out))
+
+
+def stored_config(run_dir: Path) -> DictConfig:
+    """The config of a finished run, with the root it has now. Raises ConfigError if there is no finished run."""
+    require(
+        (run_dir / "config.yaml").is_file(),
+        f"{run_dir} is not a run: {'it has no config.yaml' if run_dir.is_dir() else 'there is no such folder'}. "
+        "qerl-bench status lists the runs",
+    )
+    require(
+        is_finished(run_dir),
+        f"{run_dir} is not finished (it has no done.json), so there is no final policy to evaluate. The command that "
+        "started it, argv in env.json, continues it",
+    )
+    check_records(run_dir, "Or evaluate another run")
+    cfg = OmegaConf.create(with_later_keys(read_config(run_dir / "config.yaml")))
+    places = Path("runs", cfg.name).parts
+    here = run_dir.resolve()
+    if here.parts[-len(places) :] == places:
+        cfg.root = str(here.parents[len(places) - 1])
+    return cfg
+
+
+def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with the keys without effect that it was made before, in each part whose class has them by now."""
+
+    def grown(group: str, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        known = keys_of(part.get("_target_", ""))
+        later = unsaid(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
+        return {key: value for key, value in later.items() if key in known} | part
+
+    checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
+    whole = {"checkpoints": checkpoints, "reward": unsaid("reward")} | config
+    return {group: grown(group, part) for group, part in whole.items()}
+
+
+def keys_of(target: str) -> set[str]:
+    """The keys of one of our classes; none of one that is not ours or no longer there."""
+    made = locate(target) if target.startswith("qerl_bench.") else None
+    return {field.name for field in fields(made)} if is_dataclass(made) else set()
+
+
+def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
+    """The checkpoint `which` of a finished run of `steps` steps: last, best or the number of a step.
+
+    Raises ConfigError if it is not there.
+    """
+    found = {step_of(folder): folder for folder in checkpoints(run_dir)}
+    require(bool(found), f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
+    best = read_object(run_dir / DONE, saved(run_dir, DONE, True)).get("checkpoints", {}).get("best")
+    if which == "last":
+        require(
+            steps in found,
+            f"{run_dir} ended with step {steps}, and its last checkpoint is {found[max(found)].name}: the final policy "
+            "is gone. Delete done.json, and the command that started the run makes it again",
+        )
+    require(
+        which != "best" or best is not None,
+        f"checkpoint=best: {run_dir} does not know its best checkpoint, because none was evaluated during training. "
+        "eval.every=N, with N a multiple of save_every, does that in a new run",
+    )
+    step = {"last": str(steps), "best": str(best)}.get(which, which)
+    require(
+        step.isdecimal() and int(step) in found,
+        f"checkpoint={which} must be last, best or the step of one of the checkpoints of {run_dir}: "
+        f"{', '.join(map(str, sorted(found)))}",
+    )
+    return found[int(step)]
+
+
+def apply_overrides(stored: DictConfig, words: list[str]) -> DictConfig:
+    """`stored` with the overrides `words`: first the options (eval=task), then values in them (eval.samples=8).
+
+    Raises ConfigError for keys that do not exist and for words that would change the policy.
+    """
+    cfg = stored.copy()
+    search_path, others = split_search_path(words)
+    parsed = OverridesParser.create().parse_overrides(others)
+    for override in parsed:
+        word, key = str(override.input_line), override.key_or_group
+        require(
+            key.split(".")[0] in CHANGEABLE,
+            f"{word} would change what was trained; another evaluation can change only {', '.join(CHANGEABLE)}",
+        )
+        plain_word = not (override.is_add() or override.is_delete() or override.is_sweep_override())
+        require(plain_word, f"{word}: give one plain value for each key; to sweep, run the command for each value")
+    options = [override for override in parsed if (CONF_DIR / override.key_or_group).is_dir()]
+    composed, runtime = Composer().chosen([*search_path, *(str(override.input_line) for override in options)])
+    folders = search_folders(runtime)
+    refuse_foreign_classes(as_dict(stored), "", folders)
+    for override in options:
+        cfg[override.key_or_group] = composed[override.key_or_group]
+    for override in (override for override in parsed if override not in options):
+        keys = [*flat(as_dict(cfg))]
+        close = difflib.get_close_matches(override.key_or_group, keys, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        require(override.key_or_group in keys, f"there is no option {override.key_or_group}.{hint}")
+        place, _, key = override.key_or_group.rpartition(".")
+        target = OmegaConf.select(cfg, f"{place}._target_") if place else None
+        require(
+            target is None or not is_fixed(key, target),
+            f"{override.input_line} would change the name of {place} and not the option; leave it out, and choose "
+            f"another option with {place}=...",
+        )
+        OmegaConf.update(cfg, override.key_or_group, override.value())
+    refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
+    return cfg
+
+
+def evaluation_name(cfg: DictConfig) -> str:
+    """<evaluation>-<first 8 hex digits of the SHA-256 of the config under the keys CHANGEABLE>."""
+    config = with_effect({key: plain(cfg, key) for key in CHANGEABLE})
+    return f"{cfg.eval.name}-{hashlib.sha256(json.dumps(canonical(config), sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+def reevaluate(
+    run_dir: Path, stored: DictConfig, cfg: DictConfig, out: Path, checkpoint: Path, world: World = ALONE
+) -> None:
+    """Evaluate the base and the policy in `checkpoint` of the run in `run_dir` under the protocol of `cfg`.
+
+    The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
+    All ranks of `world` call this; rank 0 writes the record.
+    """
+    trained, protocol = (build(_without_training(one)) for one in (stored, cfg))
+    if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
+        trained, protocol = (one.in_format("eval.quant", served_in) for one in (trained, protocol))
+    protocol.eval.check(protocol.task)  # find faulty data before anything is written
+    protocol.engine.check(protocol.device, protocol.quant)
+    require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
+    require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself; its record must not change")
+    check_checkpoint(checkpoint)
+
+    from qerl_bench.session import evaluate, prepare_device, require_places, session
+    from qerl_bench.train.shares import require_equal_weights
+
+    require_places(protocol, world, trains=False)
+    device = prepare_device(protocol.device, trained.quant)
+    folder = world.folder(out)
+    with nothing_left_if_refused(folder), RunDir(folder, cfg, "out=DIR") as record:
+        if world.from_first(lambda: record.finished):
+            log.info("evaluated before (delete the folder to repeat it)")
+            return
+        with session(trained, protocol.engine, record, device, world) as (policy, engine):
+            require_equal_weights(policy.model, world)
+            evaluate(protocol, policy, engine, record, 0, world)
+            policy.load(checkpoint)
+            evaluate(protocol, policy, engine, record, step_of(checkpoint), world)
+        earlier = {} if step_of(checkpoint) == trained.steps else {"checkpoint": checkpoint.name}
+        record.mark_finished({"run": str(run_dir.resolve())} | earlier)
+
+
+def _without_training(cfg: DictConfig) -> DictConfig:
+    """`cfg` without weight formats of evaluations and rollouts, which its engine may lack.
+
+    And without what training alone asks of a task: demonstrations, and answers that fit a micro-batch.
+    """
+    cfg = cfg.copy()
+    cfg.train.micro_batch_tokens = None
+    cfg.algo, cfg.rollout.group_size = load_option(user_options.folders(), "algo", "grpo"), 2
+    for part in (cfg.eval, cfg.rollout):
+        if "quant" in part:
+            part.quant = None
+    return cfg
+
+
+def render(out: Path) -> str:
+    """The scores of eval.json as a table of text."""
+    lines = [f"{'step':>6}  {'metric':28}  {'value':>7}  {'s.e.':>6}  {'cut':>6}  {'no answer':>9}  questions"]
+    for entry in json.loads((out / "eval.json").read_text()):
+        shares = ["-" if entry[key] is None else f"{entry[key]:.1%}" for key in ("truncated", "format_failed")]
+        lines.append(
+            f"{entry['step']:6}  {entry['metric']:28}  {entry['value']:7.4f}  {entry['stderr']:6.4f}  {shares[0]:>6}  "
+            f"{shares[1]:>9}  {entry['n']:9}"
+        )
+    return "\n".join([*lines, "", str(out)])

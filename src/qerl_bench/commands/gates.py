@@ -1,0 +1,51 @@
+"""Find out whether a study could show anything: the gates that its bases and first runs must pass.
+
+    qerl-bench gates docs/studies/worlds-2026/study.yaml [bases=0,1 slots=2 minutes=5 words=...]
+    qerl-bench gates docs/studies/worlds-2026/study.yaml runs=FOLDER[,FOLDER out=DIR]
+
+Bases that were not measured yet are pretrained and measured now, without training any arm: their answers in each weight
+format, and the noise that gives each its dose. Gates about training are read from the runs of the study and open until
+an arm is finished on every base, or from the sessions of it that were packed into `runs`. Prints the table and writes
+gates.json and gates.md to `out`; the exit code is 1 if a gate fails, or a probe.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from qerl_bench.checks import TrainingStopped, require
+from qerl_bench.process.terminal import log_to_stderr
+from qerl_bench.studies.conduct.probing import probe_bases
+from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
+from qerl_bench.studies.design.gates import gates, override, render, stopped, to_json
+from qerl_bench.studies.design.sessions import read_sessions
+
+
+def main(arguments: list[str] | None = None) -> None:
+    log_to_stderr("qerl_bench")
+    parser = parser_of(__doc__)
+    told = "packed sessions of the study to read (default: the runs below root)"
+    parser.add_argument("--runs", type=Path, nargs="+", action="extend", default=[], help=told)
+    options = parsed(parser, arguments)
+    design, slots, deadline = prepared(options)
+    failed: list[str] = []
+    require(options.out is not None or len(options.runs) < 2, "several runs= have no folder in common: give out=DIR")
+    if options.runs:
+        study = read_sessions(design, options.runs)
+        results = gates(design, [*study.probes.values()], study.runs)
+    else:
+        probes, failed = probe_bases(design, options.words, slots, deadline, design.arms)
+        results = gates_so_far(design, probes)
+    results = override(results, options.despite)
+    arms_stopped = stopped(results)
+    out = options.out or (options.runs[0] if options.runs else design.root / "study")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gates.json").write_text(to_json(results, arms_stopped))
+    (out / "gates.md").write_text(render(results) + "\n")
+    print(render(results))
+    for arm, by in arms_stopped.items():
+        print(f"{arm} is stopped by: {', '.join(by)}")
+    if failed:
+        raise TrainingStopped("\n".join(failed))
+    sys.exit(1 if arms_stopped else 0)

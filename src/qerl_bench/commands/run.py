@@ -1,0 +1,122 @@
+"""`qerl-bench run quant=nvfp4 aqn=exp -m lora.rank=16,32,64`: run one experiment, or a sweep with -m.
+
+`python src/run.py` in a checkout is the same command. `--help` prints the options of each axis, `--explain KEY` what
+one means.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from qerl_bench import __version__
+from qerl_bench.checks import require
+from qerl_bench.config import build
+from qerl_bench.options import user_options
+from qerl_bench.options.composer import HYDRA_DEFAULTS, register_resolvers, resolved
+from qerl_bench.options.explain import explain, usage
+from qerl_bench.options.names import check_option_names, search_folders
+from qerl_bench.parallel import World, joined, tells
+from qerl_bench.process.failure import failure_in_log
+from qerl_bench.process.hidden_packages import hidden_packages
+from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.process.progress import phase
+from qerl_bench.rundir.refusals import nothing_left_if_refused
+from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_point
+from qerl_bench.sweep.points import flags_first, with_swept_axes
+
+
+class Carried(BaseException):
+    """An error on its way through Hydra, which would print the whole command line in front of its message."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+@contextmanager
+def past_hydra() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise Carried(error) from error
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Looks for no garbage among what is imported here, now or later: a million objects, all of which stay."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries report what is left over at the end
+        gc.enable()
+
+
+def run(world: World) -> None:
+    """Do what the words in sys.argv say."""
+
+    @hydra.main(config_path=str(CONF_DIR), config_name="run", **HYDRA_DEFAULTS)
+    def run_one(cfg: DictConfig) -> None:
+        user_options.use(search_folders(HydraConfig.get().runtime))
+        check_option_names(cfg, HydraConfig.get().runtime)
+        with hidden_packages(), uncollected(), phase("importing PyTorch"):
+            from qerl_bench.experiment import run_experiment
+
+        warn_of_single_point(HydraConfig.get())
+        with past_hydra(), failure_in_log():
+            run_experiment(build(resolved(cfg)), resolved(cfg), world)
+
+    try:
+        run_one()
+    except Carried as carried:
+        error = carried.error
+    else:
+        return
+    raise error
+
+
+def described(words: list[str]) -> str:
+    """What is asked for in place of a run."""
+    if {"-h", "--help"} & {*words}:
+        return usage(words)
+    return __version__ if "--version" in words else explain([word for word in words if word != "--explain"])
+
+
+def main(words: list[str]) -> None:
+    if {"-h", "--help", "--version", "--explain"} & {*words}:
+        if tells():
+            print(described(words))
+        return
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
+    logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
+    register_resolvers()
+    with joined() as world:
+        sweep = bool({"-m", "--multirun"} & {*words})
+        require(
+            world.size == 1 or not sweep,
+            "torchrun makes one run on several GPUs, and -m many runs: leave torchrun out, and each takes one GPU",
+        )
+        point = world.from_first(lambda: check_single(words))
+        if point is not None and point.finished:
+            tell_finished(point.run_dir)
+            return
+        words = with_swept_axes(words) if sweep else words
+        sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them
+        own_folder = nothing_left_if_refused(point.run_dir) if point is not None and world.first else nullcontext()
+        with own_folder:
+            run(world)

@@ -1,0 +1,155 @@
+"""Grade completions made elsewhere.
+
+This allows comparing the grader with other people's labels. Each line of FILE is an object with `completion`, either
+`id` (the column `question` of samples.parquet) or `question` (its text; case, spacing and punctuation are ignored
+unless that makes it ambiguous), a number `sample` if a question has several completions, and `finished` false if it was
+cut off. Any task=... and
+task.<key>=... of a run may be given. DIR gets scores.jsonl, one line per completion, and totals.json. Needs no torch
+and, with task.eval_file=..., no network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.config import compose, spec
+from qerl_bench.metrics import mean
+from qerl_bench.process.arguments import split_words
+from qerl_bench.records import Prompt
+from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.statistics import over_samples
+from qerl_bench.task.base import Task
+from qerl_bench.task.datafile import read_rows
+from qerl_bench.task.grader.last_number import last_number_is
+from qerl_bench.task.prompt_task import PromptTask
+
+USAGE = "usage: qerl-bench score task=gsm8k [task.<key>=...] completions=FILE.jsonl out=DIR"
+
+
+def main(argv: list[str]) -> None:
+    words, chosen = split_words(argv, ("completions", "out"), USAGE)
+    ignored = [word for word in words if not word.lstrip("+").startswith(("task=", "task.", "hydra.searchpath="))]
+    require(not ignored, f"scoring depends only on the task, not on {' '.join(ignored)}; {USAGE}")
+    task: Task = spec(compose(words), "task")
+    rows = grade_file(task, chosen["completions"])
+    result = totals(task, rows) | {"options": words}
+    out = Path(chosen["out"])
+    require(not out.is_file(), f"out={out} is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "scores.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomically(out / "totals.json", json.dumps(result, indent=1))
+    lenient = "" if result["lenient"] is None else f"lenient {result['lenient']:.4f}, "
+    print(
+        f"{result['completions']} completions of {result['questions']} questions, {result['unscored']} of the task "
+        f"without one: accuracy {result['accuracy']:.4f} +- {result['stderr']:.4f}, {lenient}no answer found in "
+        f"{result['format_failed']:.1%}\n{out / 'scores.jsonl'}\n{out / 'totals.json'}"
+    )
+
+
+def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
+    """One row for each line of `file`: its answer and every part of its reward.
+
+    Raises ConfigError, with the line number, for a missing key, a question that matches no held-out question of the
+    task or several, and a repeated completion.
+    """
+    prompts = task.eval_prompts(None)
+    by_id = {prompt.id: prompt for prompt in prompts}
+    by_question: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        for text in {prompt.question, task.normalize(prompt.question)}:
+            by_question[text].append(prompt)
+    lines: dict[tuple[str, int], int] = {}
+    lenient = isinstance(task, PromptTask)
+    rows = []
+    for line, entry in enumerate(read_rows(file), start=1):
+        where = f"{file}, line {line}"
+        prompt = _prompt(entry, by_id, by_question, f"{where}: ", task)
+        text, sample, finished = entry.get("completion"), entry.get("sample", 0), entry.get("finished", True)
+        require(isinstance(text, str), f"{where}: the key 'completion' must hold text; {_keys(entry)}")
+        require(type(sample) is int and sample >= 0, f"{where}: sample must be a whole number from 0, got {sample!r}")
+        require(
+            isinstance(finished, bool),
+            f"{where}: finished must be true, or false for a completion that was cut off, got {finished!r}",
+        )
+        earlier = lines.setdefault((prompt.id, sample), line)
+        require(
+            earlier == line,
+            f"{where}: {prompt.id} is already completed on line {earlier}; keep one of the two, or give each "
+            "completion of a question a different 'sample': 0, 1, ...",
+        )
+        reward = task.reward(prompt, str(text))
+        rows.append(
+            {
+                "line": line,
+                "id": prompt.id,
+                "sample": sample,
+                "gold": prompt.answer,
+                "answer": reward.answer,
+                **reward.parts,
+                "reward": reward.total,
+                **({"lenient": last_number_is(prompt.answer, str(text), finished)} if lenient else {}),
+            }
+        )
+    return rows
+
+
+def totals(task: Task, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Accuracy (mean over questions of the mean over samples), its errors and counts. Only a full score is right."""
+    by_question: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_question[row["id"]].append(row)
+    estimate = over_samples([[float(row["correct"] == 1) for row in group] for group in by_question.values()])
+    columns = [key for key in rows[0] if key not in ("line", "id", "sample", "gold", "answer", "lenient")]
+    lenient = None  # for a task without an answer format, or with answers that are no numbers
+    if all(row.get("lenient") is not None for row in rows):
+        lenient = over_samples([[float(row["lenient"]) for row in group] for group in by_question.values()]).value
+    return {
+        "task": task.name,
+        "completions": len(rows),
+        "questions": estimate.n,
+        "unscored": len(task.eval_prompts(None)) - estimate.n,
+        "accuracy": estimate.value,
+        "stderr": estimate.stderr,
+        "stderr_questions": estimate.stderr_questions,
+        "stderr_sampling": estimate.stderr_sampling,
+        "lenient": lenient,
+        "format_failed": mean([float(row["answer"] is None) for row in rows]),
+        "means": {key: mean([row[key] for row in rows]) for key in columns},  # over completions
+    }
+
+
+def _prompt(
+    entry: dict[str, Any], by_id: dict[str, Prompt], by_question: dict[str, list[Prompt]], where: str, task: Task
+) -> Prompt:
+    for key in ("id", "question"):
+        if entry.get(key) is None:
+            continue
+        value = str(entry[key])
+        if key == "id":
+            matches = [by_id[value]] if value in by_id else []
+        else:
+            matches = by_question.get(value) or by_question.get(task.normalize(value)) or []
+        require(
+            bool(matches),
+            f"{where}{key} {value[:80]!r} is none of the {len(by_id)} held-out questions of task={task.name}; their "
+            f"ids are {next(iter(by_id))!r} and so on, and task.eval_file=FILE reads other questions",
+        )
+        require(
+            len(matches) == 1,
+            f"{where}question {value[:80]!r} matches {len(matches)} held-out questions, punctuation ignored "
+            f"({', '.join(repr(prompt.id) for prompt in matches[:3])}); give its 'id' instead",
+        )
+        return matches[0]
+    raise ConfigError(f"{where}the key 'id' or 'question' must name the question; {_keys(entry)}")
+
+
+def _keys(entry: dict[str, Any]) -> str:
+    return f"the line has {', '.join(map(repr, entry)) or 'no keys'}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(USAGE)

@@ -1,0 +1,79 @@
+"""Run a study within a time: bases and their probes, gates, then arms in order of priority.
+
+    qerl-bench study docs/studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
+
+Every base is pretrained and probed first, `slots` processes at a time, each on a GPU if there are any; no run begins
+before the last of them, because gates are about all bases. The gates then stop the arms that could
+decide nothing; despite=GATE lets them run. Runs follow in blocks, all arms of a tier on one base, and no block begins
+that would not end in time, so that an early end leaves a balanced study; tiers=1 leaves other tiers out, and does
+without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
+Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole
+study and the gates are packed into `out`, which `qerl-bench claims` reads: every five minutes, for a machine that may
+go, and when the runs end, which a signal may do.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from qerl_bench.checks import TrainingStopped, require
+from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.process.terminal import log_to_stderr
+from qerl_bench.rundir.checkpoints import is_finished
+from qerl_bench.studies.conduct.accountable import account_for_changes
+from qerl_bench.studies.conduct.probing import probe_bases
+from qerl_bench.studies.conduct.runner import Blocks, blocks_of, gates_so_far, pack, parsed, parser_of, prepared
+from qerl_bench.studies.design.gates import Result, override, render, stopped
+
+log = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    log_to_stderr("qerl_bench", "hydra_plugins")
+    parser = parser_of(__doc__)
+    parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
+    kept = "run code that is not committed, and keep its changes in out"
+    parser.add_argument("--with-changes", action="store_true", help=kept)
+    options = parsed(parser, arguments)
+    design, slots, deadline = prepared(options)
+    tiers = sorted({arm.tier for arm in design.arms})
+    chosen = tiers if options.tiers is None else options.tiers
+    require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
+    out = options.out or design.root / "study"
+    account_for_changes(design.path, out, options.with_changes)
+    arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
+    probes, failed = probe_bases(design, options.words, slots, deadline, arms)
+    results = override(gates_so_far(design, probes), options.despite)
+    arms_stopped = stopped(results)
+    log.info("before the runs\n%s", render(results))
+    for name, by in arms_stopped.items():
+        log.info("arm %s is stopped by: %s", name, ", ".join(by))
+    not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
+    blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
+
+    def packed() -> list[Result]:
+        results = override(gates_so_far(design, probes), options.despite)
+        pack(design, probes, results, stopped(results), out)
+        return results
+
+    def keep() -> None:
+        try:
+            packed()
+        except (OSError, ValueError) as error:  # the runs are worth more than a copy of them
+            log.warning("finished runs could not be packed into %s: %s", out, error)
+
+    try:
+        failed += [
+            f"{point.run_dir}: {reason}"
+            for point, reason in Blocks(blocks, slots, visible_gpus(), deadline, keep).run()
+        ]
+    except BaseException:  # a signal too: what is packed may be all that is left of this machine
+        keep()
+        raise
+    print(render(packed()), flush=True)
+    left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
+    log.info(
+        "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
+    )
+    if failed:
+        raise TrainingStopped("\n".join(failed))

@@ -1,0 +1,1 @@
+"""Words of the command line to configs: option files and names, the user's own options, suggestions, fingerprints."""

@@ -1,0 +1,1 @@
+"""How a program runs and ends: command line, terminal, signals, child processes, devices, memory."""

@@ -1,0 +1,1 @@
+"""The folder of one run: its files, checkpoints, checksums, locks and environment, and why it is refused."""

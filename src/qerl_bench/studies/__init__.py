@@ -1,0 +1,1 @@
+"""What is read from runs. Only `conduct` imports the trainer."""

@@ -1,0 +1,1 @@
+"""Claims of papers, the contrasts that test them, and verdicts."""

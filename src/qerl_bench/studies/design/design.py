@@ -1,0 +1,248 @@
+"""The design of a study of many bases: its arms in order of priority, their bases and seeds, as a YAML file says.
+
+    common: [experiment=worlds/base]         # words of every run
+    bases: 16                                # model.seed 0 to 15; or a list of seeds, such as [16, 17]
+    seeds: 2                                 # seed 0 and 1
+    arms:                                    # the first is the reference, RL in 16 bits
+      bf16: {tier: 1, words: [quant=bf16]}
+      hot: {tier: 1, words: [rollout.temperature=1.2], control: exploration}
+      nvfp4-noise: {tier: 1, words: [quant=nvfp4, aqn=matched]}
+    probe: {questions: 256, samples: 64}     # of a base, before any arm
+    dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
+
+Tier 1 is run on all bases before tier 2 begins. A control shows that the world has a gain to be had (`gain`), or that
+more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
+entropy, otherwise the first. Reports compare an arm with itself without noise, otherwise with the reference, unless it
+says `compared_with: ARM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl_bench.checks import Check, check_fields, count, number, optional, require, text
+from qerl_bench.options.composer import Composer
+from qerl_bench.options.fingerprint import fingerprint
+from qerl_bench.rundir.checkpoints import is_finished
+from qerl_bench.sweep.points import Point
+
+EXPLORES = ("rollout.temperature=", "train.entropy_coef=")  # beginnings of the words of known means
+CONTROL = Check(lambda value: isinstance(value, bool) or value in ("gain", "exploration"), "gain, exploration or true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """The runs that differ from those of other arms in `words`."""
+
+    name: str
+    tier: int
+    words: list[str]
+    control: bool | str = False
+    compared_with: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"arms.{self.name}", tier=count(), control=CONTROL, compared_with=optional(text))
+        check_words(f"arms.{self.name}.words", self.words)
+
+    @property
+    def shows(self) -> str | bool:
+        """Of a control, what it can show: gain or exploration."""
+        if self.control is not True:
+            return self.control
+        return "exploration" if any(word.startswith(EXPLORES) for word in self.words) else "gain"
+
+    @property
+    def dosed(self) -> bool:
+        """Whether its noise is matched to each base."""
+        return any(word.startswith("aqn=matched") for word in self.words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSize:
+    """How a base is asked before training: pass@k of up to `samples`."""
+
+    questions: int
+    samples: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe", questions=count(2), samples=count(2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoseSize:
+    """The relative rise of entropy that the noise of aqn=matched shall have, and what it is measured with."""
+
+    rise: float
+    prompts: int
+    draws: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dose", rise=number(above=0, most=1), prompts=count(), draws=count())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """A study. `bases` and `seeds` are the values of model.seed and of seed."""
+
+    path: Path
+    common: list[str]
+    bases: tuple[int, ...]
+    seeds: tuple[int, ...]
+    arms: tuple[Arm, ...]
+    probe: ProbeSize
+    dose: DoseSize
+
+    def __post_init__(self) -> None:
+        check_words("common", self.common)
+        require(len(self.arms) > 0 and len(self.bases) > 0 and len(self.seeds) > 0, f"{self.path} has no runs")
+        for arm in self.arms:
+            others = [one.name for one in self.arms if one is not arm]
+            require(
+                arm.compared_with in (None, *others),
+                f"arms.{arm.name}.compared_with must be one of {', '.join(others)}, got {arm.compared_with}",
+            )
+        kinds = {arm.name: (self.option(arm, "model"), self.option(arm, "task")) for arm in self.arms}
+        (first, *others) = kinds.values()
+        require(all(other == first for other in others), f"the arms of {self.path} differ in model or task: {kinds}")
+        require(
+            self.option(self.reference, "algo")["name"] != "sft",
+            f"the first arm of {self.path} is what gates read rollouts of: it cannot have algo=sft",
+        )
+
+    @property
+    def reference(self) -> Arm:
+        return self.arms[0]
+
+    @property
+    def formats(self) -> list[str]:
+        """The weight formats of all arms, that of the reference first."""
+        return list(dict.fromkeys(self.format_of(arm) for arm in self.arms))
+
+    @property
+    def samples_per_group(self) -> int:
+        return self.option(self.reference, "rollout")["group_size"]
+
+    @property
+    def root(self) -> Path:
+        """The folder with runs/, cache/ and probes/."""
+        return Path(self.option(self.reference, "root"))
+
+    def option(self, arm: Arm, key: str) -> Any:
+        """What the config of an arm has under a top-level key, for the first base."""
+        return self.tree(arm)[key]
+
+    def tree(self, arm: Arm) -> dict[str, Any]:
+        """The config of an arm, for the first base."""
+        return _tree(*self.base_words(arm, self.bases[0]))
+
+    def plain(self, quant: str) -> Arm:
+        """The format alone, as a base is asked in it: options of an arm, such as its temperature, would change what is
+        compared.
+        """
+        return Arm(name=quant, tier=1, words=[f"quant={quant}"])
+
+    def format_of(self, arm: Arm) -> str:
+        return self.option(arm, "quant")["name"]
+
+    def base_words(self, arm: Arm, base: int) -> list[str]:
+        return [*self.common, *arm.words, f"model.seed={base}"]
+
+    def words(self, arm: Arm, base: int, seed: int, sigma: float | None) -> list[str]:
+        """The words of one run; `sigma` is the noise that was found for its base, if the arm has matched noise."""
+        require(not arm.dosed or sigma is not None, f"{arm.name} has no dose for model.seed={base}: qerl-bench gates")
+        return [
+            *self.base_words(arm, base),
+            f"seed={seed}",
+            *([f"aqn.sigma_of_base={sigma}"] if arm.dosed else []),
+        ]
+
+    def point(self, words: list[str]) -> Point:
+        """The run with these words, unchecked."""
+        tree = _tree(*words)
+        run_dir = Path(tree["root"], "runs", tree["name"])
+        return Point(words, tree["name"], run_dir, is_finished(run_dir))
+
+    def probe_file(self, base: int) -> Path:
+        """Where the probe of a base is kept; named by what decides its numbers, but for the formats and arms in it."""
+        tree = _tree(*self.base_words(self.reference, base))
+        decisive = {key: tree[key] for key in ("model", "task", "rollout", "quantizer", "engine", "kernel")}
+        digest = fingerprint({**decisive, "probe": vars(self.probe), "dose": vars(self.dose)})
+        return self.root / "probes" / f"{tree['model']['name']}-{base}-{digest}.json"
+
+
+@cache
+def _composer() -> Composer:
+    """One for all designs of this process, because Hydra takes a fifth of a second for the options of an arm."""
+    return Composer()
+
+
+@lru_cache(maxsize=4096)
+def _tree(*words: str) -> dict[str, Any]:
+    return _composer().tree(words)
+
+
+def check_words(key: str, words: object) -> None:
+    """Raise ConfigError unless `words` are key=value words that a study does not set itself."""
+    require(
+        isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words),
+        f"{key} must list key=value words, got {words!r}",
+    )
+    assert isinstance(words, list)
+    for word in words:
+        set_by_study = word.partition("=")[0] in ("model.seed", "seed", "aqn.sigma_of_base", "root", "name")
+        require(not set_by_study, f"{key} has {word}, which the study sets for each run: leave it out")
+
+
+def read_design(path: Path, words: Sequence[str] = ()) -> Design:
+    """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
+
+    Raises ConfigError for unknown, missing or wrong entries.
+    """
+    require(path.is_file(), f"there is no study {path}; give its YAML file")
+    keys = {"common", "bases", "seeds", "arms", "probe", "dose"}
+    content = _object(str(path), yaml.safe_load(path.read_text()), keys)
+    check_words("common", content["common"])
+    common = {word.partition("=")[0]: word for word in [*content["common"], *words]}
+    arms: Any = content["arms"]
+    require(isinstance(arms, dict), f"{path}: arms must have a name each")
+    return Design(
+        path=path,
+        common=[*common.values()],
+        bases=_seeds("bases", content["bases"]),
+        seeds=_seeds("seeds", content["seeds"]),
+        arms=tuple(_arm(name, entry) for name, entry in arms.items()),
+        probe=ProbeSize(**_object("probe", content["probe"], {"questions", "samples"})),
+        dose=DoseSize(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
+    )
+
+
+def _seeds(key: str, value: Any) -> tuple[int, ...]:
+    """The seeds from 0 on, if `value` is their number, or those that it lists."""
+    if not isinstance(value, list):
+        count()(key, value)
+        return tuple(range(value))
+    for seed in value:
+        count(0)(f"each of {key}", seed)
+    require(len({*value}) == len(value), f"{key} has a seed twice: {value}")
+    return tuple(value)
+
+
+def _arm(name: object, entry: object) -> Arm:
+    text("arms", name)
+    require(isinstance(entry, dict), f"arms.{name} must have the keys tier and words")
+    assert isinstance(entry, dict)
+    filled = {"control": False, "compared_with": None, **entry}
+    return Arm(name=str(name), **_object(f"arms.{name}", filled, {"tier", "words", "control", "compared_with"}))
+
+
+def _object(where: str, content: object, keys: set[str]) -> Mapping[str, Any]:
+    given = set(content) if isinstance(content, dict) else set()
+    require(given == keys, f"{where} must have exactly the keys {', '.join(sorted(keys))}, got {sorted(given)}")
+    assert isinstance(content, dict)
+    return content

@@ -1,0 +1,135 @@
+"""A study that was made in sessions: its design, and what each of them packed.
+
+    docs/studies/NAME/study.yaml       the design
+    docs/studies/NAME/data/SESSION/    what `qerl-bench study` packed
+
+Each session pretrains its bases, so those of one number differ: a base belongs to the session that trained arms of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qerl_bench.checks import require
+from qerl_bench.studies.design.design import Arm, Design, read_design
+from qerl_bench.studies.runs.find import find_runs
+from qerl_bench.studies.runs.load import Run, load_run
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """All sessions of a study. `probes` are by base, in order, those without runs too."""
+
+    design: Design
+    probes: dict[int, dict[str, Any]]
+    runs: dict[tuple[str, int, int], Run]  # by arm, base and seed
+    overridden: tuple[str, ...] = ()  # gates that failed in a session and stopped nothing there
+
+    @property
+    def session_of(self) -> dict[int, str]:
+        """The name of the folder of each base that has runs, in the order of bases."""
+        return {
+            base: run.path.parent.name for (_, base, _), run in sorted(self.runs.items(), key=lambda one: one[0][1])
+        }
+
+    @property
+    def formats(self) -> list[str]:
+        """The weight formats in which all bases were measured, that of the reference first."""
+        return [quant for quant in self.design.formats if all(quant in one["formats"] for one in self.probes.values())]
+
+    def of_arm(self, name: str) -> list[Run]:
+        """The runs of an arm, by base and seed."""
+        return [run for (arm, _, _), run in sorted(self.runs.items()) if arm == name]
+
+    def pairs(self, name: str, other: str) -> tuple[list[Run], list[Run]]:
+        """The runs of two arms on the bases and seeds that both have, in the same order."""
+        both = sorted((base, seed) for arm, base, seed in self.runs if arm == name and (other, base, seed) in self.runs)
+        return [self.runs[name, *cell] for cell in both], [self.runs[other, *cell] for cell in both]
+
+    @property
+    def arms(self) -> list[Arm]:
+        """The arms that have runs, in the order of the design."""
+        made = {arm for arm, _, _ in self.runs}
+        return [arm for arm in self.design.arms if arm.name in made]
+
+
+def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
+    """What these sessions packed. Raises ConfigError if two of them trained one base, or if a folder is no session."""
+    probes: dict[int, dict[str, Any]] = {}
+    runs: dict[tuple[str, int, int], Run] = {}
+    overridden: list[str] = []
+    for folder in folders:
+        file = folder / "probes.json"
+        require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
+        here = [one for one in json.loads(file.read_text()) if one["base"] in design.bases]
+        found = finished_runs(design, here, folder)
+        trained = {base for _, base, _ in runs}
+        twice = sorted(trained & {base for _, base, _ in found})
+        require(not twice, f"{folder} has runs of the bases {twice}, and so has a folder before it: leave one out")
+        probes |= {one["base"]: one for one in here if one["base"] not in trained}
+        runs |= found
+        overridden += _overridden(folder / "gates.json")
+    return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)))
+
+
+def _overridden(file: Path) -> list[str]:
+    """The gates of a session that failed and were overridden; none without a record.
+
+    Older records do not say so: there a failed gate was that stopped none of its arms. Nor do they say of what kind a
+    control was, and call it `control ARM`.
+    """
+    record: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"gates": [], "stopped": {}}
+    stopping = {gate for by in record["stopped"].values() for gate in by}
+    found = [
+        one["gate"]
+        for one in record["gates"]
+        if one.get("overridden", one["passed"] is False and one["gate"] not in stopping)
+    ]
+    return [gate.replace("control ", "control of gain ") if " of " not in gate else gate for gate in found]
+
+
+def study_of(session: Path) -> Path | None:
+    """The folder of the study in sessions that `session` is one of; None if it is no session of such a study."""
+    study = session.parent.parent
+    packed = session.parent.name == "data" and (session / "probes.json").is_file()
+    return study if packed and (study / "study.yaml").is_file() else None
+
+
+def read_study(folder: Path) -> Sessions:
+    """The study in a folder with study.yaml and data/: its bases that have runs. Raises ConfigError without any."""
+    study = read_sessions(
+        read_design(folder / "study.yaml"), sorted(path.parent for path in folder.glob("data/*/probes.json"))
+    )
+    require(bool(study.runs), f"{folder / 'data'} has no packed session with runs of {folder / 'study.yaml'}")
+    return replace(study, probes={base: study.probes[base] for base in study.session_of})
+
+
+def words_of_runs(design: Design, probes: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], list[str]]:
+    """The words of each run whose base was probed, by arm, base and seed; without a dose there is no run."""
+    found: dict[tuple[str, int, int], list[str]] = {}
+    for arm in design.arms:
+        for record in probes:
+            sigma = record["doses"].get(arm.name, {}).get("sigma")
+            if not arm.dosed or sigma is not None:
+                for seed in design.seeds:
+                    found[arm.name, record["base"], seed] = design.words(arm, record["base"], seed, sigma)
+    return found
+
+
+def finished_runs(
+    design: Design, probes: Sequence[Mapping[str, Any]], folder: Path | None = None
+) -> dict[tuple[str, int, int], Run]:
+    """The finished runs of the study below root, or those that the committed study `folder` holds."""
+    found: dict[tuple[str, int, int], Run] = {}
+    kept = {path.name for path in find_runs(folder)} if folder is not None else set()
+    for key, words in words_of_runs(design, probes).items():
+        point = design.point(words)
+        if folder is None and point.finished:
+            found[key] = load_run(point.run_dir)
+        elif folder is not None and point.name in kept:
+            found[key] = load_run(folder / point.name)
+    return found

@@ -1,0 +1,1 @@
+"""Runs and studies in the form in which others get them."""

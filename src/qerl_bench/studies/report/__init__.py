@@ -1,0 +1,1 @@
+"""Pages of claims, studies, runs and sessions."""

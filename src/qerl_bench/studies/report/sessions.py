@@ -1,0 +1,231 @@
+"""Everything that a study in sessions shows, into its folder results/.
+
+    python analysis/study_report.py docs/studies/worlds-2026
+
+gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
+literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
+arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
+of one shape in different sizes. specification.csv and specification.svg have the effect behind each
+verdict under other choices, pooled too with the other studies of the task in the folder beside. Of
+many arms three of the figures are drawn once for each arm that others are compared with. Arms with
+random rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the
+code are taken together, since no pair of runs is from two sessions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import cycle
+from math import isnan, nan
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.claims.claim import ClaimResult
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.literature import REGISTRIES, page_table
+from qerl_bench.studies.claims.specification import specifications
+from qerl_bench.studies.design.design import Arm, read_design
+from qerl_bench.studies.design.gates import by_base, gates, override, pass_at, render
+from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.figures.curves import ENTROPY, REWARD, paired_curves
+from qerl_bench.studies.figures.dose import dose_response
+from qerl_bench.studies.figures.effects import PlottedArm, dot_plot
+from qerl_bench.studies.figures.exploration import entropy_and_accuracy, pass_at_k_curves
+from qerl_bench.studies.figures.forest import all_claims, svg
+from qerl_bench.studies.figures.paired import ENTROPY as ENTROPY_MEAN
+from qerl_bench.studies.figures.paired import REWARD_MEAN, SAMPLED
+from qerl_bench.studies.figures.specification import specification_curve, specification_table
+from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
+from qerl_bench.studies.report.claims_page import markdown
+from qerl_bench.studies.runs.comparable import check_comparable
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.measure import held_out
+from qerl_bench.studies.runs.settings import by_scope
+
+MOST_LINES = 8  # arms in one figure of lines
+SIZES = 3  # of noise, from which a figure of dose and response is drawn
+MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, such as docs/studies/worlds-2026")
+    folder = parser.parse_args(arguments).study
+    study, out = read_study(folder), folder / "results"
+    out.mkdir(exist_ok=True)
+    for name, text in texts(study).items():
+        (out / name).write_text(text)
+        print(out / name)
+    for name, figure in figures(study).items():
+        print(*save(figure, out / name), sep="\n")
+
+
+def texts(study: Sessions) -> dict[str, str]:
+    """The files of the report that are text, by name."""
+    scope, runs, verdicts, later = judged(study)
+    results = gates(study.design, [*study.probes.values()], study.runs)
+    found = {
+        "gates.md": render(override(results, study.overridden)) + "\n",
+        "claims.md": markdown({scope: verdicts}, runs),
+        "claims.svg": svg(all_claims(verdicts, scope)),
+        "bases.md": bases(study),
+    }
+    if any(one.verdict != "incomplete" for one in later):
+        found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
+    if ways := specifications([*verdicts, *later], runs, [_other(folder) for folder in beside(study)]):
+        found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
+        found["specification.svg"] = svg(specification_curve(ways))
+    return found
+
+
+def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[ClaimResult]]:
+    """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of later papers."""
+    runs = [*study.runs.values()]
+    check_comparable(runs, mixed_code=True)
+    ((scope, runs),) = by_scope(runs).items()  # all arms have one model and one task
+    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
+    return scope, runs, verdicts, later
+
+
+@lru_cache
+def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
+    """The verdicts and runs of a study that others are pooled with; read once in a process."""
+    _, runs, verdicts, later = judged(read_study(folder))
+    return [*verdicts, *later], runs
+
+
+def beside(study: Sessions) -> list[Path]:
+    """The folders of other studies of the same task that lie beside one, and have runs."""
+    here = study.design.path.parent
+    task = study.design.option(study.design.reference, "task")["name"]
+    folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json")} - {here})
+    designs = [read_design(folder / "study.yaml") for folder in folders if (folder / "study.yaml").is_file()]
+    return [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
+
+
+def figures(study: Sessions) -> dict[str, Figure]:
+    """The figures of the report, by name. Arms too many for one figure of lines have one for each of their controls.
+
+    Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them.
+    """
+    sampling = [arm for arm in study.arms if study.design.option(arm, "algo")["name"] != "sft"]
+    graded = [arm for arm in sampling if study.design.option(arm, "reward")["name"] == "task"]
+    drawn = {"arms": dot_plot([*plotted(study, graded, pairs=True).values()], MEASURES)}
+    doses = [arm for arm in sampling if study.design.option(arm, "aqn")["name"] in ("exp", "matched")]
+    if len(doses) >= SIZES and len({control.name for arm in doses if (control := control_of(study, arm))}) == 1:
+        drawn["dose"] = dose_response([*plotted(study, doses).values()])
+    for ending, (control, *arms) in by_figure(study).items():
+        levels, pairs = (plotted(study, [control, *arms], pairs=labels) for labels in (False, True))
+        levels[control.name] = level = replace(levels[control.name], control=())
+        drawn[f"pass_at_k{ending}"] = pass_at_k_curves([*levels.values()])
+        rewarded = [arm.name for arm in arms if arm in sampling]
+        treated = [arm.name for arm in arms if arm in sampling and not arm.control]
+        if rewarded:
+            drawn[f"exploration{ending}"] = entropy_and_accuracy(study, [pairs[name] for name in rewarded])
+            drawn[f"curves{ending}"] = paired_curves(
+                [level, *(levels[name] for name in treated)], [pairs[name] for name in treated], [REWARD, ENTROPY]
+            )
+    return drawn
+
+
+def by_figure(study: Sessions) -> dict[str, list[Arm]]:
+    """The arms of each figure of lines, what they are compared with first, by the ending of the figure's name."""
+    if len(study.arms) <= MOST_LINES:
+        return {"": study.arms}
+    found: dict[str, list[Arm]] = {}
+    for arm in study.arms:
+        if control := control_of(study, arm):
+            found.setdefault(f"_{control.name}", [control]).append(arm)
+    return found
+
+
+def plotted(study: Sessions, arms: Sequence[Arm], pairs: bool = False) -> dict[str, PlottedArm]:
+    """The arms as figures show them, by name, on the bases of their controls, which labels name too with `pairs`."""
+    others = cycle(OTHER_COLORS)
+    shown = {}
+    for arm in arms:
+        control = control_of(study, arm)
+        plain = len(arm.words) == 1 and study.design.format_of(arm) == arm.name
+        shade = color(arm.name) if plain else next(others)
+        label = f"{arm.name} − {control.name}" if pairs and control else arm.name
+        runs, controls = study.pairs(arm.name, control.name) if control else (study.of_arm(arm.name), ())
+        shown[arm.name] = PlottedArm(label, runs, controls, shade)
+    return shown
+
+
+def control_of(study: Sessions, arm: Arm) -> Arm | None:
+    """The arm that `arm` is compared with, as its design says; None for the reference."""
+    if arm is study.design.reference:
+        return None
+    quiet = [word for word in arm.words if not word.startswith("aqn=")]
+    itself = next((one for one in study.arms if one is not arm and one.words == quiet), study.design.reference)
+    return next((one for one in study.arms if one.name == arm.compared_with), itself)
+
+
+def end_of(way: str) -> Callable[[Run], float]:
+    """Held-out accuracy after training, sampled or greedy; NaN for a run that was not asked so."""
+
+    def of_run(run: Run) -> float:
+        if run.series("eval", f"eval/accuracy_{way}").empty:
+            return nan
+        return float(np.mean(np.asarray(held_out(way)(run))))
+
+    return of_run
+
+
+def bases(study: Sessions) -> str:
+    """A table in Markdown: what each base could do, and the effect of each arm on its accuracy after training."""
+    reference, *formats = study.formats
+    dosed = [arm for arm in study.arms if arm.dosed]
+    treated = [(arm, control) for arm in study.arms if (control := control_of(study, arm)) is not None]
+    ways = ("sampled", "greedy")
+    ends = {(arm.name, way): by_base(study.runs, arm, end_of(way)) for arm in study.arms for way in ways}
+    session_of, samples = study.session_of, study.design.probe.samples
+    heads = ["base", "session", "pass@1", f"pass@{samples}", *(f"damage {quant}" for quant in formats)]
+    heads += [f"KL {arm.name}" for arm in dosed]
+    heads += [name for arm, control in treated for name in (f"{arm.name} - {control.name}", "greedy")]
+    rows: list[list[float]] = []
+
+    def known(column: Sequence[float]) -> list[float]:
+        return [x for x in column if not isnan(x)]
+
+    for base, probe in study.probes.items():
+        damage = [pass_at(probe, reference, 1) - pass_at(probe, quant, 1) for quant in formats]
+        numbers = [pass_at(probe, reference, 1), pass_at(probe, reference, samples), *damage]
+        effects = [  # NaN: not run on this base, or not asked
+            100 * (ends[arm.name, way].get(base, nan) - ends[control.name, way].get(base, nan))
+            for arm, control in treated
+            for way in ways
+        ]
+        rows.append([*(100 * x for x in numbers), *(probe["doses"][arm.name]["kl"] for arm in dosed), *effects])
+    means = [mean_ci(known(column) or [nan]) for column in zip(*rows, strict=True)]
+    small = range(len(formats) + 2, len(formats) + 2 + len(dosed))  # the columns of KL
+
+    def cells(numbers: Sequence[float]) -> list[str]:
+        return [
+            "-" if isnan(x) else f"{x:.3f}" if i in small else f"{x:+.1f}" if i > small.stop - 1 else f"{x:.1f}"
+            for i, x in enumerate(numbers)
+        ]
+
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
+    for session in dict.fromkeys(session_of.values()):
+        of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
+        columns = [known(column) for column in zip(*of_session, strict=True)]
+        lines.append(["mean", session, *cells([fmean(column) if column else nan for column in columns])])
+    lines.append(["mean", "", *cells([one.value for one in means])])
+    intervals = zip(cells([one.low for one in means]), cells([one.high for one in means]), strict=True)
+    lines.append(["95 %", "", *(f"[{low}, {high}]" for low, high in intervals)])
+    note = (
+        f"Per cent and points of accuracy. Left: {study.design.probe.questions} training questions before any training;"
+        " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"
+        " evaluation, and beside it greedy answers; the mean of seeds.\n"
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])

@@ -1,0 +1,1 @@
+"""Tables of runs, for the terminal and for a paper."""

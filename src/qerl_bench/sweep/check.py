@@ -1,0 +1,114 @@
+"""Checks of runs before any training: whatever can be found wrong is refused before a file is written."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
+from omegaconf import DictConfig, OmegaConf
+
+from qerl_bench.checks import ConfigError, require
+from qerl_bench.config import build
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.options.composer import Composer
+from qerl_bench.rundir.checkpoints import is_finished
+from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
+from qerl_bench.sweep.points import Point, flags_first
+
+log = logging.getLogger(__name__)
+
+
+def check_single(argv: list[str]) -> Point | None:
+    """Check a single run before Hydra creates its folder. None for a sweep, which the launcher checks, and without run.
+
+    Raises ConfigError, or RunLocked if another process is running it.
+    """
+    parsed, unknown = get_args_parser().parse_known_args(flags_first(argv))
+    require(
+        not unknown,
+        f"{' '.join(unknown)}: no such flag. An option is a word KEY=VALUE, such as steps=5; --help lists the flags",
+    )
+    given = {key: value for key, value in vars(parsed).items() if value}
+    require(not {"multirun", "cfg"} <= given.keys(), "--cfg shows the config of one run: leave -m out")
+    if "multirun" in given:
+        return None
+    words = given.get("overrides", [])
+    if given.keys() - {"overrides", "run"}:  # Hydra prints something
+        Composer().tree(words)
+        return None
+    point = check_point(Composer(), words)
+    if not point.finished:
+        refuse_locked(point.run_dir)
+    return point
+
+
+def tell_finished(run_dir: Path) -> None:
+    """Print the result of a run that is complete, as the run itself did."""
+    from qerl_bench.studies.tables.terminal import places, render, summary
+
+    print(f"finished before: {run_dir} (delete the folder to run it again)", file=sys.stderr)
+    print(render(summary([run_dir])), *places(run_dir), sep="\n")
+
+
+def warn_of_single_point(hydra: HydraConf) -> None:
+    """Warn if one run was started of a study that sweeps over keys which the command line does not set."""
+    given = {word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
+    unset = [str(key) for key in hydra.sweeper.params or {} if key not in given]
+    if unset:
+        log.warning("this is one run of an experiment that sweeps over %s; -m runs all points", ", ".join(unset))
+
+
+def check(cfg: DictConfig) -> Experiment:
+    """Build the specs of a composed config and check that all they need is there. Raises ConfigError."""
+    experiment = build(cfg)
+    experiment.engine.check(experiment.device, experiment.quant)
+    experiment.task.check()
+    if not experiment.algo.on_policy:
+        experiment.task.demonstrations(step=1, count=1, seed=experiment.seed)  # a task may have none
+    experiment.check_model()
+    experiment.eval.check(experiment.task)
+    experiment.logger.check()
+    check_run_dir(experiment.run_dir, cfg)
+    return experiment
+
+
+def check_points(job_overrides: Sequence[Sequence[str]]) -> list[Point]:
+    """Compose and check every point of a sweep. Raises ConfigError naming the first point that cannot run.
+
+    A point whose folder is damaged does not keep the others from running.
+    """
+    points: dict[str, Point] = {}
+    composer = Composer()
+    for overrides in job_overrides:
+        try:
+            point = check_point(composer, overrides, keep_damaged=True)
+        except ConfigError as error:
+            raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+        if point.name in points:
+            raise ConfigError(f"{' '.join(overrides)} and {' '.join(points[point.name].overrides)} are the same run")
+        points[point.name] = point
+    return list(points.values())
+
+
+def check_point(composer: Composer, overrides: Sequence[str], keep_damaged: bool = False) -> Point:
+    """Compose and check one point. A finished one needs no more than the config that it was made with.
+
+    Raises ConfigError; what is damaged is noted in the point instead, if `keep_damaged`.
+    """
+    tree = composer.tree(overrides)
+    name, run_dir = str(tree["name"]), Path(str(tree["root"]), "runs", str(tree["name"]))
+    finished, damage = is_finished(run_dir), None
+    try:
+        if finished:
+            check_run_dir(run_dir, tree)
+        else:
+            check(OmegaConf.create(tree))
+    except RunDamaged as error:
+        if not keep_damaged:
+            raise
+        damage = str(error)
+    return Point(list(overrides), name, run_dir, finished and damage is None, damage)
