@@ -13,14 +13,22 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.records import Prompt, Reward, Rollout
-from qerl_bench.task.base import Task
 
 
-def reward_of(task: Task, prompt: Prompt, completion: str, finished: bool) -> Reward:
+class Judge(Protocol):
+    """The part of a task that grades one completion."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward: ...
+
+
+def reward_of(task: Judge, prompt: Prompt, completion: str, finished: bool) -> Reward:
     """The task's reward of one completion. Raises ConfigError or TrainingStopped if that is none."""
     check_reward(task)
     return checked(task.reward(prompt, completion, finished), f"task={task.name}", prompt)
@@ -33,7 +41,7 @@ def all_checked(rewards: Sequence[Reward], source: str, rollouts: Sequence[Rollo
     return [checked(reward, source, rollout.prompt) for rollout, reward in zip(rollouts, rewards, strict=True)]
 
 
-def check_reward(task: Task) -> None:
+def check_reward(task: Judge) -> None:
     """Raise ConfigError if the task's `reward` cannot be told whether a completion is finished."""
     kind = type(task)
     require(

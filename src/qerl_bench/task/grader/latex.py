@@ -1,9 +1,10 @@
 """Compares two LaTeX answers with math-verify: `task.equality=math`.
 
 Two plain numbers are compared exactly, in this process; a percent sign is a unit, and the value of an equation is its
-last side (as in math-verify). What is unclear (unclear.py) is wrong. All other pairs go to a worker process, because no limit inside this process would work:
-an alarm needs the main thread, and no exception interrupts a power of 10^9 digits. The kernel ends the worker when one
-pair takes more than LIMIT_S seconds of CPU time, which does not depend on other load, or more memory than MEMORY_GIB.
+last side (as in math-verify). What is unclear (unclear.py) is wrong. All other pairs go to a worker process, because no
+limit inside this process would work: an alarm needs the main thread, and no exception interrupts a power of 10^9
+digits. The kernel ends the worker when one pair takes more than LIMIT_S seconds of CPU time, which does not depend on
+other load, or more memory than MEMORY_GIB.
 The pair then counts as unequal, and the next pair gets a new worker. A process has one worker, shared by its threads,
 started when first needed (0.5 s) and ended with the process.
 """

@@ -83,17 +83,18 @@ def strict() -> Iterator[None]:
     from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
     from math_verify import grader
 
-    lenient = _Latex2Sympy.convert_postfix_list, grader.sympy_numeric_eq
+    reader: Any = _Latex2Sympy
+    lenient = reader.convert_postfix_list, grader.sympy_numeric_eq
 
     def numeric_eq(left: Any, right: Any, *options: int) -> bool:
         found = equal_numbers(left, right)
         return lenient[1](left, right, *options) if found is None else found
 
-    _Latex2Sympy.convert_postfix_list, grader.sympy_numeric_eq = product, numeric_eq
+    reader.convert_postfix_list, grader.sympy_numeric_eq = product, numeric_eq
     try:
         yield
     finally:
-        _Latex2Sympy.convert_postfix_list, grader.sympy_numeric_eq = lenient
+        reader.convert_postfix_list, grader.sympy_numeric_eq = lenient
 
 
 def product(self: Any, factors: list[Any], first: int = 0) -> Any:

@@ -52,9 +52,10 @@ def parse_number(text: str) -> Fraction | None:
     up to MAX_EXPONENT; then units in words, a percent, degree or currency sign, a final full stop. A percent sign is a
     unit: "18%" is 18. The same in LaTeX: \\frac{1}{2}, 1{,}000, 18\\text{ cm}, $18$.
 
-    Rejected: words that leave it open ("18 or so", "18 approx."), "~18", any further digit ("18-20", "10:30", "18 m2", "1,00"), any numeric character that is not an ASCII digit
-    ("½", "18 m²", other scripts' digits), words that change the value ("5 million", "18k", "3 and a half"), words
-    before the number, a space after the sign ("- 3" may be a list item), operators, a zero denominator.
+    Rejected: any further digit ("18-20", "10:30", "18 m2", "1,00"), any numeric character that is not an ASCII digit
+    ("½", "18 m²", other scripts' digits), words that change the value ("5 million", "18k", "3 and a half") or leave it
+    open ("18 or so", "18 approx.", "~18"), words before the number, a space after the sign ("- 3" may be a list item),
+    operators, a zero denominator.
     """
     text = text.replace("\u2212", "-").strip()
     if len(text) > MAX_LENGTH or any(letter.isnumeric() and not letter.isascii() for letter in text):
