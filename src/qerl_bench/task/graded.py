@@ -55,7 +55,7 @@ def checked(reward: Reward, source: str, prompt: Prompt) -> Reward:
     """`reward` in Python's own numbers. Raises TrainingStopped, which names `source` and `prompt`, if one is none."""
     where = f"{source}, prompt {prompt.id}"
     correct = _plain(reward.correct)
-    if correct not in (0, 1):
+    if not (isinstance(correct, Real) and correct in (0, 1)):
         raise TrainingStopped(f"{where}: `correct` of the reward is {correct!r}; return True or False")
     parts = {part: _number(value, f"{where}: the part {part} of the reward") for part, value in reward.parts.items()}
     total = _number(reward.total, f"{where}: the total of the reward")

@@ -24,7 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from qerl_bench.task.grader.numbers import parse_number
-from qerl_bench.task.grader.unclear import is_unclear, joined
+from qerl_bench.task.grader.unclear import is_left_open, is_unclear, joined, same_text
 
 LIMIT_S = 2.0  # CPU seconds for one pair; ordinary pairs take milliseconds
 WALL_LIMIT_S = 60.0  # in case the worker hangs
@@ -44,6 +44,8 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         left, right = parse_number(gold), parse_number(answer)
         if left is not None and right is not None:
             return left == right, str(right)
+    if is_left_open(answer):
+        return same_text(gold, answer), answer
     if is_unclear(gold, answer):
         return False, answer
     return _compare_in_worker(gold, answer)

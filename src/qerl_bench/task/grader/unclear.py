@@ -1,7 +1,8 @@
 """LaTeX answers that no reader can be sure of: refused before math-verify, which reads them leniently.
 
-Spaces between digits in groups of three are thousands separators. An answer is unclear if it has an ellipsis or an
-approximation, words that change a number, or other brackets around its lists or another base than the gold answer.
+Spaces between digits in groups of three are thousands separators. An answer with an ellipsis or an approximation is
+right as the text of the gold answer alone. Unclear are words that change a number, and other brackets around lists or
+another base than in the gold answer.
 """
 
 from __future__ import annotations
@@ -28,21 +29,24 @@ def joined(text: str) -> str:
     return _GROUPS.sub(lambda match: _SPACES.sub("", match[0]), text)
 
 
-def is_unclear(gold: str, answer: str) -> bool:
-    """Whether `answer` may mean something else than what math-verify reads; never where it is `gold` to the letter."""
-    if _layout_free(gold) == _layout_free(answer):
-        return False
-    bases = {*_BASE.findall(answer)}
-    return (
-        bool(_ELLIPSIS.search(answer) or _APPROXIMATION.search(answer))
-        or value_words(answer) != value_words(gold)
-        or not bases <= {*_BASE.findall(gold)}
-        or not _same_brackets(gold, answer)
-    )
+def is_left_open(text: str) -> bool:
+    """Whether the reader has to fill in the dots, or `text` is about something."""
+    return bool(_ELLIPSIS.search(text) or _APPROXIMATION.search(text))
+
+
+def same_text(left: str, right: str) -> bool:
+    """Whether two texts differ in layout alone; a space between digits is more than that."""
+    return _layout_free(left) == _layout_free(right)
 
 
 def _layout_free(text: str) -> str:
-    return re.sub(r"\\[,;:! ]|\\left|\\right|\s", "", text)
+    return re.sub(r"(?<![0-9]) | (?![0-9])", "", re.sub(rf"\\(?:left|right)(?![a-zA-Z])|{_SPACE}", " ", text))
+
+
+def is_unclear(gold: str, answer: str) -> bool:
+    """Whether `answer` may mean something else than what math-verify reads."""
+    new_bases = {*_BASE.findall(answer)} - {*_BASE.findall(gold)}
+    return bool(new_bases) or value_words(answer) != value_words(gold) or not _same_brackets(gold, answer)
 
 
 def _same_brackets(gold: str, answer: str) -> bool:
