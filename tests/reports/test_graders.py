@@ -227,7 +227,7 @@ def test_numbers_of_any_kind_are_taken(value: Any, number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), np.float32("nan"), None, "1.0", np.array([1.0, 2.0]), 1j]
+    "value", [float("nan"), float("inf"), np.float32("nan"), None, "1.0", np.array([1.0, 2.0]), 1j, 10**400]
 )
 def test_what_is_no_number_is_refused_with_the_prompt(value: Any) -> None:
     for reward in (

@@ -106,6 +106,23 @@ def test_lm_eval_scores_texts_with_bos(begins: bool) -> None:
     assert [*prefix, *rest] == [BEGIN, *base("2+2=4", add_special_tokens=False)["input_ids"]]  # once
 
 
+def test_lm_eval_asks_our_questions_as_training_does(make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokenizer begins texts with BOS and the chat template does not."""
+    pytest.importorskip("lm_eval")
+    from qerl_bench.eval.lm_eval.model import EngineLM
+
+    policy: Policy = make_policy()
+    monkeypatch.setattr(policy, "tokenizer", tokenizer())
+    lm = EngineLM(policy, SimpleNamespace())  # type: ignore[arg-type]
+    for messages in (CHAT, PLAIN):
+        request: Any = SimpleNamespace(task_name="t", doc_id=0, doc={"messages": list(messages)})
+        request.arguments = (policy.prompt_text(messages), {})
+        assert policy.ids_of(lm._prompt(request)) == policy.prompt_ids(messages)
+        assert (policy.prompt_ids(messages)[0] == BEGIN) == (messages is PLAIN)
+    theirs: Any = SimpleNamespace(task_name="t", doc_id=0, doc={}, arguments=("2+2=", {}))
+    assert policy.ids_of(lm._prompt(theirs)) == policy.tokenizer("2+2=")["input_ids"]
+
+
 def test_calibration_text_begins_with_bos(tmp_path: Path) -> None:
     base = tokenizer(None)
     task: Any = SimpleNamespace()

@@ -31,7 +31,7 @@ class Judge(Protocol):
 def reward_of(task: Judge, prompt: Prompt, completion: str, finished: bool) -> Reward:
     """The task's reward of one completion. Raises ConfigError or TrainingStopped if that is none."""
     check_reward(task)
-    return checked(task.reward(prompt, completion, finished), f"task={task.name}", prompt)
+    return checked(task.reward(prompt, completion, finished=finished), f"task={task.name}", prompt)
 
 
 def all_checked(rewards: Sequence[Reward], source: str, rollouts: Sequence[Rollout]) -> list[Reward]:
@@ -65,9 +65,12 @@ def checked(reward: Reward, source: str, prompt: Prompt) -> Reward:
 
 def _number(value: object, what: str) -> float:
     plain = _plain(value)
-    if not isinstance(plain, Real) or not math.isfinite(plain):
+    number = math.nan
+    with suppress(OverflowError):
+        number = float(plain) if isinstance(plain, Real) else math.nan
+    if not math.isfinite(number):
         raise TrainingStopped(f"{what} is {plain!r}; return a finite number")
-    return float(plain)
+    return number
 
 
 def _plain(value: Any) -> object:
@@ -80,4 +83,4 @@ def _plain(value: Any) -> object:
 @cache
 def _asks_finished(kind: type) -> bool:
     parameters = inspect.signature(kind.reward).parameters.values()  # type: ignore[attr-defined]
-    return any(parameter.name == "finished" or parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    return any(parameter.name == "finished" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -64,7 +64,7 @@ class PromptTask:
         return []
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text, rollout.finished) for rollout in rollouts]
+        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         return self.grader.reward(prompt.answer, completion, finished)
