@@ -39,11 +39,12 @@ from qerl_bench.process.memory import memory_for
 from qerl_bench.process.progress import StepProgress, phase
 from qerl_bench.process.termination import Terminated, terminations_noted
 from qerl_bench.quant.error_decomposition import write_layers
-from qerl_bench.records import Group
+from qerl_bench.records import Group, numbered
 from qerl_bench.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.session import evaluate, on_base_in, prepare_device, require_places, session, validate
+from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.kept import TokenColumns, kept_records
@@ -238,7 +239,7 @@ def collect_rollouts(
     while rounds <= algo.max_resampling_rounds and len(kept_groups) < rollout.prompts_per_step:
         seed = experiment.seed if rounds == 0 else derive(experiment.seed, "refill", rounds)
         prompts = task.train_prompts(step, rollout.prompts_per_step, seed)
-        prompts = [prompt for prompt in prompts if prompt.id not in used_prompt_ids]
+        prompts = numbered(prompt for prompt in prompts if prompt.id not in used_prompt_ids)
         if not prompts:
             break
         rounds += 1
@@ -254,7 +255,7 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            rewards = world.split(judge, rollouts)
+            rewards = all_checked(world.split(judge, rollouts), f"reward={experiment.reward.name}", rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)
             all_groups.append(Group(rollouts=rollouts[of_prompt], rewards=rewards[of_prompt]))

@@ -38,6 +38,7 @@ from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.reward.base import RewardSource
 from qerl_bench.task.base import Task
+from qerl_bench.task.graded import check_reward
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
 
 
@@ -106,6 +107,7 @@ class Experiment:
         longest_completion = max(self.task.max_completion_tokens, getattr(self.eval, "max_tokens", None) or 0)
         self.engine.check_with(shape, self.model.dtype, self.lora.rank, longest_completion)
         self.task.check_with(self.algo, self.eval.name, self.rollout.group_size)
+        check_reward(self.task)
         self.reward.check_with(self.algo)
         self.lora.check_with(f"model={self.model.name}", shape)
 

@@ -5,7 +5,8 @@ Plain data without torch, so that tasks and analysis can use them without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 PER_NAT = 1000  # rollouts.jsonl has thousandths of nats, as whole numbers
 Message = dict[str, str]  # {"role": "system" | "user", "content": text}, as chat templates take it
@@ -17,7 +18,8 @@ class Prompt:
     """One question. `id` is unique within its task and split, and the same in every run.
 
     `token_ids`, if given, are the prompt itself: neither tokenizer nor chat template is used. `new_tokens`, if given,
-    are the exact lengths of its completions, one for each sample; a stop token does not end them.
+    are the exact lengths of its completions, one for each sample; a stop token does not end them. `occurrence` counts
+    the places that it has in one step, from 0: each is drawn by random numbers of its own.
     """
 
     id: str
@@ -26,6 +28,26 @@ class Prompt:
     question: str = ""  # the bare question, without instruction or template
     token_ids: tuple[int, ...] | None = None
     new_tokens: tuple[int, ...] | None = None
+    occurrence: int = 0
+
+    @property
+    def draw(self) -> str:
+        """What the seeds of its completions are derived from."""
+        return f"{self.id}#{self.occurrence}" if self.occurrence else self.id
+
+
+def numbered(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """`prompts`, of which those that would be drawn like one before them are further occurrences."""
+    taken: set[str] = set()
+    after: dict[str, int] = {}  # by id, an occurrence above all that are taken
+    told_apart = []
+    for prompt in prompts:
+        if prompt.draw in taken:
+            prompt = replace(prompt, occurrence=after[prompt.id])
+        taken.add(prompt.draw)
+        after[prompt.id] = max(after.get(prompt.id, 0), prompt.occurrence + 1)
+        told_apart.append(prompt)
+    return told_apart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,7 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
     asked: list[str] = []
 
     class Task:
+        name = "one in four"
         max_completion_tokens = 6
 
         def check_with(self, *options: Any) -> None:
@@ -112,7 +113,7 @@ def test_refills_bring_new_prompts_and_every_completion_is_measured(make_experim
         def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
             return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
 
-        def reward(self, prompt: Prompt, text: str) -> Reward:
+        def reward(self, prompt: Prompt, text: str, finished: bool = True) -> Reward:
             differs = zlib.crc32(prompt.id.encode()) % 4 == 0
             return Reward(total=float(zlib.crc32(text.encode()) % 97) if differs else 0.5, correct=False)
 

@@ -106,7 +106,7 @@ def test_each_prompt_alone_gives_the_same_completions(policy: Any, rollouts: lis
 def test_each_sample_alone_gives_the_same_completion(policy: Any, rollouts: list[Rollout]) -> None:
     sampling = _sampling()
     for rollout in rollouts:
-        key = request_key(sampling, rollout.prompt.id, rollout.sample)
+        key = request_key(sampling, rollout.prompt, rollout.sample)
         with torch.inference_mode():
             [(ids, logprobs, entropies)] = decode(policy, [rollout.prompt_ids], sampling, [key])
         assert ids == rollout.token_ids
@@ -389,7 +389,9 @@ def test_impossible_tokens_have_no_part_in_the_entropy() -> None:
 
 def test_uniform_numbers_belong_to_their_request() -> None:
     def numbers_of(prompt_id: str, sample: int, count: int = 1000, seed: int = 11) -> np.ndarray:
-        return uniforms([request_key(_sampling(seed=seed), prompt_id, sample)], count)[0]
+        return uniforms(
+            [request_key(_sampling(seed=seed), Prompt(id=prompt_id, messages=(), answer=""), sample)], count
+        )[0]
 
     numbers = numbers_of("p", 0)
     assert numbers.shape == (1000,) and numbers.dtype == np.float64

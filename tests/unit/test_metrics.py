@@ -226,7 +226,7 @@ class RewardForLetters:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         many, odd = len(set(completion)) > 6, bool(len(completion) % 2)
         return Reward(total=many + 0.2 * odd, correct=many, parts={"correct": float(many), "format": float(odd)})
 

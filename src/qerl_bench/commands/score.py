@@ -24,6 +24,7 @@ from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows
+from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
 
@@ -81,7 +82,7 @@ def grade_file(task: Task, file: str) -> list[dict[str, Any]]:
             f"{where}: {prompt.id} is already completed on line {earlier}; keep one of the two, or give each "
             "completion of a question a different 'sample': 0, 1, ...",
         )
-        reward = task.reward(prompt, str(text))
+        reward = reward_of(task, prompt, str(text), finished)
         rows.append(
             {
                 "line": line,

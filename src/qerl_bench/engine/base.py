@@ -18,8 +18,8 @@ Completion = tuple[list[int], list[float], list[float]]  # token ids, their log-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to complete prompts. `seed` is hashed with each prompt's id and sample number, so a completion does not
-    depend on what else is in the batch. Temperature 0 means greedy decoding.
+    """How to complete prompts. `seed` is hashed with each prompt's id, occurrence and sample number, so a completion
+    does not depend on what else is in the batch. Temperature 0 means greedy decoding.
 
     `top_p` keeps the smallest set of most likely tokens whose probabilities sum to at least top_p, and all tokens
     exactly as likely as the last of them; 1 keeps all. It changes which tokens are drawn but not what engine=hf
@@ -50,6 +50,8 @@ class RolloutEngine(Protocol):
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         """`sampling.samples` completions of each prompt, grouped by prompt, in the order given.
+
+        A prompt that is given twice is drawn twice, as two occurrences.
 
         The completions of a prompt with `new_tokens` have exactly these lengths; stop tokens are drawn but ignored. An
         engine that cannot do that raises ConfigError. Samples come from the policy as it is now, even without `sync`.

@@ -21,7 +21,7 @@ from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.process.gpu_share import release
 from qerl_bench.process.memory import NO_MEMORY, shortage
 from qerl_bench.process.progress import phase
-from qerl_bench.records import Prompt, Rollout
+from qerl_bench.records import Prompt, Rollout, numbered
 from qerl_bench.seeding import derive
 from qerl_bench.train.shortages import Reduced, shortages_of
 
@@ -142,6 +142,7 @@ class HFEngine:
         return sys.maxsize  # the queue fills its rows from all of them
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling)
         shortages = shortages_of(self.policy)
         self._limit(replace(self.configured, **(shortages.limits.value or {})))
@@ -208,7 +209,7 @@ class HFEngine:
         from qerl_bench.train.nonfinite import require_finite_logits
 
         requests = [(prompt, sample) for prompt in prompts for sample in samples]
-        keys = [request_key(sampling, prompt.id, sample) for prompt, sample in requests]
+        keys = [request_key(sampling, prompt, sample) for prompt, sample in requests]
         lengths = [length for prompt in prompts for length in exact_lengths(prompt, samples, sampling)]
         with torch.inference_mode():
             if self.sampler is None:
@@ -221,6 +222,6 @@ class HFEngine:
         return rollouts
 
 
-def request_key(sampling: Sampling, prompt_id: str, sample: int) -> int:
+def request_key(sampling: Sampling, prompt: Prompt, sample: int) -> int:
     """The seed of a request's random numbers, one for each position."""
-    return derive(sampling.seed, prompt_id, sample)
+    return derive(sampling.seed, prompt.draw, sample)

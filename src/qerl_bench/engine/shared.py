@@ -7,7 +7,7 @@ from typing import Any
 
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.parallel import World, largest
-from qerl_bench.records import Prompt, Rollout
+from qerl_bench.records import Prompt, Rollout, numbered
 
 
 class SharedEngine:
@@ -31,6 +31,7 @@ class SharedEngine:
         return self.engine.prompts_at_once(samples)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        prompts = numbered(prompts)  # before they are cut apart
         self.require_room(prompts, sampling)
         size = self.prompts_at_once(sampling.samples)
         if self.exact:

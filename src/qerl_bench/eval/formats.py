@@ -18,6 +18,7 @@ from qerl_bench.metrics import mean, repeats_itself
 from qerl_bench.records import Prompt
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.base import Task
+from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.extract import ANSWER_FORMATS
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
@@ -83,7 +84,7 @@ def formats_of(task: PromptTask, answers: Sequence[Answer]) -> dict[str, Any]:
     formats = {}
     for name in ANSWER_FORMATS:
         reader = replace(task, answer_format=name)
-        rewards = [reader.reward(prompt, text) for prompt, text, _ in answers]
+        rewards = [reward_of(reader, prompt, text, finished) for prompt, text, finished in answers]
         formats[name] = {
             "found": mean([float(reward.answer is not None) for reward in rewards]),
             "right": mean([float(reward.correct) for reward in rewards]),

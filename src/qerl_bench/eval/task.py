@@ -16,6 +16,7 @@ from qerl_bench.records import Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.statistics import majority, over_samples, pass_at_k
 from qerl_bench.task.base import Task
+from qerl_bench.task.graded import reward_of
 from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
 
@@ -110,7 +111,7 @@ def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[d
     """
     rows = []
     for rollout in rollouts:
-        reward = task.reward(rollout.prompt, rollout.text)
+        reward = reward_of(task, rollout.prompt, rollout.text, rollout.finished)
         rows.append(
             {
                 **sample_key(mode, rollout.prompt, rollout.sample),

@@ -31,7 +31,15 @@ from qerl_bench.model.structure import Structure, routed_experts
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
-from qerl_bench.task.chat_template import Keywords, demonstration_ids, render_prompt, texts_of, thinking_opened
+from qerl_bench.task.chat_template import (
+    Keywords,
+    demonstration_ids,
+    end_of_turn,
+    prompt_ids,
+    render_prompt,
+    texts_of,
+    thinking_opened,
+)
 
 log = logging.getLogger(__name__)
 CARD = """---
@@ -83,7 +91,7 @@ class Policy:
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
-        self.stop_ids = stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids(model, tokenizer, template)
         pad_id = tokenizer.pad_token_id
         self.pad_id = pad_id if isinstance(pad_id, int) else min(self.stop_ids)
         self.kernels = choose_kernels(model, layers, kernel)
@@ -109,7 +117,7 @@ class Policy:
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
-        return self.tokenizer(self.prompt_text(messages), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        return prompt_ids(self.tokenizer, [messages], [self.prompt_text(messages)])[0]
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids that the prompt brings along, or those of its messages."""
@@ -258,10 +266,22 @@ def _trainable_copies(norms: Iterable[torch.nn.Module]) -> list[torch.nn.Paramet
     return originals
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end a completion: the tokenizer's own, and those in the model's generation config."""
+def stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: Keywords | None = None
+) -> frozenset[int]:
+    """Tokens that end a completion: the tokenizer's own, those in the model's generation config, and the one that ends
+    a turn in the chat template."""
     listed = model.generation_config.eos_token_id if model.generation_config is not None else None
     named = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
     ids = frozenset(token for token in named if isinstance(token, int))
+    turn = end_of_turn(tokenizer, template)
+    if turn is not None and turn not in ids:
+        log.warning(
+            "the chat template ends a turn with %s, which tokenizer and generation config do not name as an end (they "
+            "have %s): it ends completions and demonstrations too",
+            tokenizer.convert_ids_to_tokens(turn),
+            ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "none",
+        )
+        ids |= {turn}
     assert ids, "the model names no end-of-text token"
     return ids

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qerl_bench.checks import check_fields, count, require
-from qerl_bench.task.chat_template import Keywords, demonstration_ids
+from qerl_bench.task.chat_template import Keywords, demonstration_ids, plain_ids
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,8 @@ class Calibration:
     """`samples` token sequences of at most `length` tokens.
 
     With `file` null they are demonstrations of the training split. A `.jsonl` file gives one sample per line from its
-    key `text`; any other file is read as plain text and cut into pieces of `length` tokens.
+    key `text`; any other file is read as plain text and cut into pieces of `length` tokens. Every sample and the text
+    begin with BOS if the tokenizer writes it.
     """
 
     file: str | None
@@ -65,10 +66,10 @@ class Calibration:
         )
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".jsonl":
-            lines = [_text_of(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-            samples = [_ids(tokenizer, line)[: self.length] for line in lines]
+            lines = [_text_of(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+            samples = [plain_ids(tokenizer, line)[: self.length] for line in lines]
         else:
-            ids = _ids(tokenizer, text)
+            ids = plain_ids(tokenizer, text)
             samples = [ids[i : i + self.length] for i in range(0, len(ids) - self.length + 1, self.length)]
         require(
             len(samples) >= self.samples,
@@ -85,10 +86,6 @@ def _text_of(path: Path, number: int, line: str) -> str:
         text = None
     require(isinstance(text, str) and text != "", f"{path}:{number}: expected a JSON object with a string under text")
     return text  # type: ignore[return-value]
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
 def batches(sequences: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

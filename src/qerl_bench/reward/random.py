@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomReward:
-    """1 with probability `p`, else 0, drawn by (run seed, step, prompt, sample)."""
+    """1 with probability `p`, else 0, drawn by (run seed, step, prompt and its occurrence, sample)."""
 
     name: str
     p: float
@@ -37,6 +37,6 @@ class RandomReward:
     def rewards(self, task: Task, rollouts: list[Rollout], seed: int) -> list[Reward]:
         graded = task.rewards(rollouts)
         return [
-            replace(reward, total=float(derive(seed, rollout.prompt.id, rollout.sample) < self.p * 2**BITS))
+            replace(reward, total=float(derive(seed, rollout.prompt.draw, rollout.sample) < self.p * 2**BITS))
             for rollout, reward in zip(rollouts, graded, strict=True)
         ]

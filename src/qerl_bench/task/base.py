@@ -58,6 +58,9 @@ class Task(Protocol):
         """One reward for each training completion."""
         ...
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """The reward of one decoded completion, its stop token removed."""
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
+        """The reward of one decoded completion, its stop token removed.
+
+        `finished` is false for one that was cut off at the token limit: what stands at its end may have gone on.
+        """
         ...

@@ -1,5 +1,7 @@
 """Renders prompts with a model's chat template, so that the same messages give the same text on any day.
 
+What comes out is read back: every message's words have to be in it, and the token behind an answer ends a completion.
+A text that no template wrote begins as the tokenizer begins one, with BOS where it writes that: so bases were trained.
 Some templates write today's date into the prompt. Their only clock is `strftime_now`, which here always says TODAY.
 Keywords of the template, such as enable_thinking, come from `model.template`. Left out: tools and documents.
 """
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 TODAY = datetime(2024, 7, 26)  # the date that Llama 3's template falls back to
 GIVEN = {"messages", "add_generation_prompt", "tools", "documents"}  # variables that are not the user's
+ANSWER = "QeRL"  # what the model says where a template is asked how it ends that
 TESTS_FOR_MISSING = {"defined", "undefined", "default", "d"}
 Keywords = Mapping[str, Any]
 
@@ -27,8 +30,7 @@ Keywords = Mapping[str, Any]
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], keywords: Keywords | None) -> str:
     """The prompt as text, including the opening of the model's turn; `keywords` is model.template.
 
-    Raises ConfigError if there is no chat template, or if it refuses the messages. To get token ids, tokenize this text
-    without special tokens: the chat template has already written them.
+    Raises ConfigError if there is no chat template, or if it refuses the messages. `prompt_ids` has its token ids.
     """
     if messages[0]["role"] == RENDERED:
         text = messages[0]["content"]
@@ -60,6 +62,40 @@ def opening_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(bos) if ids[:1] == [tokenizer.bos_token_id] else ""
 
 
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, asked: Sequence[tuple[Message, ...]], texts: Sequence[str]
+) -> list[list[int]]:
+    """Token ids of prompts and their `texts`: of what a chat template wrote as it stands, of plain text as the
+    tokenizer begins one.
+
+    The two differ: SentencePiece puts a space before a text, but not between a BOS that is written out and the text.
+    """
+    opening = opening_of(tokenizer)
+    plain = [messages[0]["role"] == RENDERED and opening != "" for messages in asked]
+    rest = [text.removeprefix(opening) if cut else text for text, cut in zip(texts, plain, strict=True)]
+    start: list[int] = [tokenizer.bos_token_id]  # type: ignore[list-item]
+    return [[*start, *ids] if cut else ids for ids, cut in zip(token_ids(tokenizer, rest), plain, strict=True)]
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that no template wrote, BOS first where the tokenizer writes it, and only once."""
+    return prompt_ids(tokenizer, [({"role": RENDERED, "content": text},)], [text])[0]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, keywords: Keywords | None) -> int | None:
+    """The token that the chat template writes behind an answer; None if no token of its own ends one."""
+    if keywords is None or tokenizer.chat_template is None:
+        return None
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(turn, tokenize=False, strftime_now=TODAY.strftime, **keywords))
+    except Exception:  # a template that knows no such turn ends none
+        return None
+    _, found, behind = text.rpartition(ANSWER)
+    first = token_ids(tokenizer, [behind.lstrip()])[0][:1] if found else []
+    return first[0] if first and first[0] in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} else None
+
+
 def thinking_opened(prompt: str) -> str:
     """`<think>` if the rendered prompt ends with it: such a template has the model think without writing the tag."""
     return THINK if prompt.rstrip().endswith(THINK) else ""
@@ -68,20 +104,24 @@ def thinking_opened(prompt: str) -> str:
 def demonstration_ids(
     tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration], keywords: Keywords | None
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts, and of the completions: with a stop token, without a <think> that the prompt ends with.
+    """Token ids of the prompts, and of the completions: without a <think> that the prompt ends with, and with the token
+    that ends a turn in the template, or a text without one.
 
     One call of the tokenizer for all of them, since each call costs as much as hundreds of texts. Transformers' own
     call takes three times as long, for masks and offsets that nobody reads.
     """
-    prompts = [render_prompt(tokenizer, demonstration.prompt.messages, keywords) for demonstration in demonstrations]
+    asked = [demonstration.prompt.messages for demonstration in demonstrations]
+    prompts = [render_prompt(tokenizer, messages, keywords) for messages in asked]
     completions = [
         demonstration.completion.removeprefix(thinking_opened(prompt))
         for demonstration, prompt in zip(demonstrations, prompts, strict=True)
     ]
-    prompt_ids, ids = (token_ids(tokenizer, texts) for texts in (prompts, completions))
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the tokenizer has no end-of-text token"
-    return prompt_ids, [[*completion, end] for completion in ids]
+    turn = end_of_turn(tokenizer, keywords)
+    ends = [end if turn is None or messages[0]["role"] == RENDERED else turn for messages in asked]
+    ids = [[*one, last] for one, last in zip(token_ids(tokenizer, completions), ends, strict=True)]
+    return prompt_ids(tokenizer, asked, prompts), ids
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -107,7 +147,8 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> li
 def check_template(
     tokenizer: PreTrainedTokenizerBase, messages: tuple[Message, ...], keywords: Keywords | None
 ) -> None:
-    """Raise ConfigError unless `messages` can be rendered with these keywords, and give the same text on another day.
+    """Raise ConfigError unless `messages` can be rendered with these keywords, all their words included, and give the
+    same text on another day.
 
     Messages that are rendered already need no template.
     """
@@ -118,6 +159,13 @@ def check_template(
     for key in keywords or {}:
         require(key in known, f"model.template.{key}: the chat template does not read {key}; {reads}. Leave it out")
     first = render_prompt(tokenizer, messages, keywords)
+    for message in messages:
+        require(
+            message["content"].strip() in first,
+            f"the chat template of this model leaves out the {message['role']} message, which says "
+            f"{message['content'][:60]!r}, so that the model would never read it. "
+            + ("task.instruction=suffix asks without one" if message["role"] == "system" else "task.template=plain"),
+        )
     with _another_day():
         second = render_prompt(tokenizer, messages, keywords)
     require(

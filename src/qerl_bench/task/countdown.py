@@ -62,10 +62,13 @@ class Countdown(SymbolicTask):
                 return None
         return problem_of(numbers, target), " ".join(f"{x} {op} {y} = {z} ;" for x, op, y, z in chain)
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
-        """1 for a legal chain that ends at the target. `legal` says whether the chain follows the rules."""
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
+        """1 for a legal chain that ends at the target. `legal` says whether the chain follows the rules.
+
+        A chain that was cut off has no end.
+        """
         numbers = [int(word) for word in prompt.question.partition(" ->")[0].split()]
-        end = chain_end(numbers, completion)
+        end = chain_end(numbers, completion) if finished else None
         correct = end is not None and str(end) == prompt.answer
         parts = {"correct": float(correct), "legal": float(end is not None)}
         return Reward(total=float(correct), correct=correct, parts=parts, answer=None if end is None else str(end))

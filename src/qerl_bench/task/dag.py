@@ -74,13 +74,14 @@ class Dag(SymbolicTask):
         order = drawn if self.solution == "terse" else depth_first(problem.question)
         return problem, worked_out(problem.question, order, self.solution)
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         """1 if every step follows and the last gives the value that was asked for.
 
-        A right value alone may be luck: one of 23 is, and 0 answers a tenth of all problems.
+        A right value alone may be luck: one of 23 is, and 0 answers a tenth of all problems. A completion that was cut
+        off has no last step.
         """
         asked, steps = prompt.question.split()[-2], " ".join(completion.split())
-        last = FINAL.search(steps)
+        last = FINAL.search(steps) if finished else None
         answer = last[2] if last is not None and last[1] == asked else None
         right = answer == prompt.answer
         correct = right and follows(prompt.question, steps, self.solution)

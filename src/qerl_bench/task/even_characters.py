@@ -69,9 +69,9 @@ class EvenCharacters:
         return []
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         """The share of even characters, 0 for an empty completion; correct above one half."""
         even = sum(ord(character) % 2 == 0 for character in completion)
         share = even / max(1, len(completion))

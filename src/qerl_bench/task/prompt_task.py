@@ -64,10 +64,10 @@ class PromptTask:
         return []
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
-        return self.grader.reward(prompt.answer, completion)
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
+        return self.grader.reward(prompt.answer, completion, finished)
 
 
 def no_demonstrations(task: str) -> ConfigError:

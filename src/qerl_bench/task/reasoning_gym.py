@@ -75,9 +75,9 @@ class ReasoningGym(PromptTask):
     def demonstrations(self, step: int, count: int, seed: int) -> list[Demonstration]:
         raise no_demonstrations("reasoning_gym")
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
-        answer = extract(completion, self.answer_format)
-        formed = well_formed(completion, self.answer_format)
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
+        answer = extract(completion, self.answer_format, finished)
+        formed = well_formed(completion, self.answer_format, finished)
         seed, number = map(int, prompt.id.rpartition("/")[2].split("-"))
         score = 0.0 if answer is None or len(answer) > MAX_ANSWER else self._score(answer, seed, number, prompt)
         return Reward(

@@ -94,7 +94,7 @@ class Shape:
         correct = [rollout.prompt.answer[rollout.sample] == "1" for rollout in rollouts]
         return [Reward(total=float(is_correct), correct=is_correct) for is_correct in correct]
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         raise ConfigError("task=shape cannot grade a completion: its rewards are random. Grade with another task")
 
     def _prompt(self, seed: int, step: int, number: int) -> Prompt:

@@ -92,9 +92,9 @@ class SymbolicTask:
         return []
 
     def rewards(self, rollouts: list[Rollout]) -> list[Reward]:
-        return [self.reward(rollout.prompt, rollout.text) for rollout in rollouts]
+        return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
-    def reward(self, prompt: Prompt, completion: str) -> Reward:
+    def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         raise NotImplementedError
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:

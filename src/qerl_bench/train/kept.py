@@ -34,7 +34,7 @@ def kept_records(
     return [
         {
             "step": step,
-            "prompt": rollout.prompt.id,
+            "prompt": rollout.prompt.draw,  # with the place, if it has several in the step
             "question": question_of(rollout.prompt),
             "completion": rollout.text,
             "gold": rollout.prompt.answer,

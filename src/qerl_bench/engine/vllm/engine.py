@@ -23,7 +23,7 @@ from qerl_bench.engine.vllm.options import RANKS, VLLMOptions
 from qerl_bench.engine.vllm.process import answer, device_memory_gib, exchange_folder, start, stop
 from qerl_bench.engine.vllm.sync import Mirror
 from qerl_bench.model.policy import Policy
-from qerl_bench.records import Prompt, Rollout
+from qerl_bench.records import Prompt, Rollout, numbered
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.nonfinite import require_finite_logits
@@ -108,6 +108,7 @@ class VLLMEngine:
         return max(1, self.options.max_num_seqs // samples)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
+        prompts = numbered(prompts)
         prompt_ids = require_room(self.policy, prompts, sampling, self.max_model_len)
         if self.asleep or not self.mirror.current:
             self.sync(prompts)
@@ -149,7 +150,7 @@ class VLLMEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,  # below 1, log-probabilities too are over the tokens it keeps
             max_tokens=exact or sampling.max_tokens,
-            seed=(derive(sampling.seed, prompt.id) >> 1) + samples.start,  # halved to leave room for counting up
+            seed=(derive(sampling.seed, prompt.draw) >> 1) + samples.start,  # halved to leave room for counting up
             stop_token_ids=sorted(self.policy.stop_ids) if exact is None else [],
             ignore_eos=True,  # only these stop tokens
             logprobs=0,  # only of the drawn token

@@ -21,7 +21,8 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.memory import whole_or_halves
-from qerl_bench.records import RENDERED, Prompt, Rollout
+from qerl_bench.records import RENDERED, Message, Prompt, Rollout
+from qerl_bench.task.chat_template import plain_ids
 from qerl_bench.train.batch import make_batch
 
 BATCH_SIZE = 16  # sequences scored in one forward pass
@@ -29,7 +30,8 @@ SAMPLING_OPTIONS = {"do_sample", "temperature", "top_k", "top_p"}  # without eff
 
 
 class EngineLM(TemplateLM):
-    """Greedy completions from `engine`, log-likelihoods from `policy`. Adds no special tokens to any text.
+    """Greedy completions from `engine`, log-likelihoods from `policy`, both of texts that begin as the tokenizer begins
+    one: with BOS where it writes that.
 
     As in all models of lm-eval, white space at the end of a context is moved to the start of the continuation.
     lm-eval gives each rank of `world` the requests for every n-th question, and rank 0 the results of all.
@@ -69,6 +71,8 @@ class EngineLM(TemplateLM):
         self.world.gather(None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
+        if add_special_tokens is not False:
+            return plain_ids(self.policy.tokenizer, string)
         return self.policy.tokenizer(string, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -80,7 +84,7 @@ class EngineLM(TemplateLM):
         options = [greedy_options(request) for request in requests]
         questions = [(request.task_name, request.doc_id) for request in requests]
         mine = {
-            question: (prompt_of(request), option["max_gen_toks"])
+            question: (self._prompt(request), option["max_gen_toks"])
             for question, request, option in zip(questions, requests, options, strict=True)
         }
         asked = {question: asks for of_rank in self.world.gather(mine) for question, asks in of_rank.items()}
@@ -95,13 +99,23 @@ class EngineLM(TemplateLM):
             cut(rollouts[question].text, option["until"]) for question, option in zip(questions, options, strict=True)
         ]
 
+    def _prompt(self, request: Instance) -> Prompt:
+        """What the request asks: our messages if it comes from our task, or its context as plain text."""
+        text = request.arguments[0]
+        messages: tuple[Message, ...] = ({"role": RENDERED, "content": text},)
+        if "messages" in request.doc:
+            messages = tuple(request.doc["messages"])
+            assert self.policy.prompt_text(messages) == text, "lm-eval changed a prompt"
+        return Prompt(id=f"{request.task_name}/{request.doc_id}", messages=messages, answer="")
+
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text in nats. In a text longer than the context, each token is predicted once,
         from the tokens before it in its window."""
         totals = []
         for request in requests:
             (text,) = request.arguments
-            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length - 1, 1)
+            ids = self.tok_encode(text, add_special_tokens=False)  # the prefix stands in the place of BOS
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1)
             scores = self._loglikelihood_tokens([(("", text), *make_disjoint_window(window)) for window in windows])
             totals.append(sum(logprob for logprob, _ in scores))
         return totals
@@ -133,12 +147,6 @@ class EngineLM(TemplateLM):
         totals = stats.logprobs.double().sum(1)  # (B,)
         greedy = stats.likeliest.sum(1) == batch.mask.sum(1)
         return [*zip(totals.tolist(), greedy.tolist(), strict=True)]
-
-
-def prompt_of(request: Instance) -> Prompt:
-    """The request's context as a finished prompt."""
-    messages = ({"role": RENDERED, "content": request.arguments[0]},)
-    return Prompt(id=f"{request.task_name}/{request.doc_id}", messages=messages, answer="")
 
 
 def greedy_options(request: Instance) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class HeldOut(LocalTask):
 
         def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
             prompt = Prompt(id=doc["id"], messages=tuple(doc["messages"]), answer=doc["gold"])
-            reward = task.reward(prompt, results[0])
+            reward = task.reward(prompt, results[0])  # lm-eval does not say which completions were cut off
             return {"correct": float(reward.correct), "reward": reward.total}
 
         super().__init__(config, process_results=process_results)

@@ -7,8 +7,9 @@
     auto    the first of tags, boxed, hash, colon that the completion uses; for completions made elsewhere
 
 A lenient reader rewards what the policy did not achieve, so an ambiguous completion has no answer: several answers that
-are not identical, an answer only inside the thinking, or thinking that never ends. No text makes these functions raise,
-and they take time linear in its length.
+are not identical, an answer only inside the thinking, or thinking that never ends. Neither has one that was cut off in
+the line of its answer: `A: 1` may have become `A: 18`. Tags and boxes have an end of their own. No text makes these
+functions raise, and they take time linear in its length.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ _TAG = re.compile("|".join(TAGS))
 _COLON = re.compile(r"[*_ \t]*(?:final[ ]answer|answer|a)[*_]*:(?P<text>[^\n]*)", re.IGNORECASE)
 
 
-def extract(completion: str, answer_format: str) -> str | None:
-    """The answer without surrounding white space, or None if there is no unambiguous answer."""
-    return _EXTRACT[answer_format](_final_message(completion))
+def extract(completion: str, answer_format: str, finished: bool = True) -> str | None:
+    """The answer without surrounding white space, or None if there is no unambiguous answer.
+
+    `finished` is false for a completion that was cut off at the token limit.
+    """
+    return _EXTRACT[answer_format](_final_message(completion), finished)
 
 
-def well_formed(completion: str, answer_format: str) -> bool:
+def well_formed(completion: str, answer_format: str, finished: bool = True) -> bool:
     """Whether the completion follows its format exactly, whatever the answer says.
 
     tags: one think block, then one answer block, each tag once, and nothing else but white space. hash, colon: one
@@ -39,8 +43,8 @@ def well_formed(completion: str, answer_format: str) -> bool:
     """
     completion = _final_message(completion)
     if answer_format == "auto":
-        formed = any(well_formed(completion, name) for name in ANSWER_FORMATS if name != "auto")
-        return formed and extract(completion, "auto") is not None
+        formed = any(well_formed(completion, name, finished) for name in ANSWER_FORMATS if name != "auto")
+        return formed and extract(completion, "auto", finished) is not None
     if answer_format == "tags":
         return _tags_only(completion)
     text = _after_thinking(completion)
@@ -50,7 +54,8 @@ def well_formed(completion: str, answer_format: str) -> bool:
         return text.count(BOXED) == 1 and len(_boxes(text)) == 1
     lines = text.strip().split("\n")
     answers = [line for line in lines if (MARKER in line if answer_format == "hash" else _COLON.match(line))]
-    return len(answers) == 1 and answers[0] is lines[-1] and text.count(MARKER) == (answer_format == "hash")
+    whole = finished or text.endswith("\n")
+    return whole and len(answers) == 1 and answers[0] is lines[-1] and text.count(MARKER) == (answer_format == "hash")
 
 
 def answer_block(completion: str) -> str | None:
@@ -100,13 +105,19 @@ def _after_thinking(completion: str) -> str | None:
     return None if THINK in text else text
 
 
-def _hash(completion: str) -> str | None:
-    """The rest of the line after ####."""
+def _tags(completion: str, finished: bool) -> str | None:
+    return answer_block(completion)
+
+
+def _hash(completion: str, finished: bool) -> str | None:
+    """The rest of the line after ####; None if the last such line was cut off."""
     text = _after_thinking(completion)
-    return None if text is None else _common_answer([part.split("\n")[0] for part in text.split(MARKER)[1:]])
+    parts = [] if text is None else text.split(MARKER)[1:]
+    whole = finished or (parts != [] and "\n" in parts[-1])
+    return _common_answer([part.split("\n")[0] for part in parts]) if whole else None
 
 
-def _boxed(completion: str) -> str | None:
+def _boxed(completion: str, finished: bool) -> str | None:
     """The content of \\boxed{}; None if a box is never closed."""
     text = _after_thinking(completion)
     if text is None:
@@ -115,14 +126,15 @@ def _boxed(completion: str) -> str | None:
     return _common_answer(boxes) if len(boxes) == text.count(BOXED) else None
 
 
-def _colon(completion: str) -> str | None:
-    """The rest of the line after `A:`, which must start the line."""
+def _colon(completion: str, finished: bool) -> str | None:
+    """The rest of the line after `A:`, which must start the line; None if the last such line was cut off."""
     text = _after_thinking(completion)
     matches = [] if text is None else [_COLON.match(line) for line in text.split("\n")]
-    return _common_answer([match["text"] for match in matches if match])
+    whole = finished or (matches != [] and matches[-1] is None)
+    return _common_answer([match["text"] for match in matches if match]) if whole else None
 
 
-def _auto(completion: str) -> str | None:
+def _auto(completion: str, finished: bool) -> str | None:
     """The answer in the first format that the completion uses; if it is used wrongly, no other format is tried.
 
     If the answer is a single box, its content is the answer.
@@ -131,11 +143,11 @@ def _auto(completion: str) -> str | None:
     if ANSWER in text or END_ANSWER in text:
         answer = answer_block(completion)
     elif BOXED in text:
-        answer = _boxed(completion)
+        answer = _boxed(completion, finished)
     elif MARKER in text:
-        answer = _hash(completion)
+        answer = _hash(completion, finished)
     else:
-        answer = _colon(completion)
+        answer = _colon(completion, finished)
     bare = (answer or "").strip("$. ")
     boxes = _boxes(bare)
     return boxes[0].strip() if len(boxes) == 1 and bare == f"{BOXED}{boxes[0]}}}" else answer
@@ -167,4 +179,4 @@ def _common_answer(answers: list[str]) -> str | None:
     return distinct.pop() if len(distinct) == 1 else None
 
 
-_EXTRACT = {"tags": answer_block, "hash": _hash, "boxed": _boxed, "colon": _colon, "auto": _auto}
+_EXTRACT = {"tags": _tags, "hash": _hash, "boxed": _boxed, "colon": _colon, "auto": _auto}

@@ -51,14 +51,15 @@ class Grader:
         """Whether any answer can equal `gold`, which is so if its own text does."""
         return self._compare(gold, gold.strip())[0]
 
-    def reward(self, gold: str, completion: str) -> Reward:
+    def reward(self, gold: str, completion: str, finished: bool = True) -> Reward:
         """correct_weight for the right answer + format_weight for a well-formed completion. Never raises on any text.
 
-        The `answer` of the reward is in a canonical form, so that equal answers of several samples can be counted.
+        A completion that was cut off, which is not `finished`, has no answer where that may have gone on. The `answer`
+        of the reward is in a canonical form, so that equal answers of several samples can be counted.
         """
-        text = extract(completion, self.answer_format)
+        text = extract(completion, self.answer_format, finished)
         correct, answer = (False, None) if text is None else self._compare(gold, text)
-        formed = well_formed(completion, self.answer_format)
+        formed = well_formed(completion, self.answer_format, finished)
         return Reward(
             total=self.correct_weight * correct + self.format_weight * formed,
             correct=correct,

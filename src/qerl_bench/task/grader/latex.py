@@ -1,9 +1,10 @@
 """Compares two LaTeX answers with math-verify: `task.equality=math`.
 
 Two plain numbers are compared exactly, in this process; a percent sign is a unit, and the value of an equation is its
-last side (as in math-verify). All other pairs go to a worker process, because no limit inside this process would work:
-an alarm needs the main thread, and no exception interrupts a power of 10^9 digits. The kernel ends the worker when one
-pair takes more than LIMIT_S seconds of CPU time, which does not depend on other load, or more memory than MEMORY_GIB.
+last side (as in math-verify). What is unclear (unclear.py) is wrong. All other pairs go to a worker process, because no
+limit inside this process would work: an alarm needs the main thread, and no exception interrupts a power of 10^9
+digits. The kernel ends the worker when one pair takes more than LIMIT_S seconds of CPU time, which does not depend on
+other load, or more memory than MEMORY_GIB.
 The pair then counts as unequal, and the next pair gets a new worker. A process has one worker, shared by its threads,
 started when first needed (0.5 s) and ended with the process.
 """
@@ -23,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from qerl_bench.task.grader.numbers import parse_number
+from qerl_bench.task.grader.unclear import is_left_open, is_unclear, joined, same_text
 
 LIMIT_S = 2.0  # CPU seconds for one pair; ordinary pairs take milliseconds
 WALL_LIMIT_S = 60.0  # in case the worker hangs
@@ -34,7 +36,7 @@ _NUMBER = re.compile(r"[-+0-9.,/ ]+")
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Whether `answer` equals `gold`, and the canonical form of `answer` (unchanged if it has none)."""
-    gold, answer = (_PERCENT.sub("", text.strip()) for text in (gold, answer))
+    gold, answer = (joined(_PERCENT.sub("", text.strip())) for text in (gold, answer))
     foreign = any(letter.isdecimal() and not letter.isascii() for letter in answer)
     if not answer or foreign or len(answer) > MAX_LENGTH or not _balanced(answer):
         return False, answer[:MAX_LENGTH]
@@ -42,6 +44,10 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         left, right = parse_number(gold), parse_number(answer)
         if left is not None and right is not None:
             return left == right, str(right)
+    if is_left_open(answer):
+        return same_text(gold, answer), answer
+    if is_unclear(gold, answer):
+        return False, answer
     return _compare_in_worker(gold, answer)
 
 

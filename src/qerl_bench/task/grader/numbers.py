@@ -20,7 +20,7 @@ _LATEX = (
     (re.compile(r"\{,\}|,\\!"), ","),
     (re.compile(r"(?<![0-9.,])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}"), r"\1/\2"),
     (re.compile(r"\\(?:text|textbf|mathrm)\{([^{}\\]*)\}"), r"\1"),
-    (re.compile(r"\\[,; ]|~"), " "),
+    (re.compile(r"\\[,; ]|(?<=.)~"), " "),  # in front of a number a tilde says that it is about that
     (re.compile(r"^\$([^$]*)\$$"), r"\1"),
 )
 
@@ -33,13 +33,14 @@ _DECIMAL = re.compile(rf"(?P<mantissa>{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE](?
 # One word of the text after a number: "%", "°C", "/hr", "€", "km/h", "sq.", "children's".
 _LETTERS = r"[^\W\d_]+"
 _UNIT = re.compile(rf"(?:\\?[%$]|[°/€£¥₹])?{_LETTERS}(?:[-/.'\u2019]{_LETTERS})*[.'\u2019]?|\\?[%$]|[°€£¥₹]")
-# Words that change the number ("5 million", "3 and a half", "18 or twenty", "$5M"). A quarter may be a coin.
+# Words that change the number ("5 million", "3 and a half", "18 or twenty", "$5M"), or leave it open ("18 or so"). A
+# quarter may be a coin.
 _NUMBER_WORD = re.compile(
     r"(?i:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fifteen|eighteen|"
     r"(?:four|six|seven|nine)teen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|"
     r"(?:hundred|thousand|million|billion|trillion|dozen|k|mn|bn)s?|"
     r"half|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|"
-    r"plus|minus|squared|cubed)|M|B"
+    r"plus|minus|squared|cubed|or|approx|approximate(?:ly)?|about|around|roughly|nearly|almost|circa|ish)|M|B"
 )
 
 
@@ -52,8 +53,9 @@ def parse_number(text: str) -> Fraction | None:
     unit: "18%" is 18. The same in LaTeX: \\frac{1}{2}, 1{,}000, 18\\text{ cm}, $18$.
 
     Rejected: any further digit ("18-20", "10:30", "18 m2", "1,00"), any numeric character that is not an ASCII digit
-    ("½", "18 m²", other scripts' digits), words that change the value ("5 million", "18k", "3 and a half"), words
-    before the number, a space after the sign ("- 3" may be a list item), operators, a zero denominator.
+    ("½", "18 m²", other scripts' digits), words that change the value ("5 million", "18k", "3 and a half") or leave it
+    open ("18 or so", "18 approx.", "~18"), words before the number, a space after the sign ("- 3" may be a list item),
+    operators, a zero denominator.
     """
     text = text.replace("\u2212", "-").strip()
     if len(text) > MAX_LENGTH or any(letter.isnumeric() and not letter.isascii() for letter in text):
@@ -71,6 +73,12 @@ def parse_number(text: str) -> Fraction | None:
     if value is None:
         return None
     return -value if "-" in (sign["before"], sign["after"]) else value
+
+
+def value_words(text: str) -> list[str]:
+    """The words of `text`, in order, that change a number or leave it open; not "or", and none that may be products."""
+    words = [word.casefold() for word in re.findall(_LETTERS, text)]
+    return [word for word in words if len(word) > 2 and _NUMBER_WORD.fullmatch(word)]
 
 
 def _is_unit(tail: str) -> bool:
