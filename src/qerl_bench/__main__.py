@@ -45,6 +45,9 @@ COMMANDS = {
     "score": Command("grade completions made elsewhere", "stopped; nothing was written", composes=True),
     "export": Command("pack a model for other programs to read", composes=True),
     "collect": Command("gather runs into a study that can be committed"),
+    "probe": Command(
+        "ask a model before any training, in every format and noise", "stopped; nothing was written", composes=True
+    ),
     "gates": Command(
         "measure bases, and tell whether a study could show anything",
         "stopped; the same command continues",

@@ -22,7 +22,7 @@ from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.metrics import entropy_ratio, mean_entropy, mismatch_metrics
+from qerl_bench.metrics import entropy_ratio, mean, mean_entropy, mismatch_metrics
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.memory import NO_MEMORY, shortage, whole_or_halves
@@ -39,11 +39,15 @@ WORDS = ((0.001, "changes next to nothing"), (0.01, "changes little"), (0.1, "ch
 
 @dataclass(frozen=True, kw_only=True)
 class Dose:
-    """What a policy with noise of one sigma samples; `kl` is the metric mismatch/kl, to the policy without."""
+    """What a policy with noise of one sigma samples; `kl` is the metric mismatch/kl, to the policy without.
+
+    `accuracy` is that of the task's rewards.
+    """
 
     sigma: float
     entropy: float  # nats/token
     kl: float  # nats/token
+    accuracy: float
 
 
 def curve(
@@ -70,7 +74,8 @@ def curve(
             policy.noise = quiet
         engine.sleep()
         kl = kl_to(experiment, policy, everything)
-        doses.append(Dose(sigma=sigma, entropy=mean_entropy(everything), kl=kl))
+        right = mean([float(reward.correct) for reward in experiment.task.rewards(everything)])
+        doses.append(Dose(sigma=sigma, entropy=mean_entropy(everything), kl=kl, accuracy=right))
     return doses
 
 

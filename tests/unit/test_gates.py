@@ -22,6 +22,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.commands import gates as command
 from qerl_bench.commands import study
 from qerl_bench.config import build, compose
+from qerl_bench.probe.bisection import find_sigma
 from qerl_bench.process.children import Child
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.termination import Terminated
@@ -29,7 +30,7 @@ from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.claims.contrasts import MATCHED
 from qerl_bench.studies.conduct import probing, runner
 from qerl_bench.studies.conduct.deadline import Deadline
-from qerl_bench.studies.conduct.dose import find_sigma
+from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
 from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
@@ -217,6 +218,13 @@ def test_a_control_that_lowers_accuracy_shows_no_gain(design: Design) -> None:
     assert results(design, probes(design), runs)["control of gain bf16-group8"].word == "no"
 
 
+def test_seeds_are_the_units_of_a_design_with_one_model(design: Design) -> None:
+    one = replace(design, bases=(0,), units={0: design.units[0]}, arms=design.arms[:1])
+    runs = {("bf16", 0, seed): run(one, "bf16", 2 * seed, 0.5, 0.05) for seed in range(3)}
+    assert results(one, probes(one), runs)["headroom"].bases == 3
+    assert results(replace(one, units=design.units), probes(one), runs)["headroom"].bases == 1
+
+
 def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
     design: Design, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +312,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 
     def curve(experiment: Experiment, policy: Policy, engine: Any, prompts: Any, sigmas: Any, draws: Any) -> list[Dose]:
         samplers.append(tuple(one.relative_error for one in engine.policy.layers.values()))
-        return [Dose(sigma=sigma, entropy=1.0, kl=0.0) for sigma in sigmas]
+        return [Dose(sigma=sigma, entropy=1.0, kl=0.0, accuracy=0.5) for sigma in sigmas]
 
     def dose(design: Design, experiment: Experiment, policy: Policy, engine: Any) -> dict[str, Any]:
         measured.append(experiment.aqn.name)
@@ -313,7 +321,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
         return {"sigma": 0.1, "noisy": [*policy.noise.noisy], "trained": errors, "sampled": samplers[-1]}
 
     real_dose = probe.dose
-    monkeypatch.setattr(probe, "curve", curve)
+    monkeypatch.setattr("qerl_bench.probe.rise.curve", curve)
     monkeypatch.setattr(probe, "answers", lambda *_: {})
     monkeypatch.setattr(probe, "dose", dose)
     design = small_study(tmp_path, arms, rise=0.1)
@@ -705,6 +713,12 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
     assert measured["pass@1 of the base"] == measured["headroom"] == 2 and "| headroom |" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="give out=DIR"):
         command.main([str(STUDY), f"runs={early}", f"runs={late}"])
+
+
+def test_a_session_that_only_probed_is_read_too(design: Design, tmp_path: Path) -> None:
+    pack_probes(design, probes(design), tmp_path)
+    study = read_sessions(read_design(tmp_path / "study.yaml"), [tmp_path])
+    assert [*study.probes] == [0, 1, 2, 3] and study.runs == {} and study.design.common == design.common
 
 
 @pytest.mark.parametrize("says", [True, False])

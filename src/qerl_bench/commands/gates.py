@@ -6,7 +6,8 @@
 Bases that were not measured yet are pretrained and measured now, without training any arm: their answers in each weight
 format, and the noise that gives each its dose. Gates about training are read from the runs of the study and open until
 an arm is finished on every base, or from the sessions of it that were packed into `runs`. Prints the table and writes
-gates.json and gates.md to `out`; the exit code is 1 if a gate fails, or a probe.
+gates.json, gates.md and, of probes with details, probes.md and its figures to `out`; the exit code is 1 if a gate
+fails, or a probe.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.process.terminal import log_to_stderr
+from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.gates import gates, override, render, stopped, to_json
 from qerl_bench.studies.design.sessions import read_sessions
+from qerl_bench.studies.figures.style import save
+from qerl_bench.studies.report import probe_page
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,20 +33,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, nargs="+", action="extend", default=[], help=told)
     options = parsed(parser, arguments)
     design, slots, deadline = prepared(options)
+    out = options.out or (options.runs[0] if options.runs else design.root / "study")
     failed: list[str] = []
     require(options.out is not None or len(options.runs) < 2, "several runs= have no folder in common: give out=DIR")
     if options.runs:
         study = read_sessions(design, options.runs)
-        results = gates(design, [*study.probes.values()], study.runs)
+        probes = [*study.probes.values()]
+        results = gates(design, probes, study.runs)
     else:
-        probes, failed = probe_bases(design, options.words, slots, deadline, design.arms)
+        probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)
+        pack_probes(design, probes, out)
         results = gates_so_far(design, probes)
     results = override(results, options.despite)
     arms_stopped = stopped(results)
-    out = options.out or (options.runs[0] if options.runs else design.root / "study")
     out.mkdir(parents=True, exist_ok=True)
     (out / "gates.json").write_text(to_json(results, arms_stopped))
     (out / "gates.md").write_text(render(results) + "\n")
+    if page := probe_page.markdown(probes):
+        (out / "probes.md").write_text(page)
+        for name, figure in probe_page.figures(probes).items():
+            save(figure, out / name)
+        print(page)
     print(render(results))
     for arm, by in arms_stopped.items():
         print(f"{arm} is stopped by: {', '.join(by)}")

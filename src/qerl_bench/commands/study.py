@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = options.out or design.root / "study"
     account_for_changes(design.path, out, options.with_changes)
     arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
-    probes, failed = probe_bases(design, options.words, slots, deadline, arms)
+    probes, failed = probe_bases(design, options.words, slots, deadline, arms, out)
     results = override(gates_so_far(design, probes), options.despite)
     arms_stopped = stopped(results)
     log.info("before the runs\n%s", render(results))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 VERSION = 1  # of what is written here; another one is converted again
 RECORD = "gguf.json"
 SHARD_BYTES = 4 * 2**30
+THREADS = 8  # each holds some CHUNKs of a tensor
 ONE_ROUNDING = 1.5  # two roundings of one row differ by 0.85 to 1.07 of what their cells give
 
 
@@ -177,6 +180,13 @@ def _write_weights(
     from safetensors.torch import save_file
 
     kept, architecture = getattr(torch, dtype), architecture_of(header)
+
+    def read(place: str) -> torch.Tensor:
+        name = sources[place]
+        offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0  # taken off before rounding
+        rows = [torch.from_numpy(part - np.float32(offset)).to(kept) for part in dequantized(header, name, dither)]
+        return _ordered(architecture, name, torch.cat(rows).reshape(header.tensors[name].shape), config)
+
     shards: list[list[str]] = [[]]
     size = 0
     for place, name in sources.items():
@@ -189,12 +199,8 @@ def _write_weights(
     index = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        for place in shard:
-            name = sources[place]
-            offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0  # taken off before rounding
-            rows = [torch.from_numpy(part - np.float32(offset)).to(kept) for part in dequantized(header, name, dither)]
-            tensors[place] = _ordered(architecture, name, torch.cat(rows).reshape(header.tensors[name].shape), config)
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            tensors = dict(zip(shard, pool.map(read, shard), strict=True))
         save_file(tensors, folder / file, {"format": "pt"})
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:

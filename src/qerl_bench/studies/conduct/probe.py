@@ -2,8 +2,8 @@
 
     python -m qerl_bench.studies.conduct.probe STUDY.yaml BASE FORMAT[,FORMAT] [word ...]
 
-A process of its own for each base, which pretrains the base first if nobody has. The results, which later calls only
-complete, are in probes/ below root.
+A process of its own for each base, which pretrains the base, or converts the copy of a GGUF file, first if nobody has.
+The results, which later calls only complete, are in probes/ below root.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
+
 from qerl_bench.config import build, compose
-from qerl_bench.dose import curve, probe_sampling
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.metrics import mean_entropy
 from qerl_bench.model.digest import digest_of
+from qerl_bench.model.gguf.convert import record_of
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import base_checkpoint, build_noise, build_policy
+from qerl_bench.probe.answers import asked_at, numbers
+from qerl_bench.probe.measure import Reference, Wanted, measure, questions_scored
+from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.process.children import end_with_parent
-from qerl_bench.rundir.environment import versions
+from qerl_bench.rundir.environment import environment, versions
 from qerl_bench.seeding import derive
-from qerl_bench.session import on_base_in, prepare_device
-from qerl_bench.studies.conduct.dose import find_sigma
+from qerl_bench.session import prepare_device
 from qerl_bench.studies.design.design import Design, read_design
 
 ANSWERS = "answers"
@@ -39,6 +43,7 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
     """Complete the record of a base: those of `formats` that it lacks, and the doses of arms in them."""
     file = design.probe_file(base)
     record = json.loads(file.read_text()) if file.is_file() else {"base": base, "formats": {}, "doses": {}}
+    detailed, reference = bool(design.probe.details), Reference()
     for quant in formats:
         arms = [arm for arm in design.arms if design.format_of(arm) == quant]
         dosed = [arm for arm in arms if arm.dosed and arm.name not in record["doses"]]
@@ -48,7 +53,8 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         plain = build(compose(design.base_words(design.plain(quant), base)))
         device = prepare_device(plain.device, plain.quant)
         checkpoint = base_checkpoint(plain.model, plain.task, plain.root)
-        asked: dict[str, Asked] = {} if quant in record["formats"] else {ANSWERS: (answers, plain)}
+        asker = partial(detailed_answers, base, reference, checkpoint) if detailed else answers
+        asked: dict[str, Asked] = {} if quant in record["formats"] else {ANSWERS: (asker, plain)}
         noisy = {arm.name: build(compose(design.words(arm, base, 0, sigma=1.0))) for arm in dosed}
         for one in noisy.values():
             asked.setdefault(decides_dose(one), (dose, one))
@@ -57,6 +63,8 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
             record["formats"][quant] = found[ANSWERS]
         record["doses"] |= {name: found[decides_dose(one)] for name, one in noisy.items()}
         record |= {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
+        if detailed:
+            record |= {"unit": [*design.units[base].words], "file": record_of(checkpoint), **machine(device)}
         file.parent.mkdir(parents=True, exist_ok=True)
         writing = file.with_suffix(".writing")
         writing.write_text(json.dumps(record))
@@ -101,29 +109,66 @@ def answers(design: Design, experiment: Experiment, policy: Policy, engine: Roll
     """How often each of the probe's questions, which RL could draw, is answered, and the entropy of the policy."""
     size = design.probe
     prompts = experiment.task.train_prompts(1, size.questions, derive("probe"))
-    rollouts = engine.generate(prompts, probe_sampling(experiment, size.samples, 1.0, "answers"))
-    right = [float(reward.correct) for reward in experiment.task.rewards(rollouts)]
-    by_question = [int(sum(right[i : i + size.samples])) for i in range(0, len(right), size.samples)]
-    return {"correct": by_question, "samples": size.samples, "entropy": mean_entropy(rollouts)}
+    found = numbers(asked_at(experiment.task, engine, prompts, 1, size.samples, ANSWERS))
+    return {key: found[key] for key in ("correct", "samples", "entropy")}
+
+
+def detailed_answers(
+    base: int,
+    reference: Reference,
+    checkpoint: Path | None,
+    design: Design,
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+) -> dict[str, Any]:
+    """All that a probe with details has of one format; its answers go to a file. The first format is the reference."""
+    first, wanted = design.formats[0], wanted_of(design, base)
+    if reference.policy is None and experiment.quant.name != first:  # measured in an earlier call
+        again_asked(design, base, reference, checkpoint, policy.device.type)
+    found, rows = measure(experiment, policy, engine, wanted, reference)
+    file = design.answers_file(base, experiment.quant.name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(rows, file, compression="zstd")
+    return found
+
+
+def wanted_of(design: Design, base: int) -> Wanted:
+    """What a probe with details measures. Copies of a file have random numbers of their own, bases the same."""
+    size, dose, copy = design.probe, design.dose, design.units[base].first_seed
+    first = 0 if copy is None else copy * dose.draws
+    return Wanted(
+        questions=size.questions,
+        split=size.split,
+        samples=size.samples,
+        temperatures=size.temperatures,
+        sigmas=size.sigmas,
+        prompts=dose.prompts,
+        draws=range(first, first + dose.draws),
+        texts=size.texts,
+        draw=ANSWERS if copy is None else f"{ANSWERS}/{copy}",
+    )
+
+
+def again_asked(design: Design, base: int, reference: Reference, checkpoint: Path | None, device: str) -> None:
+    """The reference of a base whose first format was measured before: its policy, and those answers that are scored."""
+    plain, wanted = build(compose(design.base_words(design.plain(design.formats[0]), base))), wanted_of(design, base)
+    policy = build_policy(plain, checkpoint, device)
+    with closing(plain.engine.build(policy)) as engine:
+        prompts = wanted.prompts_of(plain)[: questions_scored(wanted.samples)]
+        reference.take(plain, policy, asked_at(plain.task, engine, prompts, 1, wanted.samples, wanted.draw))
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What decides numbers besides the design: code, and card."""
+    found = environment(device)
+    return {key: found[key] for key in ("commit", "dirty", "code", "gpu", "cpu", "driver")}
 
 
 def dose(design: Design, experiment: Experiment, policy: Policy, engine: RolloutEngine) -> dict[str, Any]:
     """The sigma that raises the entropy as wanted, and the rise and KL that it has on other prompts and draws."""
-    task, size, sampled_in = experiment.task, design.dose, experiment.rollout.quant
-    search, check = (task.train_prompts(step, size.prompts, derive("dose")) for step in (1, 2))
-    with on_base_in("rollout.quant", sampled_in, experiment, policy, engine) as (_, sampler):
-        draws, fresh = range(size.draws), range(size.draws, 2 * size.draws)
-        (quiet,) = curve(experiment, policy, sampler, search, [0.0], draws)
-
-        def rise(sigma: float) -> float:
-            return curve(experiment, policy, sampler, search, [sigma], draws)[0].entropy / quiet.entropy - 1
-
-        sigma, tried = find_sigma(rise, size.rise, start=0.1)
-        if sigma is None:
-            return {"sigma": None, "tried": tried}
-        before, noisy = curve(experiment, policy, sampler, check, [0.0, sigma], fresh)
-    rise_on_others = noisy.entropy / before.entropy - 1
-    return {"sigma": sigma, "rise": rise_on_others, "kl": noisy.kl, "entropy": before.entropy, "tried": tried}
+    size = design.dose
+    return sigma_of_rise(experiment, policy, engine, size.rise, size.prompts, size.draws)
 
 
 def main(words: list[str]) -> None:

@@ -14,11 +14,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from qerl_bench.checks import require
 from qerl_bench.config import build, compose
 from qerl_bench.process.children import Child, signal_of, stop
 from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.studies.conduct.deadline import STOP_S, Deadline
+from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.design.design import Arm, Design
 from qerl_bench.sweep.sweep import POLL_S, environment_of
 
@@ -27,14 +30,20 @@ STEP = re.compile(r"step \d+/\d+")  # how a run reports its progress
 
 
 def probe_bases(
-    design: Design, words: Sequence[str], slots: int, deadline: Deadline, arms: Collection[Arm]
+    design: Design,
+    words: Sequence[str],
+    slots: int,
+    deadline: Deadline,
+    arms: Collection[Arm],
+    out: Path | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The probes of all bases of the design, and what became of those that failed, in a line each.
 
-    Those that are missing or incomplete are made, `slots` at a time; formats that cannot run here are left to another
-    machine. Bases that could not be probed in time are left out with a warning. Raises ConfigError if one of `arms`,
-    which are to run, cannot run here.
+    Those that are missing or incomplete are made, `slots` at a time, and all are packed into `out` after each; formats
+    that cannot run here are left to another machine. Bases that could not be probed in time are left out with a
+    warning. Raises ConfigError if one of `arms`, which are to run, cannot run here, or a model cannot be read.
     """
+    _check_models(design)
     formats = _formats_here(design, arms)
     gpus = visible_gpus()
     failed: dict[int, str] = {}
@@ -49,6 +58,8 @@ def probe_bases(
                     log.info("probe of base %d ended with code %d", base, code)
                     if code != 0:
                         failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
+                    elif out is not None:
+                        pack_probes(design, _records(design, formats), out)
                 if slot not in running and todo and deadline.left > 0:
                     environment = environment_of(slot, slots, gpus, len(todo) + len(running))
                     base = todo.popleft()
@@ -61,12 +72,27 @@ def probe_bases(
     except BaseException as error:
         stop([child for _, child in running.values()], signal_of(error))
         raise
-    missing = [base for base in design.bases if not probed(design, base, formats)]
-    for base in missing:
-        if base not in failed:
+    for base in design.bases:
+        if base not in failed and not probed(design, base, formats):
             log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
-    probes = [json.loads(design.probe_file(base).read_text()) for base in design.bases if base not in missing]
-    return probes, [failed[base] for base in sorted(failed)]
+    return _records(design, formats), [failed[base] for base in sorted(failed)]
+
+
+def _records(design: Design, formats: Collection[str]) -> list[dict[str, Any]]:
+    """The probes of all bases that were measured in `formats`."""
+    return [json.loads(design.probe_file(base).read_text()) for base in design.bases if probed(design, base, formats)]
+
+
+def _check_models(design: Design) -> None:
+    """Raise ConfigError unless the models and questions that a study loads can be read, before any is loaded."""
+    loaded: set[str] = set()
+    for base in design.bases:
+        tree = design.tree_of(design.reference, base)
+        if "id" in tree["model"] and tree["model"]["id"] not in loaded:
+            loaded.add(tree["model"]["id"])
+            experiment = build(OmegaConf.create(tree))
+            experiment.task.check()
+            experiment.check_model()
 
 
 def _formats_here(design: Design, arms: Collection[Arm]) -> list[str]:

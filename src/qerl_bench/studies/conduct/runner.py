@@ -17,14 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qerl_bench.checks import require
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.process.children import stop
 from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.studies.conduct.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
+from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.gates import Result, gates, render, to_json
 from qerl_bench.studies.design.sessions import finished_runs, words_of_runs
@@ -153,18 +153,9 @@ def pack(
     out: Path,
 ) -> None:
     """Write the finished runs of the study, its probes, gates and design to `out`."""
-    out.mkdir(parents=True, exist_ok=True)
-    as_run = yaml.safe_load(design.path.read_text()) | {"common": design.common}
-    texts = {
-        "study.yaml": yaml.safe_dump(as_run, sort_keys=False),
-        "probes.json": json.dumps(probes),
-        "gates.json": to_json(results, arms_stopped),
-        "gates.md": render(results) + "\n",
-    }
-    for name, text in texts.items():
-        writing = out / f".{name}.writing"
-        writing.write_text(text)
-        writing.replace(out / name)
+    pack_probes(design, probes, out)
+    write_atomically(out / "gates.json", to_json(results, arms_stopped))
+    write_atomically(out / "gates.md", render(results) + "\n")
     paths = [run.path for run in finished_runs(design, probes).values()]
     if paths:
         runs, _, rows, _ = write_study(paths, out, mixed_code=True, metrics=("study",))

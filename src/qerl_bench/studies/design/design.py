@@ -1,13 +1,13 @@
 """The design of a study of many bases: its arms in order of priority, their bases and seeds, as a YAML file says.
 
     common: [experiment=worlds/base]         # words of every run
-    bases: 16                                # model.seed 0 to 15; or a list of seeds, such as [16, 17]
+    bases: 16                                # model.seed 0 to 15; a list of seeds, or `units` (units.py)
     seeds: 2                                 # seed 0 and 1
     arms:                                    # the first is the reference, RL in 16 bits
       bf16: {tier: 1, words: [quant=bf16]}
       hot: {tier: 1, words: [rollout.temperature=1.2], control: exploration}
       nvfp4-noise: {tier: 1, words: [quant=nvfp4, aqn=matched]}
-    probe: {questions: 256, samples: 64}     # of a base, before any arm
+    probe: {questions: 256, samples: 64}     # of a base, before any arm; more of it: sizes.py
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
 
 Tier 1 is run on all bases before tier 2 begins. A control shows that the world has a gain to be had (`gain`), or that
@@ -18,7 +18,7 @@ says `compared_with: ARM`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -26,10 +26,19 @@ from typing import Any
 
 import yaml
 
-from qerl_bench.checks import Check, check_fields, count, number, optional, require, text
+from qerl_bench.checks import (
+    Check,
+    check_fields,
+    count,
+    optional,
+    require,
+    text,
+)
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.rundir.checkpoints import is_finished
+from qerl_bench.studies.design.sizes import DoseSize, ProbeSize, probe_size
+from qerl_bench.studies.design.units import Unit, read_seeds, read_units
 from qerl_bench.sweep.points import Point
 
 EXPLORES = ("rollout.temperature=", "train.entropy_coef=")  # beginnings of the words of known means
@@ -64,34 +73,12 @@ class Arm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeSize:
-    """How a base is asked before training: pass@k of up to `samples`."""
-
-    questions: int
-    samples: int
-
-    def __post_init__(self) -> None:
-        check_fields(self, "probe", questions=count(2), samples=count(2))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoseSize:
-    """The relative rise of entropy that the noise of aqn=matched shall have, and what it is measured with."""
-
-    rise: float
-    prompts: int
-    draws: int
-
-    def __post_init__(self) -> None:
-        check_fields(self, "dose", rise=number(above=0, most=1), prompts=count(), draws=count())
-
-
-@dataclass(frozen=True, kw_only=True)
 class Design:
-    """A study. `bases` and `seeds` are the values of model.seed and of seed."""
+    """A study. `bases` are numbers of `units`, which are values of model.seed unless the design says otherwise."""
 
     path: Path
     common: list[str]
+    units: Mapping[int, Unit]
     bases: tuple[int, ...]
     seeds: tuple[int, ...]
     arms: tuple[Arm, ...]
@@ -121,8 +108,8 @@ class Design:
 
     @property
     def formats(self) -> list[str]:
-        """The weight formats of all arms, that of the reference first."""
-        return list(dict.fromkeys(self.format_of(arm) for arm in self.arms))
+        """The weight formats of all arms, that of the reference first, and those that only the probe has."""
+        return list(dict.fromkeys([*(self.format_of(arm) for arm in self.arms), *self.probe.formats]))
 
     @property
     def samples_per_group(self) -> int:
@@ -139,7 +126,10 @@ class Design:
 
     def tree(self, arm: Arm) -> dict[str, Any]:
         """The config of an arm, for the first base."""
-        return _tree(*self.base_words(arm, self.bases[0]))
+        return self.tree_of(arm, self.bases[0])
+
+    def tree_of(self, arm: Arm, base: int) -> dict[str, Any]:
+        return _tree(*self.base_words(arm, base))
 
     def plain(self, quant: str) -> Arm:
         """The format alone, as a base is asked in it: options of an arm, such as its temperature, would change what is
@@ -151,14 +141,16 @@ class Design:
         return self.option(arm, "quant")["name"]
 
     def base_words(self, arm: Arm, base: int) -> list[str]:
-        return [*self.common, *arm.words, f"model.seed={base}"]
+        return [*self.common, *arm.words, *self.units[base].words]
 
     def words(self, arm: Arm, base: int, seed: int, sigma: float | None) -> list[str]:
         """The words of one run; `sigma` is the noise that was found for its base, if the arm has matched noise."""
-        require(not arm.dosed or sigma is not None, f"{arm.name} has no dose for model.seed={base}: qerl-bench gates")
+        unit = self.units[base]
+        told = " ".join(unit.words)
+        require(not arm.dosed or sigma is not None, f"{arm.name} has no dose for {told}: qerl-bench gates")
         return [
             *self.base_words(arm, base),
-            f"seed={seed}",
+            f"seed={unit.seed_of(seed, len(self.seeds))}",
             *([f"aqn.sigma_of_base={sigma}"] if arm.dosed else []),
         ]
 
@@ -172,8 +164,12 @@ class Design:
         """Where the probe of a base is kept; named by what decides its numbers, but for the formats and arms in it."""
         tree = _tree(*self.base_words(self.reference, base))
         decisive = {key: tree[key] for key in ("model", "task", "rollout", "quantizer", "engine", "kernel")}
-        digest = fingerprint({**decisive, "probe": vars(self.probe), "dose": vars(self.dose)})
+        digest = fingerprint({**decisive, "probe": self.probe.decisive, "dose": vars(self.dose)})
         return self.root / "probes" / f"{tree['model']['name']}-{base}-{digest}.json"
+
+    def answers_file(self, base: int, quant: str) -> Path:
+        """Where the answers of a base in a weight format are kept, of a probe with details."""
+        return self.probe_file(base).with_suffix("") / f"{quant}.parquet"
 
 
 @cache
@@ -187,15 +183,16 @@ def _tree(*words: str) -> dict[str, Any]:
     return _composer().tree(words)
 
 
-def check_words(key: str, words: object) -> None:
-    """Raise ConfigError unless `words` are key=value words that a study does not set itself."""
+def check_words(key: str, words: object, of_units: Collection[str] = ()) -> None:
+    """Raise ConfigError unless `words` are key=value words that a study, or its units, do not set themselves."""
     require(
         isinstance(words, list) and all(isinstance(word, str) and "=" in word for word in words),
         f"{key} must list key=value words, got {words!r}",
     )
     assert isinstance(words, list)
     for word in words:
-        set_by_study = word.partition("=")[0] in ("model.seed", "seed", "aqn.sigma_of_base", "root", "name")
+        own = ("model.seed", "seed", "aqn.sigma_of_base", "root", "name", *of_units)
+        set_by_study = word.partition("=")[0] in own
         require(not set_by_study, f"{key} has {word}, which the study sets for each run: leave it out")
 
 
@@ -205,32 +202,26 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     Raises ConfigError for unknown, missing or wrong entries.
     """
     require(path.is_file(), f"there is no study {path}; give its YAML file")
-    keys = {"common", "bases", "seeds", "arms", "probe", "dose"}
-    content = _object(str(path), yaml.safe_load(path.read_text()), keys)
-    check_words("common", content["common"])
+    written: Any = yaml.safe_load(path.read_text())
+    repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
+    content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})
+    units = read_units(content)
+    set_by_units = {word.partition("=")[0] for unit in units.values() for word in unit.words}
+    check_words("common", content["common"], set_by_units)
+    check_words("words", [*words], set_by_units)
     common = {word.partition("=")[0]: word for word in [*content["common"], *words]}
     arms: Any = content["arms"]
     require(isinstance(arms, dict), f"{path}: arms must have a name each")
     return Design(
         path=path,
         common=[*common.values()],
-        bases=_seeds("bases", content["bases"]),
-        seeds=_seeds("seeds", content["seeds"]),
+        units=units,
+        bases=tuple(units),
+        seeds=read_seeds("seeds", content["seeds"]),
         arms=tuple(_arm(name, entry) for name, entry in arms.items()),
-        probe=ProbeSize(**_object("probe", content["probe"], {"questions", "samples"})),
+        probe=probe_size(content["probe"]),
         dose=DoseSize(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
     )
-
-
-def _seeds(key: str, value: Any) -> tuple[int, ...]:
-    """The seeds from 0 on, if `value` is their number, or those that it lists."""
-    if not isinstance(value, list):
-        count()(key, value)
-        return tuple(range(value))
-    for seed in value:
-        count(0)(f"each of {key}", seed)
-    require(len({*value}) == len(value), f"{key} has a seed twice: {value}")
-    return tuple(value)
 
 
 def _arm(name: object, entry: object) -> Arm:

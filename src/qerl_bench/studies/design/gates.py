@@ -1,8 +1,9 @@
 """The gates of a study: what its bases and first runs must show before the other arms can decide anything.
 
 A gate looks at the reference, at a control, or at what a treatment acts on directly, never at the effect that the study
-is about. Intervals are over bases, 95 %. A limit inside of the interval is neither passed nor failed. What a weight
-format costs a base is measured and stops nothing: claims about formats are about that very cost.
+is about. Intervals are over bases, 95 %; of a design with one model those of training are over seeds. A limit inside of
+the interval is neither passed nor failed. What a weight format costs a base is measured and stops nothing: claims about
+formats are about that very cost.
 
 Controls are of two kinds. Without a gain that the world can show no noise can be judged; without exploration that pays,
 noise can be said to harm, not to fail to help.
@@ -94,9 +95,9 @@ def gates(design: Design, probes: Sequence[Probe], runs: Runs) -> list[Result]:
             what = {"rise": "rise of entropy", "kl": "KL, nats"}[name]
             values = [one[name] if one["sigma"] is not None else math.nan for one in found]
             results.append(between(f"{what}, {arm.name}", *limits, values, (arm.name,)))
-    ends = by_base(runs, design.reference, final)
-    rises = by_base(runs, design.reference, late_rise)
-    skills = by_base(runs, design.reference, gain_on_longest)
+    ends = by_unit(design, runs, design.reference, final)
+    rises = by_unit(design, runs, design.reference, late_rise)
+    skills = by_unit(design, runs, design.reference, gain_on_longest)
     return [
         *results,
         between("headroom", HEADROOM, 1.0, [1 - value for value in ends.values()], everything),
@@ -135,8 +136,8 @@ def controls(design: Design, runs: Runs, kind: str, stops: tuple[str, ...] = ())
     """
     gate, tested = f"control of {kind}", sum(arm.shows is not False for arm in design.arms)
     limit = f"one above {EFFECT:g}, p <= {level(tested):.2g}"
-    reference, arms = by_base(runs, design.reference, final), [arm for arm in design.arms if arm.shows == kind]
-    effects = {arm.name: _differences(by_base(runs, arm, final), reference) for arm in arms}
+    arms, reference = [arm for arm in design.arms if arm.shows == kind], by_unit(design, runs, design.reference, final)
+    effects = {arm.name: _differences(by_unit(design, runs, arm, final), reference) for arm in arms}
     estimates = [mean_ci(values) for values in effects.values() if values]
     all_below = all(one.high < EFFECT for one in estimates)
     word: Word = "open" if len(estimates) < len(arms) else "no" if all_below else "neither"
@@ -164,6 +165,13 @@ def pass_at(probe: Probe, quant: str, k: int) -> float:
     counts = probe["formats"][quant]
     rows = [[1.0] * correct + [0.0] * (counts["samples"] - correct) for correct in counts["correct"]]
     return pass_at_k(rows, min(k, counts["samples"])).value
+
+
+def by_unit(design: Design, runs: Runs, arm: Arm, number: Callable[[Run], float]) -> dict[int, float]:
+    """A number of the runs of an arm, by base or, in a design of one model, by seed."""
+    if len(design.units) > 1:
+        return by_base(runs, arm, number)
+    return {seed: number(run) for (name, _, seed), run in runs.items() if name == arm.name}
 
 
 def by_base(runs: Runs, arm: Arm, number: Callable[[Run], float]) -> dict[int, float]:

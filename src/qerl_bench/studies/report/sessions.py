@@ -5,11 +5,12 @@
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
 arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
-of one shape in different sizes. specification.csv and specification.svg have the effect behind each
-verdict under other choices, pooled too with the other studies of the task in the folder beside. Of
-many arms three of the figures are drawn once for each arm that others are compared with. Arms with
-random rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the
-code are taken together, since no pair of runs is from two sessions.
+of one shape in different sizes. Probes with details add probes.md and probes.svg. specification.csv
+and specification.svg have the effect behind each verdict under other choices, pooled too with the
+other studies of the task in the folder beside. Of many arms three of the figures are drawn once for
+each arm that others are compared with. Arms with random rewards are not in arms.svg, whose axes
+they would stretch. Runs of several versions of the code are taken together, since no pair of runs
+is from two sessions.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from qerl_bench.studies.figures.paired import ENTROPY as ENTROPY_MEAN
 from qerl_bench.studies.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.studies.figures.specification import specification_curve, specification_table
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
+from qerl_bench.studies.report import probe_page
 from qerl_bench.studies.report.claims_page import markdown
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
@@ -77,6 +79,8 @@ def texts(study: Sessions) -> dict[str, str]:
         "claims.svg": svg(all_claims(verdicts, scope)),
         "bases.md": bases(study),
     }
+    if page := probe_page.markdown([*study.probes.values()]):
+        found["probes.md"] = page
     if any(one.verdict != "incomplete" for one in later):
         found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
     if ways := specifications([*verdicts, *later], runs, [_other(folder) for folder in beside(study)]):
@@ -132,7 +136,7 @@ def figures(study: Sessions) -> dict[str, Figure]:
             drawn[f"curves{ending}"] = paired_curves(
                 [level, *(levels[name] for name in treated)], [pairs[name] for name in treated], [REWARD, ENTROPY]
             )
-    return drawn
+    return drawn | probe_page.figures([*study.probes.values()])
 
 
 def by_figure(study: Sessions) -> dict[str, list[Arm]]:

@@ -1,0 +1,124 @@
+"""Ask a model before any training: which answer and weight format, which noise, and whether RL could teach it.
+
+    qerl-bench probe model=hub model.id=X.gguf task=gsm8k formats=bf16,nvfp4 answer_formats=boxed
+    qerl-bench probe model=qwen3-4b task=gsm8k questions=64 samples=8 temperatures=0,1 sigmas=0.1
+
+Words with other keys are options of a run. The answer formats are compared on greedy answers in the first weight
+format; all else is asked in the best of them, unless the words set task.answer_format. Temperatures below 1 have top-p
+0.95. Noise is measured where the run's `noise` options put it: a curve over `sigmas`, and the sigma that raises the
+entropy by `rise` (0: none). Prints tables and a recommendation, and writes probe.md, probe.json and answers.parquet, a
+row for each answer. Weight formats that cannot run here are left out, with a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+
+from qerl_bench.checks import TEMPERATURES, check_fields, count, is_number, number, one_of, require
+from qerl_bench.config import build, compose
+from qerl_bench.options.user_options import split_search_path
+from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.process.terminal import log_to_stderr
+from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.studies.probes.advice import advice
+from qerl_bench.studies.probes.page import markdown
+from qerl_bench.task.grader.extract import ANSWER_FORMATS
+
+FORMATS = ("bf16", "nvfp4", "mxfp4", "nf4")
+
+
+def parser() -> KeyValueParser:
+    """The options of the command, all of which --help explains."""
+    found = KeyValueParser(__doc__)
+    found.add_argument("words", nargs="*", help="options of a run, such as model=qwen3-4b task=gsm8k")
+    listed = {
+        "formats": (str, list(FORMATS), "weight formats; others are compared with the first"),
+        "answer-formats": (str, None, f"of {', '.join(ANSWER_FORMATS)} (default: all)"),
+        "temperatures": (float, [0.0, 0.6, 1.0], "to answer at, 0 is greedy (default: 0,0.6,1)"),
+        "sigmas": (float, [], "sizes of noise to measure (default: none)"),
+    }
+    for name, (kind, default, told_of) in listed.items():
+        found.add_argument(f"--{name}", type=kind, nargs="+", default=default, help=told_of)
+    for name, default, told_of in (
+        ("questions", 256, "how many to ask (default: 256)"),
+        ("samples", 8, "answers to each, one at temperature 0 (default: 8)"),
+        ("texts", 64, "questions of which answers.parquet has the texts (default: 64)"),
+    ):
+        found.add_argument(f"--{name}", type=int, default=default, help=told_of)
+    found.add_argument(
+        "--rise", type=float, default=0.1, help="of entropy, whose sigma is found (default: 0.1; 0: none)"
+    )
+    found.add_argument("--split", default="train", help="train (default; what RL could draw) or held_out questions")
+    found.add_argument("--out", type=Path, default=None, help="folder to write to (default: ROOT/probes/MODEL-TASK)")
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    log_to_stderr("qerl_bench")
+    for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
+        logging.getLogger(package).setLevel(logging.ERROR)
+    options, words = parsed(arguments)
+    check(options, words)
+    from qerl_bench.probe.one_model import probe, runnable  # with torch, which --help needs not wait for
+
+    experiments = {quant: build(compose([*words, f"quant={quant}"])) for quant in options.formats}
+    first = experiments[options.formats[0]]
+    out = options.out or Path(first.root) / "probes" / f"{first.model.name}-{first.task.name}"
+    require(not out.is_file(), f"out={out} is a file; give a folder")
+    experiments = runnable(experiments)
+    first = next(iter(experiments.values()))
+    first.task.check()
+    first.check_model()
+    out.mkdir(parents=True, exist_ok=True)
+    record, rows = probe(experiments, options, chosen="task.answer_format" in keys_of(words))
+    record = {"words": words, "options": asked_for(options), **record}
+    record["advice"] = advice(record)
+    write_atomically(out / "probe.json", json.dumps(record, indent=1))
+    write_atomically(out / "probe.md", text := markdown(record))
+    parquet.write_table(rows, out / "answers.parquet", compression="zstd")
+    print(text, *(out / name for name in ("probe.md", "probe.json", "answers.parquet")), sep="\n")
+
+
+def parsed(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The options of this command, and the words of a run among `arguments`."""
+    search_path, others = split_search_path(arguments)
+    reader = parser()
+    known = {name.removeprefix("--").replace("-", "_") for name in reader._option_string_actions}
+    own = [word for word in others if word.startswith("-") or word.partition("=")[0] in known]
+    options = reader.parse_args(own)
+    return options, [*(word for word in others if word not in own), *search_path]
+
+
+def keys_of(words: Sequence[str]) -> set[str]:
+    return {word.lstrip("+").partition("=")[0] for word in words}
+
+
+def asked_for(options: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(options).items() if key not in ("out", "words")}
+
+
+def check(options: Any, words: Sequence[str]) -> None:
+    """Raise ConfigError for values that cannot be."""
+    low, high = TEMPERATURES
+    check_fields(options, "", questions=count(2), samples=count(2), texts=count(0), rise=number(0, 1))
+    check_fields(options, "", split=one_of("train", "held_out"))
+    for sigma in options.sigmas:
+        number(above=0)("each of sigmas", sigma)
+    require(
+        1 in options.temperatures
+        and all(is_number(one) and (one == 0 or low <= one <= high) for one in options.temperatures),
+        f"temperatures must be 0 (greedy) or from {low:g} to {high:g}, with 1, which training samples at, got "
+        f"{', '.join(f'{one:g}' for one in options.temperatures)}",
+    )
+    for name in options.answer_formats or ():
+        one_of(*ANSWER_FORMATS)("each of answer_formats", name)
+    require(
+        "quant" not in keys_of(words),
+        "quant is one format, and a probe compares several: formats=bf16,nvfp4 lists them",
+    )

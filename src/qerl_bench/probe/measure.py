@@ -1,0 +1,138 @@
+"""What is measured of a policy before training, for `qerl-bench probe` and for the probe of a study alike.
+
+Answers at several temperatures, the KL to another weight format on the answers of either, and a curve over sizes of
+noise. The other format is the first that was measured: its policy stays in memory, with a part of its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from qerl_bench.dose import curve, kl_to
+from qerl_bench.engine.base import RolloutEngine
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.policy import Policy
+from qerl_bench.probe.answers import Asked, asked_at, first, numbers, table
+from qerl_bench.process.device import peak_gib, reset_peak
+from qerl_bench.process.progress import phase
+from qerl_bench.records import Prompt, Rollout
+from qerl_bench.seeding import derive
+
+KL_ANSWERS = 1_024  # that are scored by another policy, at most, of the first questions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to measure: `questions` of a `split`, `samples` answers each at `temperatures`, noise of `sigmas`.
+
+    `prompts` x `draws` groups of answers measure a sigma. `draw` names the random numbers of all.
+    """
+
+    questions: int
+    split: str
+    samples: int
+    temperatures: Sequence[float]
+    sigmas: Sequence[float]
+    prompts: int
+    draws: range
+    texts: int
+    draw: str
+
+    def prompts_of(self, experiment: Experiment) -> list[Prompt]:
+        """The questions, the same in all formats: such as RL could draw, or the held-out ones."""
+        if self.split == "held_out":
+            return experiment.task.eval_prompts(self.questions)
+        return experiment.task.train_prompts(1, self.questions, derive("probe"))
+
+
+@dataclass(kw_only=True)
+class Reference:
+    """The format that others are compared with, once it was measured: its policy and some of its answers."""
+
+    experiment: Experiment | None = None
+    policy: Policy | None = None
+    rollouts: Sequence[Rollout] = ()
+
+    def take(self, experiment: Experiment, policy: Policy, asked: Asked) -> None:
+        self.experiment, self.policy, self.rollouts = experiment, policy, scored(asked)
+
+
+def measure(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted, reference: Reference
+) -> tuple[dict[str, Any], pa.Table]:
+    """The numbers of this policy, and a row for each answer (`answers.SCHEMA`).
+
+    It becomes the reference if there is none yet. `correct`, `samples` and `entropy` are those of temperature 1.
+    """
+    started, device = datetime.now(UTC).isoformat(timespec="seconds"), policy.device.type
+    reset_peak(device)
+    prompts = wanted.prompts_of(experiment)
+    asked = [asked_at(experiment.task, engine, prompts, t, wanted.samples, wanted.draw) for t in wanted.temperatures]
+    recording = engine.sleep().get("time/recording_s", 0.0)
+    memory = peak_gib(device)
+    (plain,) = (one for one in asked if one.temperature == 1)
+    if reference.policy is None:
+        reference.take(experiment, policy, plain)
+    found = numbers(plain)
+    result = {
+        "correct": found["correct"],
+        "samples": found["samples"],
+        "entropy": found["entropy"],
+        "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
+        "kl": kl_between(experiment, policy, plain, reference),
+        "curve": noise_curve(experiment, policy, engine, wanted),
+        "tokens_per_s": sum(one.tokens for one in asked) / (sum(one.seconds for one in asked) - recording),
+        "weights_gib": weights_gib(policy),
+        "memory_gib": memory,
+        "started": started,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return result, table(asked, wanted.texts)
+
+
+def questions_scored(samples: int) -> int:
+    """Of how many questions the answers are scored by another policy."""
+    return max(1, KL_ANSWERS // samples)
+
+
+def scored(asked: Asked) -> list[Rollout]:
+    return first(asked, questions_scored(asked.samples)).rollouts
+
+
+def kl_between(experiment: Experiment, policy: Policy, plain: Asked, reference: Reference) -> dict[str, float]:
+    """KL in nats a token, as mismatch/kl: from this policy to the reference on answers of this policy (`own`), and from
+    the reference to this policy on answers of the reference (`of_reference`).
+
+    Of the reference itself both are what engine and training passes differ by.
+    """
+    assert reference.experiment is not None and reference.policy is not None
+    with phase("scoring answers by the other format"):
+        return {
+            "own": kl_to(_at_one(reference.experiment), reference.policy, scored(plain)),
+            "of_reference": kl_to(_at_one(experiment), policy, reference.rollouts),
+        }
+
+
+def noise_curve(experiment: Experiment, policy: Policy, engine: RolloutEngine, wanted: Wanted) -> list[dict[str, Any]]:
+    """Entropy, KL and accuracy without noise and with each sigma, of equal random numbers; empty without sigmas."""
+    if not wanted.sigmas:
+        return []
+    prompts = experiment.task.train_prompts(1, wanted.prompts, derive("dose"))
+    with phase(f"measuring noise of {len(wanted.sigmas)} sizes"):
+        doses = curve(_at_one(experiment), policy, engine, prompts, [0.0, *wanted.sigmas], wanted.draws)
+    return [asdict(one) for one in doses]
+
+
+def weights_gib(policy: Policy) -> float:
+    """What the model's weights take, packed or not."""
+    tensors = (*policy.model.parameters(), *policy.model.buffers())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values()) / 2**30  # tied ones once
+
+
+def _at_one(experiment: Experiment) -> Experiment:
+    return replace(experiment, rollout=replace(experiment.rollout, temperature=1.0))

@@ -1,0 +1,38 @@
+"""The noise that raises the entropy of a policy by a wanted share, and what it does to other prompts and draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qerl_bench.dose import curve
+from qerl_bench.engine.base import RolloutEngine
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.policy import Policy
+from qerl_bench.probe.bisection import find_sigma
+from qerl_bench.seeding import derive
+from qerl_bench.session import on_base_in
+
+START = 0.1  # sigma that is tried first
+
+
+def sigma_of_rise(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, rise: float, prompts: int, draws: int
+) -> dict[str, Any]:
+    """The sigma that raises the entropy of what the rollouts of `experiment` sample by `rise`, None if none does.
+
+    Found with groups of `prompts` questions in each of `draws`; `rise`, `kl` and `entropy`, which is the one without
+    noise, are measured with as many others.
+    """
+    search, check = (experiment.task.train_prompts(step, prompts, derive("dose")) for step in (1, 2))
+    with on_base_in("rollout.quant", experiment.rollout.quant, experiment, policy, engine) as (_, sampler):
+        (quiet,) = curve(experiment, policy, sampler, search, [0.0], range(draws))
+
+        def reached(sigma: float) -> float:
+            return curve(experiment, policy, sampler, search, [sigma], range(draws))[0].entropy / quiet.entropy - 1
+
+        sigma, tried = find_sigma(reached, rise, START)
+        if sigma is None:
+            return {"sigma": None, "tried": tried}
+        before, noisy = curve(experiment, policy, sampler, check, [0.0, sigma], range(draws, 2 * draws))
+    rise_on_others = noisy.entropy / before.entropy - 1
+    return {"sigma": sigma, "rise": rise_on_others, "kl": noisy.kl, "entropy": before.entropy, "tried": tried}

@@ -1,0 +1,90 @@
+"""Probes from the command line: copies of a GGUF file as units of a study, and one model by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import yaml
+
+from tests.models.gguf_files import model_of, write
+
+STUDY: dict[str, Any] = {
+    "common": ["experiment=smoke", "model=hub", "steps=2", "task.max_completion_tokens=8"],
+    "units": {"dither": [1, 2]},
+    "seeds": 1,
+    "arms": {"bf16": {"tier": 1, "words": ["quant=bf16"]}, "nvfp4": {"tier": 1, "words": ["quant=nvfp4"]}},
+    "probe": {"questions": 4, "samples": 3, "temperatures": [0, 1], "formats": ["mxfp4"], "texts": 1, "sigmas": [0.5]},
+    "dose": {"rise": 0.1, "prompts": 2, "draws": 1},
+}
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "qerl_bench", *words], cwd=cwd, capture_output=True, text=True)
+
+
+def study_in(folder: Path, file: str, **changes: Any) -> Path:
+    content = STUDY | changes
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content | {"common": [*content["common"], f"model.id={file}"]}))
+    return path
+
+
+@pytest.mark.slow
+def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_same_copy(tmp_path: Path) -> None:
+    write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
+    path = study_in(tmp_path, "two-layers.gguf")
+    gates = ["pass", "groups", "headroom", "rise", "gain"]
+    done = command(
+        "study", str(path), "slots=2", "out=out", "with_changes=true", f"despite={','.join(gates)}", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    probes = {one["base"]: one for one in json.loads((tmp_path / "out" / "probes.json").read_text())}
+    assert probes[1]["digest"] != probes[2]["digest"] and probes[1]["file"]["digest"] == probes[2]["file"]["digest"]
+    trained = [json.loads(file.read_text()) for file in (tmp_path / "runs").glob("*/env.json")]
+    assert sorted((env["base"], env["gguf"]["dither"]) for env in trained) == sorted(
+        (one["digest"], copy) for copy, one in probes.items() for _ in STUDY["arms"]
+    )
+    answers = pd.read_parquet(tmp_path / "out" / "probe_answers.parquet")
+    assert len(answers) == 2 * 3 * 4 * (1 + 3)
+    for (base, quant, temperature), rows in answers.groupby(["base", "quant", "temperature"]):
+        kept = probes[base]["formats"][quant]["temperatures"][f"{temperature:g}"]
+        assert kept["correct"] == rows.groupby("question", sort=False)["correct"].sum().tolist()
+        assert kept["entropy"] == pytest.approx(rows["entropy"].sum() / rows["tokens"].sum(), rel=1e-4)
+        assert kept["finished"] == rows["finished"].mean() and rows["completion"].notna().sum() == kept["samples"]
+    first = probes[1]["formats"]
+    assert first["bf16"]["kl"]["own"] == first["bf16"]["kl"]["of_reference"] < 1e-3 < first["nvfp4"]["kl"]["own"]
+    assert [dose["sigma"] for dose in first["nvfp4"]["curve"]] == [0.0, 0.5]
+
+    alone = command(
+        *("probe", "experiment=smoke", "model=hub", "model.id=two-layers.gguf", "task.max_completion_tokens=8"),
+        *("formats=bf16,nvfp4", "questions=4", "samples=2", "temperatures=0,1", "rise=0", "out=alone"),
+        cwd=tmp_path,
+    )
+    assert alone.returncode == 0, alone.stderr
+    record = json.loads((tmp_path / "alone" / "probe.json").read_text())
+    assert [*record["formats"]] == ["bf16", "nvfp4"] and any("something to learn" in line for line in record["advice"])
+    rows = pd.read_parquet(tmp_path / "alone" / "answers.parquet")
+    assert rows.groupby("quant").size().tolist() == [4 * 3] * 2 and record["advice"][-1] in alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["gates", "study.yaml"], "missing.gguf: there is no such file"),
+        (["gates", "study.yaml", "words=model.dither=3"], "words has model.dither=3"),
+        (["probe", "model=hub", "model.id=missing.gguf", "task=arithmetic"], "missing.gguf: there is no such file"),
+        (["probe", "model=tiny", "task=arithmetic", "sample=3"], "sample"),
+        (["probe", "model=tiny", "formats=nvfp5"], "quant=nvfp5"),
+    ],
+)
+def test_what_cannot_be_measured_ends_in_one_message(words: list[str], says: str, tmp_path: Path) -> None:
+    study_in(tmp_path, "missing.gguf")
+    done = command(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert says in done.stderr.replace("\n    ", " ") and not (tmp_path / "probes").exists()

@@ -1,0 +1,114 @@
+"""Probes of several units: paired differences, ratios, extrapolation to no rounding error, and their page."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.probes.over_units import (
+    accuracy_gap,
+    by_scale,
+    dose,
+    entropy_at,
+    groups,
+    log_ratio,
+    mean_accuracy,
+    mean_of,
+    ratio_of,
+    without_error,
+)
+from qerl_bench.studies.probes.simex import extrapolated
+from qerl_bench.studies.report.probe_page import figures, markdown
+
+
+def test_a_trend_in_the_added_variance_is_prolonged_to_no_error_copy_by_copy() -> None:
+    """Synthetic copies whose number is known without error: straight and curved in the variance of the error."""
+    scales = [0.5, 1.0, 2.0, 4.0]
+    truth = np.array([0.3, -0.1, 0.7])
+    straight = truth[:, None] + 0.2 * (1 + np.array(scales))
+    assert extrapolated(scales, straight, 1) == pytest.approx(truth)
+    curved = straight - 0.03 * (1 + np.array(scales)) ** 2
+    assert extrapolated(scales, curved, 2) == pytest.approx(truth)
+    assert extrapolated(scales, curved, 1) != pytest.approx(truth, abs=0.05)
+    noisy = curved + np.random.default_rng(0).normal(0, 1e-3, curved.shape)
+    assert extrapolated(scales, noisy, 2) == pytest.approx(truth, abs=0.02)
+    with pytest.raises(ConfigError, match=r"degree 2 needs 3 values of model.dither_scale, got 2"):
+        extrapolated([1.0, 2.0, 2.0], straight[:, :3], 2)
+
+
+def unit(words: list[str], right: dict[str, list[int]], entropy: dict[str, float]) -> dict[str, Any]:
+    """The record of a unit: 2 samples a question, right ones and entropy by format."""
+    formats = {}
+    for quant, correct in right.items():
+        asked = {
+            "samples": 2, "correct": correct, "lenient": None, "found": 1.0, "finished": 0.75, "tokens": 9.0,
+            "entropy": entropy[quant], "entropy_by_part": [entropy[quant]] * 9 + [None],
+        }  # fmt: skip
+        curve = [
+            {"sigma": sigma, "entropy": entropy[quant] * (1 + sigma), "kl": sigma, "accuracy": 0.5 - sigma}
+            for sigma in (0.0, 0.1, 0.2)
+        ]
+        kl = {"own": 0.01, "of_reference": 0.02}
+        formats[quant] = {"temperatures": {"1": asked}, "kl": kl, "curve": curve, "entropy": entropy[quant]}
+    return {"base": 0, "unit": words, "formats": formats}
+
+
+def copies() -> list[dict[str, Any]]:
+    return [
+        unit(["model.dither=1"], {"bf16": [2, 0, 1], "nvfp4": [2, 0, 0]}, {"bf16": 0.5, "nvfp4": 0.6}),
+        unit(["model.dither=2"], {"bf16": [1, 1, 1], "nvfp4": [1, 1, 0]}, {"bf16": 0.4, "nvfp4": 0.4}),
+        unit(["model.dither=3"], {"bf16": [2, 2, 0], "nvfp4": [2, 2, 1]}, {"bf16": 0.5, "nvfp4": 0.5}),
+    ]
+
+
+def test_differences_are_paired_within_units_and_intervals_are_over_them() -> None:
+    units = copies()
+    assert mean_accuracy(units, "bf16", "1").value == pytest.approx((3 + 3 + 4) / 18)
+    gap = accuracy_gap(units, "nvfp4", "1")
+    assert gap == mean_ci([2 / 6 - 3 / 6, 2 / 6 - 3 / 6, 5 / 6 - 4 / 6]) and gap.n == 3
+    assert math.isnan(accuracy_gap(units, "nvfp4", "1", "lenient").value)
+    ratio = log_ratio(units, "nvfp4", entropy_at("1"))
+    assert ratio.value == pytest.approx(math.log(1.2) / 3)
+    assert mean_of(units, "nvfp4", dose(2, "entropy")).value == pytest.approx(1.2)
+    assert mean_of(units, "bf16", dose(1, "accuracy")).value == pytest.approx(-0.1)
+    one = accuracy_gap(units[:1], "nvfp4", "1")  # over questions: 0, 0, -1/2
+    assert one.value == pytest.approx(-1 / 6) and one.n == 3 and one.stderr == pytest.approx(1 / 6)
+
+
+def test_models_are_never_averaged_and_copies_only_with_those_of_their_size() -> None:
+    models = [unit(["model=hub", f"model.id={name}"], {"bf16": [1]}, {"bf16": 0.5}) for name in ("a/b", "c/d")]
+    assert [*groups(models)] == ["a/b", "c/d"]
+    assert [len(one) for one in groups(copies()).values()] == [3]
+    page = markdown(models)
+    assert page is not None and "## a/b (1)" in page and "## c/d (1)" in page and figures(models) == {}
+
+
+def test_copies_in_several_sizes_are_extrapolated_where_all_sizes_have_them() -> None:
+    def copy(seed: int, scale: float) -> dict[str, Any]:
+        rise = math.exp(0.1 * seed + 0.02 * (1 + scale))
+        words = [f"model.dither={seed}", f"model.dither_scale={scale}"]
+        return unit(words, {"bf16": [1, 2], "nvfp4": [1, 1]}, {"bf16": 0.5, "nvfp4": 0.5 * rise})
+
+    probes = [copy(seed, scale) for scale in (4, 1, 2) for seed in (1, 2)] + [copy(3, 4)]
+    scaled = by_scale(probes)
+    assert [*scaled] == [1.0, 2.0, 4.0] and all([*one] == ["1", "2"] for one in scaled.values())
+    found = without_error(scaled, ratio_of("nvfp4", "bf16", entropy_at("1")))
+    assert found["linear"].value == pytest.approx(0.15) and found["quadratic"].value == pytest.approx(0.15)
+    page = markdown(probes)
+    assert page is not None and "extrapolated to -1" in page and f"x{math.exp(0.15):.3f}" in page
+    assert by_scale(copies()) == {} and [*figures(probes)] == ["probes_dither"]
+
+
+def test_the_page_has_every_format_and_the_figure_every_panel() -> None:
+    page = markdown(copies())
+    assert page is not None and page.count("| nvfp4 |") == 4 + 2 and "x1.063" in page
+    (figure,) = figures(copies()).values()
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "right answers", "entropy at temperature 1", "entropy with noise", "right answers with noise",
+    ]  # fmt: skip
+    assert markdown([{"base": 0, "formats": {"bf16": {"correct": [1], "samples": 2, "entropy": 0.5}}}]) is None
