@@ -1,8 +1,8 @@
 """The run directory: the files of one run, as runner, analysis and notebooks know them.
 
 A kill or a power loss at any moment loses at most the steps since the last checkpoint: lines are appended and flushed,
-every other file is written under another name, synced and then renamed, and done.json comes last. Seals (checksums.py) tell
-a damaged file.
+every other file is written under another name, synced and then renamed, and done.json comes last. Seals (checksums.py)
+tell a damaged file.
 """
 
 from __future__ import annotations
