@@ -125,6 +125,12 @@ def test_advice_names_the_options_with_their_numbers() -> None:
     assert "yes" in lines[4] and "37.5%" in lines[4] and "75%" in lines[4]
     assert "no" in learnable(record([2, 2, 2, 1])).split(".")[0]  # too easy
     assert "no" in learnable(record([0, 0, 2, 2])).split(".")[0]  # no group is mixed
+    wordless = record([0, 1, 1, 1])
+    wordless["answer_formats"]["boxed"]["correct"] = [0] * 4
+    assert "task.answer_format" not in advice(wordless)[0] and "boxed, tags" in advice(wordless)[0]
+    cut = record([0, 1, 1, 1])
+    cut["formats"]["bf16"]["temperatures"]["0"] |= {"enough_tokens": None, "finished": 0.9}
+    assert "above 64: 10%" in advice(cut)[1]
 
 
 @pytest.mark.parametrize(

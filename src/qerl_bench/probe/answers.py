@@ -71,7 +71,7 @@ def asked_at(
     """`samples` answers to each prompt, one if greedy, in one call of the engine."""
     how = sampling(temperature, samples, task.max_completion_tokens, draw)
     started = time.monotonic()
-    with phase(f"asking {len(prompts)} questions {how.samples} times at temperature {temperature:g}"):
+    with phase(f"asking {len(prompts)} questions x {how.samples} at temperature {temperature:g}"):
         rollouts = engine.generate([*prompts], how)
     seconds = time.monotonic() - started
     rows = [_row(row, rollout) for row, rollout in zip(grade_rollouts(task, rollouts, ""), rollouts, strict=True)]

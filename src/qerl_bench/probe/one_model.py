@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
-import torch
 
 from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine
@@ -58,7 +57,6 @@ def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tup
     found: dict[str, Any] = {}
     best = getattr(first.task, "answer_format", None)
     for quant, experiment in experiments.items():
-        torch.manual_seed(0)
         with phase(f"loading {experiment.model.name} in {quant}"):
             policy = build_policy(experiment, base, device)
         with closing(experiment.engine.build(policy)) as engine:

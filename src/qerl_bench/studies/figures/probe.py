@@ -7,41 +7,39 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from qerl_bench.studies.figures.style import FULL_WIDTH, GRAY, caption, color, legend_above, panels, paper_style
 
 HEIGHT = 2.3  # inches, of a row of panels
 Shown = tuple[float, float, float]  # a number and its interval
-APART = 0.12  # between formats, in steps of a panel's axis of places
+APART = 0.12  # between formats, in steps from place to place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
-    """`lines` are by weight format, one number for each of `at`: sizes on a log axis, or names of places.
+class ProbePanel:
+    """`lines` are by weight format, one number for each of the places `at`, which are equally far apart.
 
     The last `apart` numbers are not joined to the others.
     """
 
     title: str
     axis: str
-    at: Sequence[float] | Sequence[str]
+    at: Sequence[str]
     lines: Mapping[str, Sequence[Shown]]
     label: str
     apart: int = 0
 
 
-def in_panels(parts: Sequence[Panel], note: str) -> Figure:
+def in_panels(parts: Sequence[ProbePanel], note: str) -> Figure:
     """The panels side by side, two in a row, each with a gray line at 0: no difference to what is compared with."""
     with paper_style():
         rows = (len(parts) + 1) // 2
         figure, axes = panels(rows, min(2, len(parts)), HEIGHT * rows, FULL_WIDTH)
         for ax, part in zip(axes.flat, parts, strict=False):
-            names = [one for one in part.at if isinstance(one, str)]
             ax.axhline(0, color=GRAY, linewidth=0.7, zorder=1)
             for number, (quant, shown) in enumerate(part.lines.items()):
                 middle = number - (len(part.lines) - 1) / 2
-                places = np.arange(len(names)) + APART * middle if names else np.array(part.at, dtype=float)
+                places = np.arange(len(part.at)) + APART * middle
                 values, lows, highs = np.array(shown).T
                 reach = np.nan_to_num([values - lows, highs - values])
                 shade, joined = color(quant), len(values) - part.apart
@@ -50,12 +48,7 @@ def in_panels(parts: Sequence[Panel], note: str) -> Figure:
                     label=quant,
                 )  # fmt: skip
                 ax.plot(places[:joined], values[:joined], color=shade, linewidth=0.8)
-            if names:
-                ax.set_xticks(range(len(names)), names)
-            else:
-                ax.set_xscale("log")
-                ax.xaxis.set_major_formatter("{x:g}")
-                ax.xaxis.set_minor_formatter(NullFormatter())
+            ax.set_xticks(range(len(part.at)), part.at)
             ax.set_title(part.title)
             ax.set_xlabel(part.axis)
             ax.set_ylabel(part.label)

@@ -28,6 +28,8 @@ def answer_format(record: Mapping[str, Any]) -> list[str]:
         return []
     asked = len(found[best]["correct"])
     shares = ", ".join(f"{sum(one['correct']) / asked:.0%} in {name}" for name, one in found.items())
+    if not sum(found[best]["correct"]):
+        return [f"no answer format is known to work: of {asked} greedy answers none is right in {', '.join(found)}"]
     return [f"task.answer_format={best}: of {asked} greedy answers, asked in each format, are right {shares}"]
 
 

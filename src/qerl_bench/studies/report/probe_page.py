@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.figure import Figure
 
 from qerl_bench.statistics import Estimate, mean_ci
-from qerl_bench.studies.figures.probe import Panel, Shown, in_panels
+from qerl_bench.studies.figures.probe import ProbePanel, Shown, in_panels
 from qerl_bench.studies.probes.numbers import PARTS
 from qerl_bench.studies.probes.over_units import (
     Record,
@@ -161,7 +161,7 @@ def figures(probes: Sequence[Record]) -> dict[str, Figure]:
     for number, units in enumerate(() if scaled else groups(known).values()):
         first, *others = formats_of(units)
         if others and len(units) > 1:
-            note = f"To {first} of the same unit: means of {len(units)} units with 95 % intervals over them."
+            note = f"To {first} of the same unit, and noise to the same format without: means of {len(units)} units."
             found[f"probes{number or ''}"] = in_panels(format_panels(units, others), note)
     if scaled:
         copies = len(next(iter(scaled.values())))
@@ -170,7 +170,7 @@ def figures(probes: Sequence[Record]) -> dict[str, Figure]:
     return found
 
 
-def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[Panel]:
+def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbePanel]:
     temperatures = [*units[0]["formats"][formats_of(units)[0]]["temperatures"]]
     right = {quant: [as_points(accuracy_gap(units, quant, at)) for at in temperatures] for quant in others}
     parts = {
@@ -179,8 +179,8 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[Panel]
     }
     tenths = [str(part + 1) for part in range(PARTS)]
     found = [
-        Panel(title="right answers", axis="temperature", at=temperatures, lines=right, label="difference, points"),
-        Panel(
+        ProbePanel(title="right answers", axis="temperature", at=temperatures, lines=right, label="difference, points"),
+        ProbePanel(
             title="entropy at temperature 1", axis="tenth of the completion", at=tenths, lines=parts,
             label="difference, %",
         ),
@@ -196,17 +196,15 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[Panel]
             quant: [as_points(mean_of(units, quant, dose(at, "accuracy"))) for at in sizes]
             for quant in formats_of(units)
         }
-        sigmas = [curve[at]["sigma"] for at in sizes]
+        sigmas = [f"{curve[at]['sigma']:g}" for at in sizes]
         found += [
-            Panel(title="entropy with noise", axis="sigma", at=sigmas, lines=rises, label="to without noise, %"),
-            Panel(
-                title="right answers with noise", axis="sigma", at=sigmas, lines=falls, label="to without noise, points"
-            ),
+            ProbePanel(title="entropy with noise", axis="sigma", at=sigmas, lines=rises, label="change, %"),
+            ProbePanel(title="right answers with noise", axis="sigma", at=sigmas, lines=falls, label="change, points"),
         ]
     return found
 
 
-def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[Panel]:
+def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[ProbePanel]:
     """Entropy and accuracy at temperature 1 by size of dither, with both extrapolations at the left."""
     first, *others = formats_of([one for copies in sizes.values() for one in copies.values()])
     found = []
@@ -222,7 +220,7 @@ def dither_panels(sizes: Mapping[float, Mapping[str, Record]]) -> list[Panel]:
             lines[quant] = [shown(one) for one in (*means, *ends.values())]
         at = [*(f"{size:g}" for size in sizes), *ends]
         found.append(
-            Panel(
+            ProbePanel(
                 title=f"{title} at temperature 1", axis="dither, cell variances", at=at, lines=lines, label=label,
                 apart=len(ends),
             )
