@@ -1,6 +1,6 @@
 """Error of each packed layer, in weights and outputs, by format and quantizer: layers.parquet.
 
-python analysis/layer_errors.py model=tiny --out docs/results/quantizers
+python analysis/layer_errors.py model=tiny --out studies/quantizers
 
 Arguments such as model=tiny are options of a run. Outputs are those of the calibration text of
 awq and gptq. error_decomposition.py draws the table.

@@ -1,6 +1,6 @@
 """The effect of an arm over the bases of several studies.
 
-python analysis/pooled.py docs/studies/shortcut-2026-{again,doses} --arm nvfp4-noise --control nvfp4
+python analysis/pooled.py studies/shortcut-2026-{again,doses} --arm nvfp4-noise --control nvfp4
 """
 
 from qerl_bench.exits import guarded

@@ -1,6 +1,6 @@
 """Which numbers of operations of task=dag the bases of a design can learn from.
 
-python analysis/rungs.py docs/studies/dag-2026/rungs.yaml
+python analysis/rungs.py studies/dag-2026/rungs.yaml
 """
 
 from qerl_bench.exits import guarded

@@ -17,7 +17,7 @@ from qerl_bench.gates import runner
 from qerl_bench.gates.accountable import account_for_changes
 from qerl_bench.installation import CONF_DIR
 
-DESIGN = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"
+DESIGN = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
 
 def git(folder: Path, *words: str) -> None:

@@ -14,7 +14,7 @@ from qerl_bench.gates.assay import by_base, final
 from qerl_bench.gates.report import figures
 from qerl_bench.gates.sessions import Sessions, read_study
 
-STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+STUDIES = Path(__file__).parents[2] / "studies"
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_a_small_planting_errs_as_rarely_as_it_should() -> None:
 
 
 def test_the_table_in_the_docs_is_the_committed_one() -> None:
-    committed = pd.read_csv(ROOT / "docs" / "results" / "planting" / planting.TABLE)
+    committed = pd.read_csv(ROOT / "studies" / "planting" / "results" / planting.TABLE)
     assert planting.markdown(committed) in (ROOT / "docs" / "claims.md").read_text()
     errors = committed[[name for name in committed if str(name).startswith("false ")]]
     assert (errors <= 0.05).all(axis=None) and (committed["replications"] >= 200).all()
@@ -76,8 +76,8 @@ def test_a_plan_of_enough_power_is_the_smallest_one() -> None:
 
 
 def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) -> None:
-    study = ROOT / "docs" / "results" / "tiny"
-    assert (study / SETTINGS).is_file()
+    study = ROOT / "studies" / "tiny"
+    assert (study / "data" / SETTINGS).is_file()
     plan.main([str(study), "--effect", "2"])
     out = capsys.readouterr().out
     assert "find 2 margins" in out

@@ -10,7 +10,7 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.gates.pooled import main, row
 
-STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+STUDIES = Path(__file__).parents[2] / "studies"
 ARMS = ["--arm", "nvfp4-noise", "--control", "nvfp4"]
 
 

@@ -20,7 +20,7 @@ from qerl_bench.status import Status
 from qerl_bench.study.load import load_runs
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
-WORLDS = Path(__file__).parents[2] / "docs" / "studies" / "worlds-2026"
+WORLDS = Path(__file__).parents[2] / "studies" / "worlds-2026"
 RUN = "nvfp4-exp-grpo-r32-s0-a101d16e"
 
 

@@ -15,7 +15,7 @@ from qerl_bench.gates.rungs import chosen, fits, main, report, windows
 from qerl_bench.seeding import derive
 from qerl_bench.task.dag import operations_needed
 
-RUNGS = Path(__file__).parents[2] / "docs" / "studies" / "dag-2026" / "rungs.yaml"
+RUNGS = Path(__file__).parents[2] / "studies" / "dag-2026" / "rungs.yaml"
 
 
 def _rung(once: float, most: float, none: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from qerl_bench.figures.specification import specification_curve, specification_
 from qerl_bench.statistics import Estimate
 
 ROOT = Path(__file__).parents[2]
-STUDIES = ROOT / "docs" / "studies"
+STUDIES = ROOT / "studies"
 NVFP4, NOISE, PLAIN = "Higher final accuracy than 16-bit LoRA", "AQN adds to it", "Noise helps without quantization"
 # (study, claim, specification): bases, effect, low, high, from a review that computed them with code of its own
 REVIEWED = {
@@ -160,14 +160,14 @@ def test_gains_and_late_means_are_only_of_runs_that_were_asked_often_enough() ->
 
 # --- the page of changed verdicts ------------------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "results" / "verdicts.md"
+PAGE = STUDIES / "verdicts.md"
 
 
 def test_the_page_of_changed_verdicts_has_the_words_of_the_reports() -> None:
-    rows = re.findall(r"^\| \[([\w-]+)\]\(\.\./(\S+)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
+    rows = re.findall(r"^\| \[([\w-]+)\]\((\S+)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
     assert len(rows) == 16
     for _, report, claim, before, now, _ in rows:
-        text = (ROOT / "docs" / report).read_text()
+        text = (STUDIES / report).read_text()
         said = f"### {claim}: {now}\n" if report.endswith("claims.md") else f"| {claim} | "
         assert said in text and before != now
         if report.endswith("literature.md"):

@@ -1,6 +1,6 @@
 """Checks the error rates of the verdicts: runs with planted effects go through all of the evaluation.
 
-    python -m qerl_bench.claims.planting --out docs/results/planting
+    python -m qerl_bench.claims.planting --out studies/planting
 
 The nine training claims get the same true effect, in margins of each claim: 0, one half, one and two, in the direction
 claimed. Every replication makes runs with curves, accuracies by question, seeds and bases, and passes them to

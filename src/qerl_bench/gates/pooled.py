@@ -1,6 +1,6 @@
 """The effect of an arm on held-out accuracy over the bases of several studies that have it.
 
-    cd docs/studies
+    cd studies
     python ../../analysis/pooled.py shortcut-2026-again shortcut-2026-doses \\
         --arm nvfp4-noise --control nvfp4 --confidence 0.971
 

@@ -1,6 +1,6 @@
 """Which numbers of operations of task=dag bases can learn from: each, and several in a row.
 
-    python analysis/rungs.py docs/studies/dag-2026/rungs.yaml [--widths 5 4 3]
+    python analysis/rungs.py studies/dag-2026/rungs.yaml [--widths 5 4 3]
 
 Reads the probes that `qerl-bench gates` left of the bases of a design. Prints tables in Markdown:
 each number of operations by itself, and each five consecutive ones as RL would draw them, equally
