@@ -9,11 +9,13 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims import plan, planting
+from qerl_bench.claims import plan
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.paper import CLAIMS
 from qerl_bench.study.committed import SETTINGS
+from tests.scripts import script
 
+planting = script("studies/planting/planting.py")
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,11 +17,12 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.claims.evaluate import evaluate_claims
 from qerl_bench.claims.measure import gained, late_mean
 from qerl_bench.claims.paper import CLAIMS
-from qerl_bench.claims.planting import planted_runs
 from qerl_bench.claims.specification import Specification, specifications
 from qerl_bench.figures.specification import specification_curve, specification_table
 from qerl_bench.statistics import Estimate
+from tests.scripts import script
 
+planted_runs = script("studies/planting/planting.py").planted_runs
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "studies"
 NVFP4, NOISE, PLAIN = "Higher final accuracy than 16-bit LoRA", "AQN adds to it", "Noise helps without quantization"

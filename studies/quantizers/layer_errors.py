@@ -1,9 +1,9 @@
 """Error of each packed layer, in weights and outputs, by format and quantizer: layers.parquet.
 
-python analysis/layer_errors.py model=tiny --out studies/quantizers
+python studies/quantizers/layer_errors.py model=tiny --out studies/quantizers/data
 
 Arguments such as model=tiny are options of a run. Outputs are those of the calibration text of
-awq and gptq. error_decomposition.py draws the table.
+awq and gptq. analysis/error_decomposition.py draws the table.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     for quant, quantizer in product(("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")):
         experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
-        with_text, device = WithText(experiment.quantizer, text), resolve_device(experiment.device)
+        with_text: Any = WithText(experiment.quantizer, text)
+        device = resolve_device(experiment.device)
         layers = load_packed(experiment.model, experiment.quant, with_text, experiment.task, base, device)[2]
         write_layers(given.out / "layers.parquet", layers, quant, quantizer)
         tables.append(pd.read_parquet(given.out / "layers.parquet"))

@@ -1,4 +1,7 @@
-"""What each quantizer does to the accuracy of the base, question by question, for `analysis/quantizers.py`."""
+"""Accuracy before training by format and quantizer, each with its paired difference from round-to-nearest (rtn).
+
+python studies/quantizers/accuracy.py runs/ --out figures/
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,22 @@ import math
 import pandas as pd
 
 from qerl_bench.checks import require
+from qerl_bench.exits import guarded
 from qerl_bench.statistics import mean_ci_crossed, t_quantile
-from qerl_bench.study.load import Run
-from qerl_bench.study.tables import Table
+from qerl_bench.study.load import Run, load_runs
+from qerl_bench.study.script import parser_for
+from qerl_bench.study.tables import Table, add_format, write_table
 
 MODES = ("greedy", "sampled")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    add_format(parser)
+    options = parser.parse_args(arguments)
+    table = compare(load_runs(options.runs, options.mixed_code, options.without))
+    write_table(for_paper(table), options.format, options.out)
+    print(table.to_string(index=False, float_format=lambda value: f"{value:.3f}", na_rep="-"))
 
 
 def compare(runs: list[Run]) -> pd.DataFrame:
@@ -65,3 +79,7 @@ def for_paper(table: pd.DataFrame) -> Table:
         "over questions; one base model. Errors are relative, means over layers."
     )
     return Table("quantizers", table, shown, caption)
+
+
+if __name__ == "__main__":
+    guarded(main)

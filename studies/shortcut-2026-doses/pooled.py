@@ -1,7 +1,7 @@
 """The effect of an arm on held-out accuracy over the bases of several studies that have it.
 
     cd studies
-    python ../../analysis/pooled.py shortcut-2026-again shortcut-2026-doses \\
+    python shortcut-2026-doses/pooled.py shortcut-2026-again shortcut-2026-doses \\
         --arm nvfp4-noise --control nvfp4 --confidence 0.971
 
 Prints the mean over bases, in points, of each study and of all, with Student's t. A base counts
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_bench.checks import require
+from qerl_bench.exits import guarded
 from qerl_bench.gates.assay import by_base, final
 from qerl_bench.gates.design import Arm
 from qerl_bench.gates.sessions import Sessions, read_study
@@ -87,3 +88,7 @@ def row(name: str, values: Sequence[float], confidence: float) -> str:
         f"{name}: {mean.value:+.1f} points, {100 * confidence:g} % [{mean.value - reach:+.1f}, "
         f"{mean.value + reach:+.1f}], {mean.n} bases, p = {mean.p_outside(0.0):.2g}"
     )
+
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,6 +1,6 @@
 """Which numbers of operations of task=dag bases can learn from: each, and several in a row.
 
-    python analysis/rungs.py studies/dag-2026/rungs.yaml [--widths 5 4 3]
+    python studies/dag-2026/rungs.py studies/dag-2026/rungs.yaml [--widths 5 4 3]
 
 Reads the probes that `qerl-bench gates` left of the bases of a design. Prints tables in Markdown:
 each number of operations by itself, and each five consecutive ones as RL would draw them, equally
@@ -21,6 +21,7 @@ from typing import Any
 
 from qerl_bench.checks import require
 from qerl_bench.config import build, compose
+from qerl_bench.exits import guarded
 from qerl_bench.gates.assay import NO_SUCCESS, PASS_AT_1, PASS_AT_K, Probe, pass_at
 from qerl_bench.gates.design import Design, read_design
 from qerl_bench.gates.probing import probed
@@ -120,3 +121,7 @@ def table(first: str, rows: Mapping[str, Rung]) -> str:
         cells = [f"{row[key]:.0f}" if key == "questions" else f"{row[key]:.3f}" for key in keys]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,9 +1,21 @@
-"""Accuracy of a run on the four test sets of QeRL's Table 2, each evaluated on its own, and their average."""
+"""Table 2 of QeRL: accuracy on MATH-500, AIME 2024, AIME 2025 and AMC 2023 of each finished run, and their average.
+
+python studies/table2/table2.py runs/ --out figures/
+
+A run on BigMath is evaluated on MATH-500. The other sets are further evaluations of the finished run, one for each:
+
+qerl-bench eval runs/NAME task=aime24 task.instruction=suffix
+
+Sampled accuracy (pass@1) in per cent, before training (step 0) and after the last step. Each set counts a quarter,
+whatever its size, as in the paper. No question is in two sets, so the squares of their standard errors add. Left out:
+the error over seeds, which runs of several seeds show.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +23,10 @@ import pandas as pd
 import yaml
 
 from qerl_bench.checks import require
-from qerl_bench.study.load import Run
-from qerl_bench.study.tables import Table
+from qerl_bench.exits import guarded
+from qerl_bench.study.load import Run, load_runs
+from qerl_bench.study.script import parser_for
+from qerl_bench.study.tables import Table, add_format, write_table
 
 SETS = {"math500": 500, "aime24": 30, "aime25": 30, "amc23": 40}  # questions
 NAMES = {
@@ -25,6 +39,21 @@ PROMPT = ("answer_format", "instruction", "template")
 SAMPLING = ("temperature", "top_p", "max_tokens")
 NORMAL_95 = 1.96  # half the width of a 95 % interval in standard errors; each set has 30 questions or more
 ERRORS = ("stderr", "stderr_sampling")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_for(__doc__)
+    add_format(parser)
+    options = parser.parse_args(arguments)
+    runs = load_runs(options.runs, options.mixed_code, options.without)
+    chosen = [run for run in runs if run.finished and set_of(run.config) is not None]
+    require(bool(chosen), "no finished run holds out one of the four sets: they are made by experiment=paper/table2 -m")
+    if len(chosen) < len(runs):
+        print(f"{len(runs) - len(chosen)} of {len(runs)} runs are unfinished or of other tasks", file=sys.stderr)
+    table = pd.DataFrame([row for run in chosen for row in rows(run)])
+    table = table.sort_values(["step", "model", "quant", "aqn", "lora_rank", "seed"], ignore_index=True)
+    write_table(for_paper(table), options.format, options.out)
+    print(table.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-"))
 
 
 def set_of(config: dict[str, Any]) -> str | None:
@@ -119,3 +148,7 @@ def for_paper(table: pd.DataFrame) -> Table:
         "questions and samples of that one run; other seeds are not in it."
     )
     return Table("table2", table, shown, caption)
+
+
+if __name__ == "__main__":
+    guarded(main)
