@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from qerl_bench.claims.measure import TRAINED_SHARE
 from qerl_bench.gates.report import by_figure, plotted, texts
 from qerl_bench.gates.sessions import read_study
 from qerl_bench.study.load import load_runs
+from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "studies"
@@ -36,6 +38,17 @@ def test_reports_of_studies_are_recomputed(study: Path) -> None:
     committed = [path for path in (study / "results").iterdir() if path.suffix in (".md", ".csv")]
     assert pages == {path.name: path.read_text() for path in committed}
     assert {"gates.md", "claims.md", "bases.md", "specification.csv"} <= set(pages)
+
+
+@pytest.mark.slow
+def test_the_checkout_has_of_a_study_in_sessions_what_its_pages_read(tmp_path: Path) -> None:
+    """Cut down again, it stays as it is."""
+    committed, again = STUDIES / "shortcut-2026-doses", tmp_path / "study"
+    shutil.copytree(committed, again)
+    script("studies/keep.py").main([str(again)])
+    files = sorted(committed.glob("data/*/*.parquet"))
+    assert len(files) == 4
+    assert all(file.read_bytes() == (again / file.relative_to(committed)).read_bytes() for file in files)
 
 
 def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compared_with() -> None:
