@@ -1,6 +1,6 @@
 """Draws the error of each packed layer, in weights and outputs, by format and quantizer.
 
-python analysis/error_decomposition.py docs/results/quantizers --out figures/      # or folders of runs or exports
+python analysis/error_decomposition.py studies/quantizers/data --out figures/      # or folders of runs or exports
 """
 
 import pandas as pd

@@ -9,7 +9,7 @@ from qerl_bench.commands.exits import guarded
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.tables.paper import add_format, write_table
-from qerl_bench.study.step_times import KEYS, for_paper, row
+from qerl_bench.studies.tables.step_times import KEYS, for_paper, row
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Everything that a study in sessions shows: verdicts, gates, figures and a table of its bases.
 
-python analysis/study_report.py docs/studies/worlds-2026
+python analysis/study_report.py studies/worlds-2026
 """
 
 from qerl_bench.commands.exits import guarded

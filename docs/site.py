@@ -52,17 +52,21 @@ def _place(link: str) -> Path:
 
 
 def _children(entries: list[dict[str, str]]) -> Iterator[dict[str, object]]:
-    """An entry for the README.md of a folder becomes a group, with the other pages of the folder below it."""
+    """An entry for the README.md of a folder becomes a group: its other pages, and the README.md of folders in it."""
     for entry in entries:
         ((name, place),) = entry.items()
         folder = (ROOT / place).parent
-        inside = [page for page in pages() if folder in page.parents and page != ROOT / place]
+        inside = [page for page in pages() if _is_listed(page, folder) and page != ROOT / place]
         if Path(place).name != "README.md" or not inside:
             yield {name: place}
         else:
             titles = {page: page.read_text().partition("\n")[0].lstrip("# ") for page in inside}
             others = [{title: str(page.relative_to(ROOT))} for page, title in titles.items()]
             yield {name: [place, *others]}
+
+
+def _is_listed(page: Path, folder: Path) -> bool:
+    return page.parent == folder or (page.parent.parent == folder and page.name == "README.md")
 
 
 def build(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""An app over the numbers of a study: `marimo run notebooks/explore.py`, and for another one than docs/results/tiny
+"""An app over the numbers of a study: `marimo run notebooks/explore.py`, and for another one than studies/tiny
 `marimo run notebooks/explore.py -- --study runs/`. `marimo edit` opens it as a notebook.
 
 Curves here are means over all runs that are chosen; verdicts, which compare in pairs, come from analysis/claims.py.
@@ -26,7 +26,7 @@ def _():
 
 @app.cell
 def _(Path, mo):
-    tiny = Path(__file__).resolve().parents[1] / "docs" / "results" / "tiny"
+    tiny = Path(__file__).resolve().parents[1] / "studies" / "tiny"
     folder = mo.ui.text(str(mo.cli_args().get("study") or tiny), label="folder of runs or of a study", full_width=True)
     mo.vstack([mo.md("# Explore a study"), folder])
     return (folder,)

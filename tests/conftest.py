@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib.util
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options import user_options
 from qerl_bench.options.composer import Composer
+from tests.scripts import script
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector
@@ -94,12 +94,7 @@ def analysis_script() -> Callable[[str], ModuleType]:
     """analysis_script("fig_reward"): a script of analysis/ as a module."""
 
     def load(name: str) -> ModuleType:
-        path = Path(__file__).parents[1] / "analysis" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"analysis_{name}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return script(f"analysis/{name}.py")
 
     return load
 

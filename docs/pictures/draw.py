@@ -1,7 +1,7 @@
 """Draws the pictures of docs/concepts.md, `python docs/pictures/draw.py`, with the project's own code and numbers.
 
 loop.svg is a drawing. formats.svg rounds 64 random weights in each format. noise.svg shows the schedules at their
-defaults and one draw of noise. statistics.svg compares two arms of the committed study docs/results/tiny.
+defaults and one draw of noise. statistics.svg compares two arms of the committed study studies/tiny.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qerl_bench.studies.figures.style import BAND, FORMAT_COLORS, GRAY, panels, 
 from qerl_bench.studies.runs.comparable import load_runs
 
 HERE = Path(__file__).resolve().parent
-STUDY = HERE.parents[0] / "results" / "tiny"
+STUDY = HERE.parents[1] / "studies" / "tiny"
 NOISE, DARK = "#B4413C", "#333333"
 
 

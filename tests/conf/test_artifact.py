@@ -75,7 +75,7 @@ def learned() -> list[Run]:
     renamed = {"lora.targets", "device", "seed", "name", "root"}
     same = [
         run
-        for run in load_runs([ROOT / "docs" / "results" / "tiny"])
+        for run in load_runs([ROOT / "studies" / "tiny"])
         if all(run.config_items[key] == config[key] for key in (run.config_items.keys() & config.keys()) - renamed)
     ]
     seeds = [int(seed) for seed in LEARNS[-1].removeprefix("seed=").split(",")]

@@ -44,9 +44,6 @@ def test_every_shared_module_named_in_contributing_is_shared() -> None:
 
 SRC, PACKAGE = ROOT / "src", ROOT / "src" / "qerl_bench"
 FLOORS = (ROOT / "docs" / "architecture.md").read_text().split("## Floors")[1].split("\n\n")[2]
-# Single studies' code, which moves to studies/ at the top of the repository.
-LEAVING = {"claims", "claims.planting", "gates", "gates.pooled", "gates.rungs"}
-LEAVING |= {"study", "study.four_sets", "study.quantizer_table", "study.step_times"}
 CONTRACTS = {"checks", "metrics", "parallel", "records", "seeding", "statistics", "options", "process", "rundir"}
 LINES, ROOTS, EXCEPTIONS = 300, 12, 12  # at most: of a file, of modules that lie in no room, and of files in LONG
 LONG = {
@@ -66,7 +63,7 @@ def modules() -> dict[str, Path]:
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {name: path for name, path in found.items() if name.removeprefix("qerl_bench.") not in LEAVING}
+    return found
 
 
 MODULES = modules()

@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    {*ROOT.glob("*.md"), *(page for folder in ("docs", "kernels", "sweeps") for page in (ROOT / folder).rglob("*.md"))}
+    {
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "kernels", "studies", "sweeps") for page in (ROOT / folder).rglob("*.md")),
+    }
 )
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -80,7 +80,7 @@ def test_sweeps_studies_and_help_know_the_folder(tmp_path: Path) -> None:
     assert launcher.search_path == words
 
     study = tmp_path / "study.yaml"
-    content = yaml.safe_load((CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml").read_text())
+    content = yaml.safe_load((CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml").read_text())
     study.write_text(yaml.safe_dump(content | {"arms": {"own": {"tier": 1, "words": ["quant=own"]}}}))
     options = parsed(parser_of(""), [str(study), "words=task.numbers=[3,4],steps=5", *words])
     assert options.words == ["task.numbers=[3,4]", "steps=5", *words]

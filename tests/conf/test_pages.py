@@ -108,7 +108,8 @@ def test_the_paper_index_names_what_exists_and_misses_no_study() -> None:
     named = set()
     for _, _, studies, scripts, claims in figures:
         named |= set(re.findall(r"`(paper/\w+)`", studies))
-        assert all((ROOT / "analysis" / f"{one}.py").is_file() for one in re.findall(r"`(\w+)`", scripts))
+        files = {path.stem for folder in ("analysis", "studies/*") for path in ROOT.glob(f"{folder}/*.py")}
+        assert files >= {*re.findall(r"`(\w+)`", scripts)}
         assert all(1 <= int(number) <= len(CLAIMS) for number in claims.split(", "))
     shared = {"paper/gsm8k", "paper/bigmath", "paper/speed"}
     studies = {f"paper/{file.stem}" for file in (CONF_DIR / "experiment" / "paper").glob("*.yaml")}
@@ -144,8 +145,9 @@ def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
 SITE = script(DOCS / "site.py")
 
 
-def test_every_page_of_the_docs_is_on_the_site() -> None:
-    assert [page for page in DOCS.rglob("*.md") if page not in SITE.pages()] == []
+def test_every_page_of_docs_and_studies_is_on_the_site() -> None:
+    pages = [*DOCS.rglob("*.md"), *(ROOT / "studies").rglob("*.md")]
+    assert [page for page in pages if page not in SITE.pages()] == []
 
 
 def test_the_menu_has_groups_for_folders() -> None:
@@ -158,7 +160,7 @@ def test_the_menu_has_groups_for_folders() -> None:
 def test_the_site_has_no_broken_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("zensical", reason="extra docs")
     assert SITE.build(tmp_path / "site") == 0, capfd.readouterr()
-    built = tmp_path / "site" / "html" / "docs"
-    assert "mermaid" in (built / "architecture.html").read_text()
-    for link in ("pictures/loop.svg", "reference/values.html", "results/tiny/claims.html"):
+    built = tmp_path / "site" / "html"
+    assert "mermaid" in (built / "docs" / "architecture.html").read_text()
+    for link in ("docs/pictures/loop.svg", "docs/reference/values.html", "studies/tiny/results/claims.html"):
         assert (built / link).is_file(), link

@@ -1,7 +1,7 @@
 """Every command that the documentation shows is accepted: it composes, and its options can work together.
 
-What runs them is tests/e2e/test_run.py, for the README. Left out: docs/LOG.md, whose commands are of their day,
-docs/first-hour.md, which shows a mistake, and the data files, packages and machines that commands need.
+What runs them is tests/e2e/test_run.py, for the README. Left out: docs/LOG.md and protocols, whose commands are of
+their day, docs/first-hour.md, which shows a mistake, and the data files, packages and machines that commands need.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from qerl_bench.options.explain import explain
 from qerl_bench.sweep.points import flags_first
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]
+FOLDERS = ("docs", "kernels", "studies")
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 SHOWN = [
     (str(page.relative_to(ROOT)), match[0])
     for page in sorted(PAGES)
-    if page.name not in ("LOG.md", "CHANGELOG.md", "first-hour.md")
+    if page.name not in ("LOG.md", "CHANGELOG.md", "first-hour.md", "protocol.md")
     for match in re.finditer(
         r"(?:python (?:src|sweeps|analysis|kernels|-m qerl)|qerl-bench [a-z])[^\n`#;]*",
         page.read_text().replace("\\\n", " "),

@@ -254,7 +254,7 @@ def test_whoever_runs_the_studies_of_the_paper_gets_every_claim_compared(
     assert [compared(result) for result in growth] == [False, True, True]
 
 
-WORLDS = ROOT / "docs" / "studies" / "worlds-2026-settings" / "study.yaml"
+WORLDS = ROOT / "studies" / "worlds-2026-settings" / "study.yaml"
 
 
 def test_each_tier_of_the_worlds_settings_completes_whole_contrasts(tmp_path: Path) -> None:
@@ -284,9 +284,7 @@ def test_each_tier_of_the_worlds_settings_completes_whole_contrasts(tmp_path: Pa
     assert in_primary_settings(4)[supervised] == {"nvfp4 - bf16"} and {*decided[4]} == {*decided[3], supervised}
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs" / "studies").glob("*/study.yaml")), ids=lambda path: path.parent.name
-)
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*/study.yaml")), ids=lambda path: path.parent.name)
 def test_the_arms_of_a_committed_study_are_runs_of_their_own(path: Path) -> None:
     design = read_design(path)
     words = [design.words(arm, design.bases[0], 0, sigma=0.12 if arm.dosed else None) for arm in design.arms]
@@ -298,7 +296,7 @@ def test_the_arms_of_a_committed_study_are_runs_of_their_own(path: Path) -> None
 @pytest.mark.parametrize(("world", "least"), [("outliers", 60), ("shortcut", 32)])
 def test_the_studies_in_one_world_share_no_base(world: str, least: int) -> None:
     """Those that trained arms: dag-2026-explained stopped before, and dag-2026-weighted has its bases."""
-    paths = (ROOT / "docs" / "studies").glob("*/study.yaml")
+    paths = (ROOT / "studies").glob("*/study.yaml")
     designs = [read_design(path) for path in paths if (path.parent / "results").exists()]
     bases = [base for one in designs if f"experiment=worlds/{world}" in one.common for base in one.bases]
     assert len(bases) == len({*bases}) >= least

@@ -12,7 +12,7 @@ from qerl_bench.commands import report as command
 from qerl_bench.config import build
 from tests.page.chromium import PROGRAM, Browser
 
-TINY = Path(__file__).parents[2] / "docs" / "results" / "tiny"
+TINY = Path(__file__).parents[2] / "studies" / "tiny"
 
 
 @pytest.fixture(scope="session")

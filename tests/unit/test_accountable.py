@@ -17,7 +17,7 @@ from qerl_bench.rundir.checkout import patch_of, uncommitted
 from qerl_bench.rundir.environment import code_digest, environment
 from qerl_bench.studies.conduct.accountable import account_for_changes
 
-DESIGN = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"
+DESIGN = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
 
 def git(folder: Path, *words: str) -> None:

@@ -6,7 +6,6 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,10 @@ from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.sweep.check import check_point, check_points
 from qerl_bench.sweep.points import with_swept_axes
+from tests.scripts import script
 
-RUNS = Path(__file__).parents[1] / "assets" / "runs"
+ROOT = Path(__file__).parents[2]
+RUNS = ROOT / "tests" / "assets" / "runs"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,19 +42,18 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean collect?" in capsys.readouterr().err
 
 
-SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "analysis").glob("*.py"))
+PLACES = [*ROOT.glob("analysis/*.py"), *ROOT.glob("studies/*/*.py")]
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in PLACES)
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *SCRIPTS])
-def test_every_command_and_script_has_help(
-    name: str, capsys: pytest.CaptureFixture[str], analysis_script: Callable[[str], Any]
-) -> None:
+def test_every_command_and_script_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what it is for and how it is called, within the columns of a terminal, and nothing else."""
     try:
         if name in COMMANDS:
             main([name, "--help"])
         if name in SCRIPTS:
-            analysis_script(name).main(["--help"])
+            script(name).main(["--help"])
     except SystemExit as end:  # argparse
         assert end.code == 0
     said = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ from qerl_bench.studies.design.sessions import read_study
 from qerl_bench.studies.report.sessions import by_figure, plotted, texts
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import TRAINED_SHARE
+from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
-STUDIES = sorted(path.parent for path in RESULTS.glob("*/settings.json"))
+STUDIES = ROOT / "studies"
+COLLECTED = sorted(path.parents[1] for path in STUDIES.glob("*/data/settings.json"))
+IN_SESSIONS = sorted(path.parents[1] for path in STUDIES.glob("*/results/gates.md"))
 
 
-@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+@pytest.mark.parametrize("study", COLLECTED, ids=lambda path: path.name)
 def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_script: Any) -> None:
-    committed = {papers: study / f"{page}.md" for papers, page in (("qerl", "claims"), ("literature", "literature"))}
+    pages = {"qerl": "claims", "literature": "literature"}
+    committed = {papers: study / "results" / f"{page}.md" for papers, page in pages.items()}
     found = {papers: page for papers, page in committed.items() if page.is_file()}
     assert found, f"{study} has no verdicts"
     for papers, page in found.items():
@@ -28,7 +32,7 @@ def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_scrip
         assert (tmp_path / page.name).read_text() == page.read_text()
 
 
-@pytest.mark.parametrize("study", [path.parent for path in (ROOT / "docs" / "studies").glob("*/results")])
+@pytest.mark.parametrize("study", IN_SESSIONS, ids=lambda path: path.name)
 def test_reports_of_studies_are_recomputed(study: Path) -> None:
     pages = {name: text for name, text in texts(read_study(study)).items() if name.endswith((".md", ".csv"))}
     committed = [path for path in (study / "results").iterdir() if path.suffix in (".md", ".csv")]
@@ -36,8 +40,19 @@ def test_reports_of_studies_are_recomputed(study: Path) -> None:
     assert {"gates.md", "claims.md", "bases.md", "specification.csv"} <= set(pages)
 
 
+@pytest.mark.slow
+def test_the_checkout_has_of_a_study_in_sessions_what_its_pages_read(tmp_path: Path) -> None:
+    """Cut down again, it stays as it is."""
+    committed, again = STUDIES / "shortcut-2026-doses", tmp_path / "study"
+    shutil.copytree(committed, again)
+    script("studies/keep.py").main([str(again)])
+    files = sorted(committed.glob("data/*/*.parquet"))
+    assert len(files) == 4
+    assert all(file.read_bytes() == (again / file.relative_to(committed)).read_bytes() for file in files)
+
+
 def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compared_with() -> None:
-    study = read_study(ROOT / "docs" / "studies" / "worlds-2026-settings")
+    study = read_study(STUDIES / "worlds-2026-settings")
     found = {ending: [arm.name for arm in arms] for ending, arms in by_figure(study).items()}
     assert found == {
         "_bf16": ["bf16", "nvfp4", "bf16-rate3", "bf16-sft"],
@@ -53,7 +68,7 @@ def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compar
 
 
 def test_published_speeds_are_of_steps_that_trained() -> None:
-    speeds = [run for study in STUDIES for run in load_runs([study]) if run.environment.get("device") == "cuda"]
+    speeds = [run for study in COLLECTED for run in load_runs([study]) if run.environment.get("device") == "cuda"]
     assert len(speeds) >= 9
     for run in speeds:
         assert run.series("train", TRAINED_SHARE).min() > 0.9, run.name
@@ -99,8 +114,8 @@ def test_the_profile_of_a_step_is_what_was_measured() -> None:
 
 
 def test_the_training_of_a_32b_is_what_was_measured() -> None:
-    page = (RESULTS / "h200" / "README.md").read_text()
-    steps = pd.read_csv(RESULTS / "h200" / "train_32b.csv")
+    page = (STUDIES / "h200" / "README.md").read_text()
+    steps = pd.read_csv(STUDIES / "h200" / "data" / "train_32b.csv")
     weights = 64 * (7168 * 5120 + 5120**2 + 55296 * 5120 + 5120 * 27648)  # of the blocks
     warm = steps[steps["step"] > 1].groupby(["recompute", "micro_batch_tokens"]).mean()
     for (recompute, tokens), row in warm.iterrows():
@@ -111,8 +126,8 @@ def test_the_training_of_a_32b_is_what_was_measured() -> None:
 
 
 def test_the_steps_beside_trl_are_what_was_measured() -> None:
-    page = (RESULTS / "h200" / "README.md").read_text()
-    steps = pd.read_csv(RESULTS / "h200" / "beside_trl.csv")
+    page = (STUDIES / "h200" / "README.md").read_text()
+    steps = pd.read_csv(STUDIES / "h200" / "data" / "beside_trl.csv")
     warm = steps[steps["step"] > 1].groupby(["trainer", "sampler", "weights"])
     for (trainer, sampler, weights), row in warm.mean(numeric_only=True).iterrows():
         who = {"qerl-bench": "ours"}.get(trainer, trainer), {"hf": "`hf`"}.get(sampler, sampler), weights.upper()
@@ -122,11 +137,11 @@ def test_the_steps_beside_trl_are_what_was_measured() -> None:
 
 
 def test_the_step_times_of_the_h200_page_are_the_committed_ones(tmp_path: Path, analysis_script: Any) -> None:
-    steps = RESULTS / "h200" / "steps"
-    analysis_script("step_times").main([str(steps), "--out", str(tmp_path)])
-    assert (tmp_path / "step_times.csv").read_text() == (steps / "step_times.csv").read_text()
-    page = (RESULTS / "h200" / "README.md").read_text()
-    table = pd.read_csv(steps / "step_times.csv")
+    h200 = STUDIES / "h200"
+    analysis_script("step_times").main([str(h200 / "data" / "steps"), "--out", str(tmp_path)])
+    assert (tmp_path / "step_times.csv").read_text() == (h200 / "results" / "step_times.csv").read_text()
+    page = (h200 / "README.md").read_text()
+    table = pd.read_csv(h200 / "results" / "step_times.csv")
     for row in table[table["model"] == "shape-7b"].to_dict("records"):
         times = [
             f"{row[part]:.1f} [{row[f'{part}_p20']:.1f}, {row[f'{part}_p80']:.1f}]"

@@ -22,7 +22,7 @@ def test_each_study_is_whole_and_listed(study: Path) -> None:
 
 
 def test_the_matrix_follows_from_the_studies(tmp_path: Path) -> None:
-    results = ROOT / "docs" / "results"
+    results = ROOT / "studies"
     matrix.main([str(COMMUNITY), str(results / "tiny"), str(results / "h200"), "--out", str(tmp_path)])
     assert (tmp_path / "matrix.md").read_text() == (COMMUNITY / "matrix.md").read_text()
 

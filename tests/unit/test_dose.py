@@ -14,7 +14,7 @@ from qerl_bench.studies.figures.dose import dose_response
 from qerl_bench.studies.figures.effects import PlottedArm
 from qerl_bench.studies.report.sessions import figures
 
-STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+STUDIES = Path(__file__).parents[2] / "studies"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 import re
 from dataclasses import replace
@@ -26,19 +25,11 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.studies.figures.error_decomposition import draw
+from tests.scripts import script
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
 NF4_SPEC = NF4(name="nf4", double_quant=True, backend="own", partial=False)
 DIAL_ROW = r"(?m)^\| (\d[\d.]*)(?:, [^|]*)? \| (0\.\d+) \| (0\.\d+) \|$"
-
-
-def analysis(name: str) -> Any:
-    path = Path(__file__).parents[2] / "analysis" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def test_by_hand() -> None:
@@ -141,18 +132,20 @@ def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
 def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = analysis("error_decomposition")
+    analysis = script("analysis/error_decomposition.py")
     weight = torch.randn(4, 32)
     report = layer_report(weight, weight.round(), size=8)
     for run, error in (("a", 1.0), ("b", 1.0001), ("c", 1.01)):
         (tmp_path / run).mkdir()
         layers = {"layers.0.q": replace(report, relative_error=error * report.relative_error), "layers.1.q": report}
         write_layers(tmp_path / run / "layers.parquet", layers, "nvfp4", "rtn")
-    script.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
+    analysis.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
     assert "error_decomposition.svg" in capsys.readouterr().out
-    assert len(script.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
+    assert (
+        len(analysis.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
+    )
     with pytest.raises(ConfigError, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
-        script.main([str(tmp_path), "--out", str(tmp_path / "out")])
+        analysis.main([str(tmp_path), "--out", str(tmp_path / "out")])
 
 
 def test_the_figure_shows_weights_and_outputs_and_says_what_was_not_measured() -> None:
@@ -180,7 +173,8 @@ def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_out
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
     text = Calibration(file=None, samples=1, length=16, seed=0)
     found = {}
-    for name, quantizer in (("plain", RTN), ("with text", analysis("layer_errors").WithText(RTN, text))):
+    with_text = script("studies/quantizers/layer_errors.py").WithText(RTN, text)
+    for name, quantizer in (("plain", RTN), ("with text", with_text)):
         packed = copy.deepcopy(model)
         found[name] = quantize_model(packed, NVFP4_SPEC, quantizer=quantizer, sequences=[list(range(16))])
     assert found["plain"].keys() == found["with text"].keys() and len(found["plain"]) == 7
@@ -192,7 +186,7 @@ def test_a_quantizer_that_needs_no_text_packs_the_same_with_some_and_has_its_out
 
 def test_what_the_dial_does_to_weights_is_what_the_page_says() -> None:
     """The error of the weights as the model uses them: what channels were multiplied by is undone."""
-    page = (Path(__file__).parents[2] / "docs" / "studies" / "tried.md").read_text()
+    page = (Path(__file__).parents[2] / "studies" / "tried.md").read_text()
     said = {float(dial): (float(nvfp4), float(nf4)) for dial, nvfp4, nf4 in re.findall(DIAL_ROW, page)}
     assert said.keys() == {0, 1.05, 1.15}
     small = build(compose(["model=small/10m", "model.layers=2"])).model

@@ -29,6 +29,7 @@ from qerl_bench.studies.runs.measure import Measure, area, final_accuracy, media
 from qerl_bench.studies.runs.resampling import probability_of_improvement
 from qerl_bench.studies.runs.settings import Study, describe_repeats, group_by_setting
 from qerl_bench.studies.tables.terminal import summary
+from tests.scripts import script
 
 REPOSITORY = Path(__file__).parents[2]
 T = 12.706205  # Student's t, 97.5 %, one degree of freedom: two seeds a, b have half = T |a - b| / 2
@@ -592,10 +593,10 @@ def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(
     assert "6 of 8 runs" in capsys.readouterr().err
 
 
-def test_quantizers_are_compared_of_one_run_each(tmp_path: Path, analysis_script: Any) -> None:
+def test_quantizers_are_compared_of_one_run_each(tmp_path: Path) -> None:
     """Answers of two questions, of which the base gets the first right with rtn and both with mse."""
-    script = analysis_script("quantizers")
-    compare = script.compare
+    accuracy = script("studies/quantizers/accuracy.py")
+    compare = accuracy.compare
     runs = [make(tmp_path, 0, "nvfp4", quantizer=name) for name in ("rtn", "mse", "mse")]
     for run, second in zip(runs, (False, True, True), strict=True):
         answers = [
@@ -606,7 +607,7 @@ def test_quantizers_are_compared_of_one_run_each(tmp_path: Path, analysis_script
         pd.DataFrame({"relative_error": [0.1], "output_error": [0.2]}).to_parquet(run.path / "layers.parquet")
     table = compare(runs[:2]).set_index("quantizer")
     assert list(table["greedy"]) == [100.0, 50.0] and table.loc["mse", "greedy - rtn"] == 50.0
-    shown = script.for_paper(table.assign(**{"output error": math.nan}).reset_index()).shown.set_index("quantizer")
+    shown = accuracy.for_paper(table.assign(**{"output error": math.nan}).reset_index()).shown.set_index("quantizer")
     assert shown.loc["rtn", "greedy - rtn"] == "-" and shown.loc["mse", "greedy - rtn"].startswith("+50.0 [")
     assert {*shown["output error"]} == {"-"} and {*shown["weight error"]} == {"0.100"}
     with pytest.raises(ConfigError, match="both quant=nvfp4 quantizer=mse: leave one out"):

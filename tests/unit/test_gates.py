@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from qerl_bench.experiment_spec import Experiment
     from qerl_bench.model.policy import Policy
 
-STUDY = CONF_DIR.parent / "docs" / "studies" / "worlds-2026" / "study.yaml"
+STUDY = CONF_DIR.parent / "studies" / "worlds-2026" / "study.yaml"
 
 
 @pytest.fixture(autouse=True)

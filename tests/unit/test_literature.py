@@ -264,7 +264,7 @@ def test_no_claim_about_formats_counts_runs_with_random_rewards(arm: Arm) -> Non
 
 def test_formats_are_in_the_order_of_their_grid_noise() -> None:
     """The order that the claim takes for granted, in the layers that were measured."""
-    layers = pd.read_parquet(ROOT / "docs" / "results" / "quantizers" / "layers.parquet")
+    layers = pd.read_parquet(ROOT / "studies" / "quantizers" / "data" / "layers.parquet")
     noise = {
         str(quant): float(np.mean(rows["grid_noise"]))
         for quant, rows in layers[layers["quantizer"] == "rtn"].groupby("quant")
@@ -286,7 +286,7 @@ def test_what_to_run_can_be_run(words: str) -> None:
 
 
 def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.main([str(ROOT / "docs" / "results" / "tiny"), "--papers", "literature", "--out", str(tmp_path)])
+    command.main([str(ROOT / "studies" / "tiny"), "--papers", "literature", "--out", str(tmp_path)])
     assert "Rank 1 is enough: incomplete" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"literature.md", "literature.svg"}
     caption = " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "literature.svg").read_text()))

@@ -9,12 +9,13 @@ import pandas as pd
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims import planting
 from qerl_bench.commands import plan
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.runs.committed import SETTINGS
+from tests.scripts import script
 
+planting = script("studies/planting/planting.py")
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,7 +60,7 @@ def test_a_small_planting_errs_as_rarely_as_it_should() -> None:
 
 
 def test_the_table_in_the_docs_is_the_committed_one() -> None:
-    committed = pd.read_csv(ROOT / "docs" / "results" / "planting" / planting.TABLE)
+    committed = pd.read_csv(ROOT / "studies" / "planting" / "results" / planting.TABLE)
     assert planting.markdown(committed) in (ROOT / "docs" / "claims.md").read_text()
     errors = committed[[name for name in committed if str(name).startswith("false ")]]
     assert (errors <= 0.05).all(axis=None) and (committed["replications"] >= 200).all()
@@ -77,8 +78,8 @@ def test_a_plan_of_enough_power_is_the_smallest_one() -> None:
 
 
 def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) -> None:
-    study = ROOT / "docs" / "results" / "tiny"
-    assert (study / SETTINGS).is_file()
+    study = ROOT / "studies" / "tiny"
+    assert (study / "data" / SETTINGS).is_file()
     plan.main([str(study), "--effect", "2"])
     out = capsys.readouterr().out
     assert "find 2 margins" in out

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.gates.pooled import main, row
+from tests.scripts import script
 
-STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+POOLED = script("studies/shortcut-2026-doses/pooled.py")
+main, row = POOLED.main, POOLED.row
+STUDIES = Path(__file__).parents[2] / "studies"
 ARMS = ["--arm", "nvfp4-noise", "--control", "nvfp4"]
 
 

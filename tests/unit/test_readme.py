@@ -1,4 +1,4 @@
-"""What the README and docs/studies/tried.md say of effects is what results pages and committed answers say."""
+"""What the README and studies/tried.md say of effects is what results pages and committed answers say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
-STUDIES = ROOT / "docs" / "studies"
+STUDIES = ROOT / "studies"
 NUMBER = r"[×x]?([-+]?\d+\.\d+)"
 EFFECT = re.compile(rf"{NUMBER}(?:\*\*)?(?: points)?,? ?(?:9\d(?:\.\d)? % )?\[{NUMBER}, {NUMBER}\]")
 TRIED = (STUDIES / "tried.md").read_text()
@@ -67,7 +67,7 @@ def test_sums_over_studies_are_made_again(row: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("page", "numbers"),
     [
-        ("../results/verdicts.md", "1234"),
+        ("verdicts.md", "1234"),
         ("worlds-2026/README.md", "1"),
     ],
 )
@@ -105,7 +105,7 @@ def test_all_doses_were_found() -> None:
 
 def found_on_pages() -> list[tuple[float, ...]]:
     """Effect and interval wherever a page of results has both; of its own sign, and without."""
-    pages = [*STUDIES.rglob("*.md"), *(ROOT / "docs" / "results").rglob("*.md")]
+    pages = STUDIES.rglob("*.md")
     triples = [tuple(map(float, triple)) for page in pages for triple in EFFECT.findall(page.read_text())]
     return triples + [(-value, -high, -low) for value, low, high in triples]
 

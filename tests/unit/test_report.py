@@ -22,7 +22,7 @@ from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.sweep.status import Status
 
 ASSETS = Path(__file__).parents[1] / "assets" / "runs"
-WORLDS = Path(__file__).parents[2] / "docs" / "studies" / "worlds-2026"
+WORLDS = Path(__file__).parents[2] / "studies" / "worlds-2026"
 RUN = "nvfp4-exp-grpo-r32-s0-a101d16e"
 
 

@@ -10,12 +10,14 @@ import pytest
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.gates.rungs import chosen, fits, main, report, windows
 from qerl_bench.seeding import derive
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.task.dag import operations_needed
+from tests.scripts import script
 
-RUNGS = Path(__file__).parents[2] / "docs" / "studies" / "dag-2026" / "rungs.yaml"
+SCRIPT = script("studies/dag-2026/rungs.py")
+chosen, fits, main, report, windows = (getattr(SCRIPT, n) for n in ("chosen", "fits", "main", "report", "windows"))
+RUNGS = Path(__file__).parents[2] / "studies" / "dag-2026" / "rungs.yaml"
 
 
 def _rung(once: float, most: float, none: float) -> dict[str, float]:

@@ -14,16 +14,17 @@ import pytest
 from matplotlib.axes import Axes
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.claims.planting import planted_runs
 from qerl_bench.statistics import Estimate
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.claims.specification import Specification, specifications
 from qerl_bench.studies.figures.specification import specification_curve, specification_table
 from qerl_bench.studies.runs.measure import gained, late_mean
+from tests.scripts import script
 
+planted_runs = script("studies/planting/planting.py").planted_runs
 ROOT = Path(__file__).parents[2]
-STUDIES = ROOT / "docs" / "studies"
+STUDIES = ROOT / "studies"
 NVFP4, NOISE, PLAIN = "Higher final accuracy than 16-bit LoRA", "AQN adds to it", "Noise helps without quantization"
 # (study, claim, specification): bases, effect, low, high, from a review that computed them with code of its own
 REVIEWED = {
@@ -160,14 +161,14 @@ def test_gains_and_late_means_are_only_of_runs_that_were_asked_often_enough() ->
 
 # --- the page of changed verdicts ------------------------------------------------------------------------------------
 
-PAGE = ROOT / "docs" / "results" / "verdicts.md"
+PAGE = STUDIES / "verdicts.md"
 
 
 def test_the_page_of_changed_verdicts_has_the_words_of_the_reports() -> None:
-    rows = re.findall(r"^\| \[([\w-]+)\]\(\.\./(\S+)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
+    rows = re.findall(r"^\| \[([\w-]+)\]\((\S+)\) \| (.*?) \| (.*?) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
     assert len(rows) == 16
     for _, report, claim, before, now, _ in rows:
-        text = (ROOT / "docs" / report).read_text()
+        text = (STUDIES / report).read_text()
         said = f"### {claim}: {now}\n" if report.endswith("claims.md") else f"| {claim} | "
         assert said in text and before != now
         if report.endswith("literature.md"):

@@ -1,8 +1,7 @@
-"""analysis/table2.py: the average over four sets, from records as `qerl-bench eval` leaves them."""
+"""studies/table2/table2.py: the average over four sets, from records as `qerl-bench eval` leaves them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -17,14 +16,10 @@ from qerl_bench.commands.eval import apply_overrides
 from qerl_bench.config import compose
 from qerl_bench.eval.base import Score
 from qerl_bench.studies.runs.load import load_run
-from qerl_bench.study.four_sets import SETS, rows
+from tests.scripts import script
 
-REPOSITORY = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("analysis_table2", REPOSITORY / "analysis" / "table2.py")
-assert spec is not None and spec.loader is not None
-table2 = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(table2)
-
+table2 = script("studies/table2/table2.py")
+SETS, rows = table2.SETS, table2.rows
 RIGHT = {"math500": (0.7, 0.8), "aime24": (0.1, 0.2), "aime25": (0.0, 0.1), "amc23": (0.4, 0.5)}
 ERRORS = {"math500": (0.02, 0.01), "aime24": (0.06, 0.03), "aime25": (0.03, 0.02), "amc23": (0.06, 0.04)}
 

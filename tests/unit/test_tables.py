@@ -18,7 +18,7 @@ from qerl_bench.studies.report.claims_page import verdict_table
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.tables.paper import Table
 
-H200 = Path(__file__).parents[2] / "docs" / "results" / "h200"
+H200 = Path(__file__).parents[2] / "studies" / "h200"
 NUMBERS = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": [1 / 3, 2.0], "low": [0.1, 1.5], "high": [0.5, 2.5]})
 SHOWN = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": ["0.33 [0.10, 0.50]", "×2.00 [1.50, 2.50]"]})
 TABLE = Table("t", NUMBERS, SHOWN, "n = 3 seeds; 95 % intervals.")

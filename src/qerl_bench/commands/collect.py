@@ -1,6 +1,6 @@
 """Gather runs, unfinished ones too, into a study: files that can be committed and are read like the runs themselves.
 
-    qerl-bench collect runs/ out=docs/results/NAME
+    qerl-bench collect runs/ out=studies/NAME/data
 
 Writes settings.json (configs and environments), tidy.parquet (one row per number) and, if answers to held-out questions
 were kept, answers.parquet. --metrics study, the default, writes the metrics of all claims and figures; --metrics all

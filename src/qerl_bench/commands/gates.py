@@ -1,7 +1,7 @@
 """Find out whether a study could show anything: the gates that its bases and first runs must pass.
 
-    qerl-bench gates docs/studies/worlds-2026/study.yaml [bases=0,1 slots=2 minutes=5 words=...]
-    qerl-bench gates docs/studies/worlds-2026/study.yaml runs=FOLDER[,FOLDER out=DIR]
+    qerl-bench gates studies/worlds-2026/study.yaml [bases=0,1 slots=2 minutes=5 words=...]
+    qerl-bench gates studies/worlds-2026/study.yaml runs=FOLDER[,FOLDER out=DIR]
 
 Bases that were not measured yet are pretrained and measured now, without training any arm: their answers in each weight
 format, and the noise that gives each its dose. Gates about training are read from the runs of the study and open until

@@ -1,6 +1,6 @@
 """Put the verdicts of several studies side by side: a line for each claim, a column for each model and task of a study.
 
-    qerl-bench matrix community docs/results/tiny docs/results/h200 out=community
+    qerl-bench matrix community studies/tiny studies/h200 out=community
 
 Each study is judged by itself, because its runs share code, machines and bases; no test is made across studies. Writes
 matrix.md, or another --format.

@@ -1,7 +1,7 @@
 """Make pages of a folder of runs, to look behind its verdicts: open index.html in a browser, no network needed.
 
     qerl-bench report runs/ out=report/
-    qerl-bench report docs/results out=report/     # several studies: an index, a folder for each
+    qerl-bench report studies out=report/     # several studies: an index, a folder for each
     qerl-bench report runs/ watch=true             # again every half minute, until no run goes on
 
 A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with

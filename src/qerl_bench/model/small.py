@@ -6,7 +6,7 @@ data, so it is the name of a base model: a study of many bases varies it.
 
 `outliers` gives the channels between linear layers sizes of their own: a channel is multiplied by a power of two, and
 the weights that read it are divided by it. The unquantized model computes the same, but weights of many sizes now share
-a block's scale, so that 4 bits cost accuracy. The weights then err more than released models' (docs/studies/tried.md).
+a block's scale, so that 4 bits cost accuracy. The weights then err more than released models' (studies/tried.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ RL and evaluation each have their own rungs. Arithmetic modulo a prime keeps all
 Explained demonstrations say what the question says before they put numbers in, and work out each operand just before
 what needs it. Terse ones leave the names out, and their order is any that is possible. Then a model has to find a
 statement, and the value of a name in it, for one and the same word, after a name that nothing foretold: 10 M parameters
-learned the arithmetic from such demonstrations, but not the looking up (docs/studies/dag-2026).
+learned the arithmetic from such demonstrations, but not the looking up (studies/dag-2026).
 """
 
 from __future__ import annotations

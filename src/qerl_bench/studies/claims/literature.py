@@ -240,7 +240,7 @@ LITERATURE = (
                 "samples with more entropy: MXFP4 over NVFP4, and NVFP4 over NF4.",
                 paper="more, no number",
                 source="the paper divides MXFP4's error into parts of grid and scale, of which the first raises "
-                "entropy. The order of the formats here is that of grid_noise in docs/results/quantizers, "
+                "entropy. The order of the formats here is that of grid_noise in studies/quantizers, "
                 "0.0119, 0.0088 and 0.0080 of the squared weights; their dead zones differ as well",
                 expected="more",
                 measure=INITIAL_ENTROPY,
@@ -551,7 +551,7 @@ LITERATURE = (
     ),
     Paper(
         name="First study of this project",
-        address="docs/results/tiny",
+        address="studies/tiny",
         claims=(
             Claim(
                 title="Noise helps without quantization",

@@ -1,7 +1,7 @@
 """A study that was made in sessions: its design, and what each of them packed.
 
-    docs/studies/NAME/study.yaml       the design
-    docs/studies/NAME/data/SESSION/    what `qerl-bench study` packed
+    studies/NAME/study.yaml       the design
+    studies/NAME/data/SESSION/    what `qerl-bench study` packed
 
 Each session pretrains its bases, so those of one number differ: a base belongs to the session that trained arms of it.
 """

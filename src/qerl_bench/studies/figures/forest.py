@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.studies.claims.estimate import Effect
+from qerl_bench.studies.figures.compact import compact
 from qerl_bench.studies.figures.style import FULL_WIDTH, caption, panels, paper_style, small
 
 REACH = 5.0  # margins; marks beyond are arrows at the edge
@@ -59,7 +60,7 @@ def svg(figure: Figure) -> str:
     buffer = BytesIO()
     with paper_style(), matplotlib.rc_context({"svg.hashsalt": "claims"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue().decode()
+    return compact(buffer.getvalue().decode())
 
 
 def _lines(numbered: Sequence[tuple[int, ClaimResult]]) -> Iterator[tuple[str, ClaimResult, ContrastResult, bool]]:

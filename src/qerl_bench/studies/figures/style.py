@@ -26,6 +26,8 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from scipy.optimize import isotonic_regression
 
+from qerl_bench.studies.figures.compact import compact
+
 TEXT_WIDTH = 5.5  # inches: the width of every figure of the docs, unless told otherwise
 FULL_WIDTH = 6.75  # inches, for rows of panels with labels and numbers
 STYLE = Path(__file__).with_name("paper.mplstyle")
@@ -144,6 +146,8 @@ def save(figure: Figure, path: str | os.PathLike[str], formats: Sequence[str] = 
         figure.set_layout_engine("none")  # another pass, or another resolution, would change the layout
         for kind, file in zip(formats, files, strict=True):
             figure.savefig(file, metadata=dates[kind])
+            if kind == "svg":
+                file.write_text(compact(file.read_text()))
     return files
 
 

@@ -1,6 +1,6 @@
 """Everything that a study in sessions shows, into its folder results/.
 
-    python analysis/study_report.py docs/studies/worlds-2026
+    python analysis/study_report.py studies/worlds-2026
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
@@ -58,7 +58,7 @@ MEASURES = [ENTROPY_MEAN, REWARD_MEAN, SAMPLED]
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, such as docs/studies/worlds-2026")
+    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, such as studies/worlds-2026")
     folder = parser.parse_args(arguments).study
     study, out = read_study(folder), folder / "results"
     out.mkdir(exist_ok=True)

@@ -46,10 +46,11 @@ def chosen_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str
 
 
 def by_folder(paths: Iterable[Path]) -> dict[Path, list[Path]]:
-    """The runs by the folder that holds them, a study; each once."""
+    """The runs by the folder of their study, which holds them or whose `data` does; each once."""
     folders: dict[Path, list[Path]] = {}
     for path in dict.fromkeys(paths):
-        folders.setdefault(path.absolute().parent, []).append(path)
+        folder = path.absolute().parent
+        folders.setdefault(folder.parent if folder.name == "data" and is_study(folder) else folder, []).append(path)
     return folders
 
 

@@ -1,0 +1,87 @@
+"""Cuts the data of a study in sessions down to what its pages and figures read, for the checkout.
+
+    python studies/keep.py studies/worlds-2026
+
+Of each run it keeps all evaluations, the dose of noise, and the series of training that
+`analysis/study_report.py` reads. Of these it rounds all but rewards and accuracies, which verdicts
+compare with each other, to float32, which is seven digits, and puts rows where they compress best.
+settings.json, probes and counts of answers stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+
+from qerl_bench.commands.exits import guarded
+from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.report.sessions import figures, texts
+from qerl_bench.studies.runs.collect import TableWriter
+from qerl_bench.studies.runs.committed import ANSWERS, ANSWERS_SCHEMA, TIDY
+from qerl_bench.studies.runs.load import SCHEMA, Run
+
+WHOLE = ("reward/mean", "accuracy")  # shares of a few answers, which compress well as they are
+DOSE = ("aqn/sigma", "aqn/sigma_realised", "mismatch/kl")  # kept of every run with noise
+Series = tuple[str, str, str]  # run, kind, metric
+
+
+class Watched(Run):
+    """A run that remembers in `asked` which of its series were read."""
+
+    asked: set[Series]
+
+    def series(self, kind: str, metric: str) -> pd.Series:
+        self.asked.add((self.name, kind, metric))
+        return super().series(kind, metric)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/")
+    folder = parser.parse_args(arguments).study
+    wanted = read_by_pages(read_study(folder))
+    for file in sorted(folder.glob(f"data/*/{TIDY}")):
+        rows, answers = pd.read_parquet(file), file.with_name(ANSWERS)
+        series = pd.MultiIndex.from_frame(pd.DataFrame(rows[["run", "kind", "metric"]]).astype(str))
+        dose = rows["metric"].isin(DOSE) & (rows["aqn"] != "none")
+        kept = pd.DataFrame(rows[(rows["kind"] == "eval") | dose | series.isin(list(wanted))])
+        write_compact(rounded(kept), ["kind", "metric", "run", "step"], SCHEMA, file)
+        write_compact(pd.read_parquet(answers), ["mode", "step", "question", "run"], ANSWERS_SCHEMA, answers)
+        print(f"{file.parent}: {len(kept)} of {len(rows)} numbers")
+
+
+def read_by_pages(study: Sessions) -> set[Series]:
+    """The series of the runs of a study that its pages and figures read."""
+    asked: set[Series] = set()
+    runs = {
+        cell: Watched(**{field.name: getattr(run, field.name) for field in fields(Run)})
+        for cell, run in study.runs.items()
+    }
+    for run in runs.values():
+        vars(run)["asked"] = asked
+    texts(replace(study, runs=runs))
+    figures(replace(study, runs=runs))
+    return asked
+
+
+def rounded(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the long table, whose noisy values have seven digits."""
+    whole = (rows["kind"] == "eval") | rows["metric"].isin(WHOLE)
+    return rows.assign(value=rows["value"].where(whole, rows["value"].astype("float32")))
+
+
+def write_compact(rows: pd.DataFrame, order: list[str], schema: pa.Schema, file: Path) -> None:
+    """Write `rows` sorted by the columns `order`, packed as small as zstd can."""
+    table = pa.Table.from_pandas(rows.sort_values(order, kind="stable"), preserve_index=False).cast(schema)
+    writing = file.with_name(f".{file.name}.writing")
+    with TableWriter(writing, schema, level=19) as writer:
+        writer.append(table)
+    writing.replace(file)
+
+
+if __name__ == "__main__":
+    guarded(main)

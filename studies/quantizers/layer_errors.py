@@ -1,0 +1,61 @@
+"""Error of each packed layer, in weights and outputs, by format and quantizer: layers.parquet.
+
+python studies/quantizers/layer_errors.py model=tiny --out studies/quantizers/data
+
+Arguments such as model=tiny are options of a run. Outputs are those of the calibration text of
+awq and gptq. analysis/error_decomposition.py draws the table.
+"""
+
+import argparse
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from qerl_bench.commands.exits import guarded
+from qerl_bench.config import build, compose
+from qerl_bench.process.hidden_packages import hidden_packages
+from qerl_bench.quantizer.base import Quantizer
+from qerl_bench.quantizer.calibration import Calibration
+
+
+@dataclass(frozen=True)
+class WithText:
+    """`quantizer` with a calibration text, so that the output errors of its layers are measured."""
+
+    quantizer: Quantizer
+    calibration: Calibration
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.quantizer, name)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("options", nargs="*", help="options of a run, such as model=tiny")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder to write to (default: figures)")
+    given = parser.parse_args(arguments)
+    with hidden_packages():
+        from qerl_bench.model.load import load_packed
+        from qerl_bench.model_setup import base_checkpoint
+        from qerl_bench.process.device import resolve_device
+        from qerl_bench.quant.error_decomposition import write_layers
+    given.out.mkdir(parents=True, exist_ok=True)
+    text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
+    assert text is not None
+    tables = []
+    for quant, quantizer in product(("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")):
+        experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
+        base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+        with_text: Any = WithText(experiment.quantizer, text)
+        device = resolve_device(experiment.device)
+        layers = load_packed(experiment.model, experiment.quant, with_text, experiment.task, base, device)[2]
+        write_layers(given.out / "layers.parquet", layers, quant, quantizer)
+        tables.append(pd.read_parquet(given.out / "layers.parquet"))
+    pd.concat(tables).to_parquet(given.out / "layers.parquet", index=False, compression="zstd")
+
+
+if __name__ == "__main__":
+    guarded(main)

@@ -1,0 +1,26 @@
+"""What a checkout weighs. The goal is 12 MB; studies weigh 9.8 of the 16.4 that are measured, figures 3.6 of these."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def test_a_checkout_stays_small() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert sum(file.stat().st_size for file in files if file.is_file()) < 17e6
+
+
+def test_every_figure_of_a_study_is_shown_on_a_page() -> None:
+    pages = [ROOT / "README.md", *(page for folder in ("docs", "studies") for page in (ROOT / folder).rglob("*.md"))]
+    shown = {(page.parent / place).resolve() for page in pages for place in IMAGE.findall(page.read_text())}
+    assert {*(ROOT / "studies").rglob("*.svg")} <= shown
