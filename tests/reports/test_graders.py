@@ -271,7 +271,9 @@ def test_nothing_is_learned_from_a_reward_that_is_none(make_experiment: Any, mak
     source.rewards = lambda task, rollouts, seed: [Reward(total=float("nan"), correct=False) for _ in rollouts]
     policy = make_policy()
     engine = experiment.engine.build(policy)
-    with pytest.raises(TrainingStopped, match=r"reward=mine, prompt arithmetic/.* the total of the reward is nan"):
+    with pytest.raises(
+        TrainingStopped, match=r"task=arithmetic reward=mine, prompt arithmetic/.* the total of the reward is nan"
+    ):
         collect_rollouts(replace(experiment, reward=source), policy, engine, 1, PhaseTimer("cpu"))
 
 
