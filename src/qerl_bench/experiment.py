@@ -255,7 +255,8 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            rewards = all_checked(world.split(judge, rollouts), f"reward={experiment.reward.name}", rollouts)
+            graded = world.split(judge, rollouts)
+        rewards = all_checked(graded, f"task={task.name} reward={experiment.reward.name}", rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)
             all_groups.append(Group(rollouts=rollouts[of_prompt], rewards=rewards[of_prompt]))

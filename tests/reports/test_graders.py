@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,7 +183,15 @@ def test_wrong_answers_are_wrong(gold: str, answer: str) -> None:
             ("2k", "2 k"),
             ("12", "2^2 3"),
         ],
-        *[("18", "3 \\cdot 6 = 18"), ("18", "x = 18"), ("18", "x = 3 \\cdot 6 = 18"), ("6", "x + y = 6")],
+        *[
+            ("18", "3 \\cdot 6 = 18"),
+            ("18", "x = 18"),
+            ("18", "x = 18."),
+            ("x=5", "5."),
+            ("18", "18 \\%."),
+            ("18", "x = 3 \\cdot 6 = 18"),
+            ("6", "x + y = 6"),
+        ],
         *[("\\frac{1}{3}", "0.333333"), ("\\frac{2}{3}", "0.666667"), ("\\pi", "3.14159265")],
         *[("10^{-8}", "0.00000001"), ("\\frac{1}{2^{99}}", "2^{-99}"), ("\\sqrt{6}", "\\sqrt{2}\\sqrt{3}")],
         *[("1, 2, \\ldots, n", "1,2,\\ldots,n"), ("x \\approx 3", "x\\approx 3"), ("2 3", "2 3")],
@@ -193,6 +202,15 @@ def test_wrong_answers_are_wrong(gold: str, answer: str) -> None:
 )
 def test_right_answers_are_right(gold: str, answer: str) -> None:
     assert compare(gold, answer)[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["1 000" * 20_000, "1 111 " * 20_000 + "1", " " * 100_000 + "%", "." * 100_000, "[1," * 300]
+)
+def test_hostile_answers_are_read_at_once(text: str) -> None:
+    start = time.process_time()
+    assert not compare("18", text)[0]
+    assert time.process_time() - start < 0.5
 
 
 def test_what_lm_eval_measures_is_still_read_as_math_verify_reads_it() -> None:
@@ -253,7 +271,9 @@ def test_nothing_is_learned_from_a_reward_that_is_none(make_experiment: Any, mak
     source.rewards = lambda task, rollouts, seed: [Reward(total=float("nan"), correct=False) for _ in rollouts]
     policy = make_policy()
     engine = experiment.engine.build(policy)
-    with pytest.raises(TrainingStopped, match=r"reward=mine, prompt arithmetic/.* the total of the reward is nan"):
+    with pytest.raises(
+        TrainingStopped, match=r"task=arithmetic reward=mine, prompt arithmetic/.* the total of the reward is nan"
+    ):
         collect_rollouts(replace(experiment, reward=source), policy, engine, 1, PhaseTimer("cpu"))
 
 

@@ -28,6 +28,8 @@ GOOD, BAD, WON = (1.0, 0.0), (0.0, 0.0), (1.2, 1.2)  # the rewards of a group
 class Scripted:
     """Experiment, policy and engine of a step whose rounds give groups of these rewards, without a model."""
 
+    name = "scripted"
+
     def __init__(self, *rounds: list[tuple[float, float]], max_rounds: int, on_no_signal: str = "stop") -> None:
         self.algo = SimpleNamespace(max_resampling_rounds=max_rounds, on_no_signal=on_no_signal)
         self.rollout = SimpleNamespace(prompts_per_step=len(rounds[0]), group_size=2, temperature=1.0)

@@ -139,7 +139,7 @@ def test_one_greedy_call_with_the_limit_of_the_task(policy, engine, task, tmp_pa
     assert ids == [f"arithmetic/{i}" for i in range(QUESTIONS)]
     assert (sampling.samples, sampling.temperature, sampling.max_tokens) == (1, 0.0, LIMIT)
     assert found.settings["lm_eval"] == version("lm_eval")
-    assert (found.settings["task_version"], found.settings["shots"], found.settings["max_tokens"]) == (1, 0, LIMIT)
+    assert (found.settings["task_version"], found.settings["shots"], found.settings["max_tokens"]) == (2, 0, LIMIT)
 
 
 def test_an_engine_that_forgets_the_adapter_is_caught(policy, engine, task, tmp_path):

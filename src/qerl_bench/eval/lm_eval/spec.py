@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PROTOCOLS = ("held_out", "standard")
 DEFAULT_TOKENS = 256  # lm-eval's limit if a task sets none
 INVALID = "[invalid]"  # the answer that lm-eval's filters give to a text without one
-TASK_VERSION = 1  # of the task that lm-eval sees; increase it when prompts, limits or grading change
+TASK_VERSION = 2  # of the task that lm-eval sees; increase it when prompts, limits or grading change
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,16 +30,17 @@ LIMIT_S = 2.0  # CPU seconds for one pair; ordinary pairs take milliseconds
 WALL_LIMIT_S = 60.0  # in case the worker hangs
 MEMORY_GIB = 4  # address space of the worker
 MAX_LENGTH = 1000  # characters; a longer answer is wrong
-_PERCENT = re.compile(r"\s*\\?%$")
 _NUMBER = re.compile(r"[-+0-9.,/ ]+")
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Whether `answer` equals `gold`, and the canonical form of `answer` (unchanged if it has none)."""
-    gold, answer = (joined(_PERCENT.sub("", text.strip())) for text in (gold, answer))
-    foreign = any(letter.isdecimal() and not letter.isascii() for letter in answer)
-    if not answer or foreign or len(answer) > MAX_LENGTH or not _balanced(answer):
+    if len(answer) > MAX_LENGTH:
         return False, answer[:MAX_LENGTH]
+    gold, answer = _bare(gold), _bare(answer)
+    foreign = any(letter.isdecimal() and not letter.isascii() for letter in answer)
+    if not answer or foreign or not _balanced(answer):
+        return False, answer
     if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
         left, right = parse_number(gold), parse_number(answer)
         if left is not None and right is not None:
@@ -49,6 +50,13 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     if is_unclear(gold, answer):
         return False, answer
     return _compare_in_worker(gold, answer)
+
+
+def _bare(text: str) -> str:
+    """`text` without the full stop of a sentence, a percent sign, and spaces within numbers."""
+    text = text.strip()
+    text = text if text.endswith("..") else text.removesuffix(".")
+    return joined(text[:-1].removesuffix("\\").rstrip() if text.endswith("%") else text)
 
 
 def is_found_in(gold: str, text: str) -> bool:
