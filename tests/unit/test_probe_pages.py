@@ -112,3 +112,15 @@ def test_the_page_has_every_format_and_the_figure_every_panel() -> None:
         "right answers", "entropy at temperature 1", "entropy with noise", "right answers with noise",
     ]  # fmt: skip
     assert markdown([{"base": 0, "formats": {"bf16": {"correct": [1], "samples": 2, "entropy": 0.5}}}]) is None
+
+
+def test_a_format_is_compared_over_the_units_that_have_it() -> None:
+    units = copies()
+    for quant in ("nf4", "mxfp4"):
+        units[1]["formats"][quant] = units[1]["formats"]["nvfp4"]
+    del units[0]["formats"]["nvfp4"]
+    assert accuracy_gap(units, "nvfp4", "1") == mean_ci([2 / 6 - 3 / 6, 5 / 6 - 4 / 6])
+    assert log_ratio(units, "nf4", entropy_at("1")).value == 0
+    page, (figure,) = markdown(units), figures(units).values()
+    assert page is not None and "| bf16 | 3 | 1 |" in page and "| nvfp4 | 2 | 1 |" in page and "| nf4 | 1 | 1 |" in page
+    assert any("nf4 of 1" in text.get_text() for text in figure.texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.studies.conduct.probing import probed, records
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.units import read_units
 
@@ -103,3 +105,14 @@ def test_the_details_of_a_probe_decide_its_file_but_formats_do_not(tmp_path: Pat
 def test_a_format_of_the_probe_alone_is_measured_too(tmp_path: Path) -> None:
     design = study(tmp_path, units={"dither": 2}, probe={"questions": 4, "samples": 2, "formats": ["nvfp4", "nf4"]})
     assert design.formats == ["bf16", "nvfp4", "nf4"] and not design.probe.details
+
+
+def test_a_unit_counts_without_a_format_that_no_arm_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QERL_ROOT", str(tmp_path))
+    design = study(tmp_path, units={"dither": 3}, probe={"questions": 4, "samples": 2, "formats": ["nf4"]})
+    for base, formats in ((0, ["bf16", "nvfp4"]), (1, ["bf16"]), (2, ["bf16", "nvfp4", "nf4"])):
+        file = design.probe_file(base)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"base": base, "formats": {quant: {} for quant in formats}, "doses": {}}))
+    assert [probed(design, base, design.formats) for base in design.bases] == [False, False, True]
+    assert [one["base"] for one in records(design, design.formats)] == [0, 2]

@@ -59,7 +59,7 @@ def probe_bases(
                     if code != 0:
                         failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
                     elif out is not None:
-                        pack_probes(design, _records(design, formats), out)
+                        pack_probes(design, records(design, formats), out)
                 if slot not in running and todo and deadline.left > 0:
                     environment = environment_of(slot, slots, gpus, len(todo) + len(running))
                     base = todo.popleft()
@@ -75,12 +75,13 @@ def probe_bases(
     for base in design.bases:
         if base not in failed and not probed(design, base, formats):
             log.warning("no time for the probe of base %d: %s", base, _last_step(_probe_log(design, base)))
-    return _records(design, formats), [failed[base] for base in sorted(failed)]
+    return records(design, formats), [failed[base] for base in sorted(failed)]
 
 
-def _records(design: Design, formats: Collection[str]) -> list[dict[str, Any]]:
-    """The probes of all bases that were measured in `formats`."""
-    return [json.loads(design.probe_file(base).read_text()) for base in design.bases if probed(design, base, formats)]
+def records(design: Design, formats: Collection[str]) -> list[dict[str, Any]]:
+    """The probes of all bases that were measured in those of `formats` that arms have."""
+    needed = [quant for quant in design.formats_of_arms if quant in formats]
+    return [json.loads(design.probe_file(base).read_text()) for base in design.bases if probed(design, base, needed)]
 
 
 def _check_models(design: Design) -> None:

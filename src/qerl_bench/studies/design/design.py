@@ -109,7 +109,11 @@ class Design:
     @property
     def formats(self) -> list[str]:
         """The weight formats of all arms, that of the reference first, and those that only the probe has."""
-        return list(dict.fromkeys([*(self.format_of(arm) for arm in self.arms), *self.probe.formats]))
+        return list(dict.fromkeys([*self.formats_of_arms, *self.probe.formats]))
+
+    @property
+    def formats_of_arms(self) -> list[str]:
+        return list(dict.fromkeys(self.format_of(arm) for arm in self.arms))
 
     @property
     def samples_per_group(self) -> int:

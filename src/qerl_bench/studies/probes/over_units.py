@@ -1,6 +1,7 @@
 """What the probes of a study say of weight formats: numbers of each unit, paired with its first format.
 
-Intervals are Student's t over units; of a single unit, accuracies have intervals over questions and other numbers none.
+Intervals are Student's t over the units that were measured in a format; of a single one, accuracies have intervals over
+questions and other numbers none.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ def detailed(probes: Sequence[Record]) -> list[Record]:
 
 
 def formats_of(probes: Sequence[Record]) -> list[str]:
-    """The weight formats that all have, the first being what others are compared with."""
-    return [quant for quant in probes[0]["formats"] if all(quant in one["formats"] for one in probes)]
+    """The weight formats that any has, the first being what others are compared with: all have it."""
+    return list(dict.fromkeys(quant for one in probes for quant in one["formats"]))
+
+
+def measured_in(quant: str, units: Sequence[Record]) -> list[Record]:
+    """Those of the units that have this format; a probe that was stopped lacks the last ones."""
+    return [one for one in units if quant in one["formats"]]
 
 
 def word_of(record: Record, key: str) -> str | None:
@@ -52,9 +58,9 @@ def asked(record: Record, quant: str, temperature: str) -> Mapping[str, Any]:
 
 def mean_accuracy(units: Sequence[Record], quant: str, temperature: str, column: str = "correct") -> Estimate:
     """Accuracy, strict or `lenient`; NaN without the latter."""
-    found = [asked(one, quant, temperature) for one in units]
+    found = [asked(one, quant, temperature) for one in measured_in(quant, units)]
     if any(one[column] is None for one in found):
-        return Estimate(math.nan, math.nan, len(units))
+        return Estimate(math.nan, math.nan, len(found))
     each = [accuracy(one, column) for one in found]
     return each[0] if len(each) == 1 else mean_ci([one.value for one in each])
 
@@ -62,9 +68,9 @@ def mean_accuracy(units: Sequence[Record], quant: str, temperature: str, column:
 def accuracy_gap(units: Sequence[Record], quant: str, temperature: str, column: str = "correct") -> Estimate:
     """Accuracy in a format minus that of the same unit in the first."""
     first = formats_of(units)[0]
-    pairs = [(asked(one, first, temperature), asked(one, quant, temperature)) for one in units]
+    pairs = [(asked(one, first, temperature), asked(one, quant, temperature)) for one in measured_in(quant, units)]
     if any(one[column] is None for pair in pairs for one in pair):
-        return Estimate(math.nan, math.nan, len(units))
+        return Estimate(math.nan, math.nan, len(pairs))
     if len(pairs) == 1:
         rows = [[[right / one["samples"]] for right in one[column]] for one in pairs[0]]
         return paired_difference(*rows)
@@ -72,13 +78,13 @@ def accuracy_gap(units: Sequence[Record], quant: str, temperature: str, column: 
 
 
 def mean_of(units: Sequence[Record], quant: str, number: Number) -> Estimate:
-    return mean_ci([number(one, quant) for one in units])
+    return mean_ci([number(one, quant) for one in measured_in(quant, units)])
 
 
 def log_ratio(units: Sequence[Record], quant: str, number: Number) -> Estimate:
     """The logarithm of a positive number in a format over that of the same unit in the first."""
     first = formats_of(units)[0]
-    return mean_ci([math.log(number(one, quant) / number(one, first)) for one in units])
+    return mean_ci([math.log(number(one, quant) / number(one, first)) for one in measured_in(quant, units)])
 
 
 def entropy_at(temperature: str) -> Number:
@@ -116,9 +122,12 @@ def dose(at: int, key: str) -> Number:
 
 
 def by_scale(probes: Sequence[Record]) -> dict[float, dict[str, Record]]:
-    """Copies by size of dither, then by seed of the copy: those that all sizes have. Empty with one size."""
+    """Copies by size of dither, then by seed of the copy: those that all sizes have, in all formats. Empty with one
+    size.
+    """
     found: dict[float, dict[str, Record]] = {}
-    for one in probes:
+    formats = {*formats_of(probes)}
+    for one in (probe for probe in probes if formats <= probe["formats"].keys()):
         scale, copy = word_of(one, "model.dither_scale"), word_of(one, "model.dither")
         if scale is not None and copy is not None:
             found.setdefault(float(scale), {})[copy] = one

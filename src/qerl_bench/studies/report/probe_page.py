@@ -25,6 +25,7 @@ from qerl_bench.studies.probes.over_units import (
     log_ratio,
     mean_accuracy,
     mean_of,
+    measured_in,
     pass_k,
     ratio_of,
     share_at,
@@ -56,15 +57,16 @@ def markdown(probes: Sequence[Record]) -> str | None:
 
 
 def accuracies(units: Sequence[Record]) -> str:
-    heads = ["quant", "temperature", "right", "difference", "lenient", "difference", "answer found", "cut off"]
+    heads = ["quant", "units", "temperature", "right", "difference", "lenient", "difference", "answer found", "cut off"]
     heads += ["tokens"]
     lines = []
     for quant in formats_of(units):
-        for at in units[0]["formats"][quant]["temperatures"]:
+        having = measured_in(quant, units)
+        for at in having[0]["formats"][quant]["temperatures"]:
             found, finished, tokens = (
                 mean_of(units, quant, share_at(at, key)).value for key in ("found", "finished", "tokens")
             )
-            cells = [quant, at]
+            cells = [quant, str(len(having)), at]
             for column in ("correct", "lenient"):
                 cells += [
                     points(mean_accuracy(units, quant, at, column), 1),
@@ -119,7 +121,7 @@ def noise(units: Sequence[Record]) -> str:
             points(mean_of(units, quant, dose(at, "accuracy")), 1, signed=True),
         ]
         for quant in formats_of(units)
-        for at, one in enumerate(units[0]["formats"][quant]["curve"])
+        for at, one in enumerate(measured_in(quant, units)[0]["formats"][quant]["curve"])
         if at
     ]
     return rows_of(["quant", "sigma", "entropy ratio", "KL", "right, difference"], lines)
@@ -161,7 +163,13 @@ def figures(probes: Sequence[Record]) -> dict[str, Figure]:
     for number, units in enumerate(() if scaled else groups(known).values()):
         first, *others = formats_of(units)
         if others and len(units) > 1:
-            note = f"To {first} of the same unit, and noise to the same format without: means of {len(units)} units."
+            fewer = [
+                f"{quant} of {len(measured_in(quant, units))}"
+                for quant in others
+                if len(measured_in(quant, units)) < len(units)
+            ]
+            note = f"To {first} of the same unit, and noise to the same format without: means of {len(units)} units"
+            note += f" ({', '.join(fewer)})." if fewer else "."
             found[f"probes{number or ''}"] = in_panels(format_panels(units, others), note)
     if scaled:
         copies = len(next(iter(scaled.values())))
@@ -189,7 +197,10 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbeP
     if curve and all(one["curve"] for it in units for one in it["formats"].values()):
         sizes = range(1, len(curve))
         rises = {
-            quant: [as_per_cent(mean_ci([math.log(dose(at, "entropy")(one, quant)) for one in units])) for at in sizes]
+            quant: [
+                as_per_cent(mean_ci([math.log(dose(at, "entropy")(one, quant)) for one in measured_in(quant, units)]))
+                for at in sizes
+            ]
             for quant in formats_of(units)
         }
         falls = {

@@ -1,0 +1,44 @@
+"""Cuts the answers of probes down for the checkout: every row stays, and the texts of the first questions alone.
+
+    python studies/keep_answers.py FOLDER [questions=8]
+
+FOLDER is what `qerl-bench gates` or `study` packed. Entropies are rounded to half precision, which is three digits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from qerl_bench.commands.exits import guarded
+from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.rundir.durable import replace
+from qerl_bench.studies.conduct.packing import ANSWERS
+
+ORDER = ["temperature", "question", "quant", "base", "sample"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = KeyValueParser(__doc__)
+    parser.add_argument("folder", type=Path, help="with probe_answers.parquet")
+    parser.add_argument("--questions", type=int, default=8, help="whose texts are kept (default: 8)")
+    options = parser.parse_args(arguments)
+    file = options.folder / ANSWERS
+    schema = parquet.read_schema(file)
+    rows: Any = pd.read_parquet(file)
+    told = rows["question"].unique()[: options.questions]
+    rows["completion"] = rows["completion"].where(rows["question"].isin(told))
+    rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
+    table = pa.Table.from_pandas(rows.sort_values(ORDER, kind="stable"), schema=schema, preserve_index=False)
+    writing = file.with_name(f".{file.name}.writing")
+    parquet.write_table(table, writing, compression="zstd", compression_level=19)
+    replace(writing, file)
+    print(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    guarded(main)
