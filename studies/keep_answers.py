@@ -1,6 +1,6 @@
-"""Cuts the answers of probes down for the checkout: every row stays, and the texts of the first questions alone.
+"""Cuts the answers of probes down for the checkout: of all but the first questions it drops texts and parsed answers.
 
-    python studies/keep_answers.py FOLDER [questions=8]
+    python studies/keep_answers.py FOLDER [questions=4]
 
 FOLDER is what `qerl-bench gates` or `study` packed. Entropies are rounded to half precision, which is three digits.
 """
@@ -25,13 +25,14 @@ ORDER = ["temperature", "question", "quant", "base", "sample"]
 def main(arguments: list[str] | None = None) -> None:
     parser = KeyValueParser(__doc__)
     parser.add_argument("folder", type=Path, help="with probe_answers.parquet")
-    parser.add_argument("--questions", type=int, default=8, help="whose texts are kept (default: 8)")
+    parser.add_argument("--questions", type=int, default=4, help="whose texts are kept (default: 4)")
     options = parser.parse_args(arguments)
     file = options.folder / ANSWERS
     schema = parquet.read_schema(file)
     rows: Any = pd.read_parquet(file)
     told = rows["question"].unique()[: options.questions]
-    rows["completion"] = rows["completion"].where(rows["question"].isin(told))
+    for column in ("answer", "completion"):
+        rows[column] = rows[column].where(rows["question"].isin(told))
     rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
     table = pa.Table.from_pandas(rows.sort_values(ORDER, kind="stable"), schema=schema, preserve_index=False)
     writing = file.with_name(f".{file.name}.writing")

@@ -85,7 +85,7 @@ def test_both_kinds_of_metadata_describe_the_files(study: Path, tmp_path: Path) 
     described = json.loads((out / CROISSANT).read_text())
     assert described["conformsTo"] == ["http://mlcommons.org/croissant/1.0", "http://mlcommons.org/croissant/RAI/1.0"]
     assert {file["name"]: file["sha256"] for file in described["distribution"]} == {
-        name: digest(out / name) for name in ("settings.json", "tidy.parquet", "tidy.csv")
+        name: digest(out / name) for name in ("settings.json", "tidy.parquet")
     }
     required = ("name", "description", "license", "creator", "datePublished", "distribution", "recordSet")
     rai = ("dataLimitations", "dataBiases", "personalSensitiveInformation", "dataUseCases", "dataSocialImpact")
@@ -229,7 +229,7 @@ def test_what_cannot_be_hidden_is_refused(study: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "tidy.csv").write_text("x"), ("tidy.csv", "changed")),
+        (lambda folder: (folder / "tidy.parquet").write_text("x"), ("tidy.parquet", "changed")),
         (lambda folder: (folder / "README.md").unlink(), ("README.md", "missing")),
         (lambda folder: reseal(folder, '"steps": 10', '"steps": 11'), ("fingerprint",)),
         (lambda folder: reseal(folder, '"finished": true', '"finished": false'), ("not finished",)),

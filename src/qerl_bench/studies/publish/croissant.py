@@ -16,14 +16,12 @@ import pyarrow.parquet as parquet
 from qerl_bench import __version__
 from qerl_bench.rundir.checksums import digest
 from qerl_bench.studies.publish.description import Description
-from qerl_bench.studies.runs.collect import CSV
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY
 
 CROISSANT = "croissant.json"
 FORMATS = {
     SETTINGS: "application/json",
     TIDY: "application/x-parquet",
-    CSV: "text/csv",
     ANSWERS: "application/x-parquet",
 }
 SPDX = {"apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause"}  # and Creative Commons

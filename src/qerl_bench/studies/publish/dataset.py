@@ -20,7 +20,7 @@ from qerl_bench.studies.publish.crate import CRATE, crate
 from qerl_bench.studies.publish.croissant import CROISSANT, croissant
 from qerl_bench.studies.publish.description import Description
 from qerl_bench.studies.publish.folder import Names, rendered
-from qerl_bench.studies.runs.collect import CSV, write_study
+from qerl_bench.studies.runs.collect import write_study
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.find import find_runs
@@ -46,7 +46,7 @@ def write_dataset(source: Path, out: Path, names: Names, private: Private, mixed
         f"{len(unfinished)} of {len(paths)} runs in {source} are not finished: {first_names(unfinished)}. The command "
         "that began them continues them; or move them elsewhere",
     )
-    study = write_study(paths, out, mixed_code, ["study", "time"], with_csv=True, private=private)
+    study = write_study(paths, out, mixed_code, ["study", "time"], private=private)
     described = Description(
         names, names.license or LICENSE, date.today(), load_runs([out], mixed_code=True), study.cost
     )
@@ -69,7 +69,7 @@ def card(described: Description, out: Path) -> str:
         "dataset.md",
         header=header.to_yaml(),
         described=described,
-        files=[SETTINGS, TIDY, CSV, *([ANSWERS] if ANSWERS in tables.values() else []), CROISSANT, CRATE],
+        files=[SETTINGS, TIDY, *([ANSWERS] if ANSWERS in tables.values() else []), CROISSANT, CRATE],
         settings=[_row(setting) for setting in settings],
         codes=sorted({run.code for run in described.runs}),
         blocks=sorted({run.block for run in described.runs}),
