@@ -1,4 +1,4 @@
-"""Cuts the answers of probes down for the checkout: of all but the first questions it drops texts and parsed answers.
+"""Cuts what probes packed down for the checkout: texts and parsed answers of the first questions, probes as gzip.
 
     python studies/keep_answers.py FOLDER [questions=4]
 
@@ -7,6 +7,8 @@ FOLDER is what `qerl-bench gates` or `study` packed. Entropies are rounded to ha
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.durable import replace
 from qerl_bench.studies.conduct.packing import ANSWERS
+from qerl_bench.studies.design.sessions import PROBES
 
 ORDER = ["temperature", "question", "quant", "base", "sample"]
 
@@ -30,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     file = options.folder / ANSWERS
     schema = parquet.read_schema(file)
     rows: Any = pd.read_parquet(file)
-    told = rows["question"].unique()[: options.questions]
+    told = rows["question"][rows["completion"].notna()].unique()[: options.questions]
     for column in ("answer", "completion"):
         rows[column] = rows[column].where(rows["question"].isin(told))
     rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
@@ -38,6 +41,11 @@ def main(arguments: list[str] | None = None) -> None:
     writing = file.with_name(f".{file.name}.writing")
     parquet.write_table(table, writing, compression="zstd", compression_level=19)
     replace(writing, file)
+    probes = options.folder / PROBES
+    if probes.is_file():
+        packed = json.dumps(json.loads(probes.read_text()), separators=(",", ":")).encode()
+        probes.with_name(f"{PROBES}.gz").write_bytes(gzip.compress(packed, mtime=0))
+        probes.unlink()
     print(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
 
 

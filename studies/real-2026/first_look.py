@@ -6,7 +6,6 @@ asks what the first page could hide: few bad texts, answers that were cut off, t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import pandas as pd
 from qerl_bench.commands.exits import guarded
 from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.statistics import Estimate, mean_ci
-from qerl_bench.studies.conduct.packing import ANSWERS, PROBES
+from qerl_bench.studies.conduct.packing import ANSWERS
+from qerl_bench.studies.design.sessions import read_probes
 from qerl_bench.studies.figures.style import save
 from qerl_bench.studies.probes.page import rows_of
 from qerl_bench.studies.report.probe_page import figures, markdown, points, times
@@ -30,7 +30,7 @@ def main() -> None:
     for folder in sorted((HERE / "data").iterdir()):
         out = HERE / "results" / folder.name
         out.mkdir(parents=True, exist_ok=True)
-        probes = json.loads((folder / PROBES).read_text())
+        probes = read_probes(folder)
         write_atomically(out / "probes.md", markdown(probes) or "")
         for name, figure in figures(probes).items():
             save(figure, out / name)

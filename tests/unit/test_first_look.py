@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.studies.conduct.packing import ANSWERS, PROBES
+from qerl_bench.studies.conduct.packing import ANSWERS
 from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.sessions import read_probes
 from qerl_bench.studies.report.probe_page import markdown
 from tests.scripts import ROOT, script
 
@@ -23,7 +23,7 @@ SESSIONS = sorted(path.name for path in (LOOK / "data").iterdir())
 @pytest.mark.parametrize("name", SESSIONS)
 def test_pages_come_out_again(name: str) -> None:
     data, results = LOOK / "data" / name, LOOK / "results" / name
-    assert markdown(json.loads((data / PROBES).read_text())) == (results / "probes.md").read_text()
+    assert markdown(read_probes(data)) == (results / "probes.md").read_text()
     page = script("studies/real-2026/first_look.py").answers_page(pd.read_parquet(data / ANSWERS))
     assert page == (results / "answers.md").read_text()
 
@@ -32,7 +32,7 @@ def test_pages_come_out_again(name: str) -> None:
 def test_answers_are_those_that_probes_count(name: str) -> None:
     rows: Any = pd.read_parquet(LOOK / "data" / name / ANSWERS)
     right = rows.groupby(["base", "quant", "temperature"])[["correct", "lenient"]].sum()
-    for probe in json.loads((LOOK / "data" / name / PROBES).read_text()):
+    for probe in read_probes(LOOK / "data" / name):
         for quant, found in probe["formats"].items():
             for at, counted in found["temperatures"].items():
                 each = right.loc[probe["base"], quant, float(at)]

@@ -14,8 +14,9 @@ import yaml
 from qerl_bench.rundir.durable import replace
 from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.studies.design.design import Design
+from qerl_bench.studies.design.sessions import PROBES
 
-PROBES, ANSWERS = "probes.json", "probe_answers.parquet"
+ANSWERS = "probe_answers.parquet"
 LEVEL = 9  # of compression: texts of one model are much alike
 
 

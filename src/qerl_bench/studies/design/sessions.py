@@ -8,6 +8,7 @@ Each session pretrains its bases, so those of one number differ: a base belongs 
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from qerl_bench.studies.design.design import Arm, Design, read_design
 from qerl_bench.studies.runs.committed import SETTINGS
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import Run, load_run
+
+PROBES = "probes.json"
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,7 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
     runs: dict[tuple[str, int, int], Run] = {}
     overridden: list[str] = []
     for folder in folders:
-        file = folder / "probes.json"
-        require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
-        here = [one for one in json.loads(file.read_text()) if one["base"] in design.bases]
+        here = [one for one in read_probes(folder) if one["base"] in design.bases]
         found = finished_runs(design, here, folder)
         trained = {base for _, base, _ in runs}
         twice = sorted(trained & {base for _, base, _ in found})
@@ -75,6 +76,16 @@ def read_sessions(design: Design, folders: Sequence[Path]) -> Sessions:
         runs |= found
         overridden += _overridden(folder / "gates.json")
     return Sessions(design, dict(sorted(probes.items())), runs, tuple(dict.fromkeys(overridden)))
+
+
+def read_probes(folder: Path) -> list[dict[str, Any]]:
+    """The probes that a session packed, as JSON or, in a checkout, gzip of it. Raises ConfigError without any."""
+    file = folder / PROBES
+    packed = file.with_name(f"{PROBES}.gz")
+    if packed.is_file():
+        return json.loads(gzip.decompress(packed.read_bytes()))
+    require(file.is_file(), f"there is no {file}: a session is a folder that qerl-bench study has written")
+    return json.loads(file.read_text())
 
 
 def _overridden(file: Path) -> list[str]:
@@ -96,14 +107,14 @@ def _overridden(file: Path) -> list[str]:
 def study_of(session: Path) -> Path | None:
     """The folder of the study in sessions that `session` is one of; None if it is no session of such a study."""
     study = session.parent.parent
-    packed = session.parent.name == "data" and (session / "probes.json").is_file()
+    packed = session.parent.name == "data" and any(session.glob(f"{PROBES}*"))
     return study if packed and (study / "study.yaml").is_file() else None
 
 
 def read_study(folder: Path) -> Sessions:
     """The study in a folder with study.yaml and data/: its bases that have runs. Raises ConfigError without any."""
     study = read_sessions(
-        read_design(folder / "study.yaml"), sorted(path.parent for path in folder.glob("data/*/probes.json"))
+        read_design(folder / "study.yaml"), sorted(path.parent for path in folder.glob(f"data/*/{PROBES}*"))
     )
     require(bool(study.runs), f"{folder / 'data'} has no packed session with runs of {folder / 'study.yaml'}")
     return replace(study, probes={base: study.probes[base] for base in study.session_of})

@@ -56,6 +56,7 @@ def comparison(study: Study, metrics: Sequence[str], smooth: int = 1, share_y: b
     interval is 12.7 standard errors wide to either side, each is a thin line. A non-finite value leaves a gap. Raises
     ConfigError if no run has the metric, or if a setting has two runs of a seed.
     """
+    require(bool(study.runs), "no finished run to draw: pass folders that hold some")
     require(smooth >= 1 and smooth % 2 == 1, f"smooth counts steps and must be odd and at least 1, got {smooth}")
     settings = _labelled(study)
     longest = max((setting.runs for setting in settings), key=len)
