@@ -7,7 +7,7 @@ from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.figures.noise import SIGMA_FACTORS, entropies, matched_temperature, with_constant_sigma
-from qerl_bench.studies.figures.script import select
+from qerl_bench.studies.figures.read import select
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 

@@ -26,7 +26,7 @@ COMMANDS = {
     "python src/run.py experiment=smoke quant=nvfp4 -m aqn=none,exp": "A sweep: one process per run",
     "qerl-bench status": "What is there",
     "make run": "The main job: a model that can do arithmetic learns to do it better",
-    "python analysis/claims.py runs/ --out figures/": "What these runs say about the paper",
+    "qerl-bench claims runs/ out=figures/": "What these runs say about the paper",
 }
 INTRODUCTION = """# The first hour
 

@@ -1,7 +1,7 @@
 """An app over the numbers of a study: `marimo run notebooks/explore.py`, and for another one than studies/tiny
 `marimo run notebooks/explore.py -- --study runs/`. `marimo edit` opens it as a notebook.
 
-Curves here are means over all runs that are chosen; verdicts, which compare in pairs, come from analysis/claims.py.
+Curves here are means over all runs that are chosen; verdicts, which compare in pairs, come from `qerl-bench claims`.
 """
 
 import marimo

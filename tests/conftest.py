@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +19,6 @@ from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options import user_options
 from qerl_bench.options.composer import Composer
-from tests.scripts import script
 
 if TYPE_CHECKING:
     from qerl_bench.aqn.injector import NoiseInjector
@@ -87,16 +85,6 @@ def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     files = {name: Path(getattr(module, "__file__", None) or "") for name, module in sys.modules.items()}
     for name in [name for name, file in files.items() if any(map(file.is_relative_to, folders))]:
         del sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def analysis_script() -> Callable[[str], ModuleType]:
-    """analysis_script("fig_reward"): a script of analysis/ as a module."""
-
-    def load(name: str) -> ModuleType:
-        return script(f"analysis/{name}.py")
-
-    return load
 
 
 @cache

@@ -60,6 +60,7 @@ COMMANDS = {
     ),
     "claims": Command("report what runs say about each claim of the paper"),
     "report": Command("make pages of a folder of runs: verdicts, effects, samples"),
+    "figure": Command("draw a figure of runs by its name, or write a table"),
     "compare": Command("tell in which options and numbers two runs, or two arms, differ"),
     "publish": Command("make a run or a study ready for others, as a folder or at the hub"),
     "check": Command("check published studies, those in community/ for example"),

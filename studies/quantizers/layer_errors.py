@@ -3,7 +3,7 @@
 python studies/quantizers/layer_errors.py model=tiny --out studies/quantizers/data
 
 Arguments such as model=tiny are options of a run. Outputs are those of the calibration text of
-awq and gptq. analysis/error_decomposition.py draws the table.
+awq and gptq. `qerl-bench figure error_decomposition` draws the table.
 """
 
 import argparse

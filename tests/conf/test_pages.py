@@ -16,6 +16,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.figures.named import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -106,10 +107,10 @@ def test_the_message_is_in_the_code(message: str) -> None:
 def test_the_paper_index_names_what_exists_and_misses_no_study() -> None:
     figures = [row for row in rows("paper.md") if len(row) == 5]
     named = set()
-    for _, _, studies, scripts, claims in figures:
+    for _, _, studies, names, claims in figures:
         named |= set(re.findall(r"`(paper/\w+)`", studies))
-        files = {path.stem for folder in ("analysis", "studies/*") for path in ROOT.glob(f"{folder}/*.py")}
-        assert files >= {*re.findall(r"`(\w+)`", scripts)}
+        scripts_of_studies = {path.stem for path in ROOT.glob("studies/*/*.py")}
+        assert FIGURES.keys() | scripts_of_studies >= {*re.findall(r"`(\w+)`", names)}
         assert all(1 <= int(number) <= len(CLAIMS) for number in claims.split(", "))
     shared = {"paper/gsm8k", "paper/bigmath", "paper/speed"}
     studies = {f"paper/{file.stem}" for file in (CONF_DIR / "experiment" / "paper").glob("*.yaml")}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from qerl_bench.commands.figure import main as draw_figure
 from qerl_bench.config import build, compose
 from tests.parallel import ranks
 
@@ -39,7 +38,7 @@ def trained(folder: Path) -> list[dict[str, float]]:
     ],
 )
 def test_a_speed_study_trains_on_completions_of_its_lengths(
-    tmp_path: Path, analysis_script: Callable[[str], ModuleType], study: str, quant: str, lengths: tuple[str, ...]
+    tmp_path: Path, study: str, quant: str, lengths: tuple[str, ...]
 ) -> None:
     words = [f"experiment=speed/{study}", *SMALL, f"quant={quant}", *lengths]
     said = run(tmp_path, *words)
@@ -62,7 +61,7 @@ def test_a_speed_study_trains_on_completions_of_its_lengths(
     lines = said.splitlines()
     (names,) = (number for number, line in enumerate(lines) if " taught " in line and "tok/s" in line)
     assert lines[names].split()[-2:] == ["taught", "GiB"] and lines[names + 1].split()[-2] == "1.00"
-    analysis_script("step_times").main([str(tmp_path / "runs"), "--out", str(tmp_path)])
+    draw_figure(["step_times", str(tmp_path / "runs"), "--out", str(tmp_path)])
     (found,) = csv.DictReader((tmp_path / "step_times.csv").read_text().splitlines())
     assert (found["format"], found["rank"], found["steps"], found["taught_frac"]) == (quant, "4", "2", "1")
     for part in ("step", "rollout", "reward", "sync", "train", "idle"):

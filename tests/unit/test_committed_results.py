@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
+from qerl_bench.commands.claims import main as report_claims
+from qerl_bench.commands.figure import main as draw_figure
 from qerl_bench.studies.design.sessions import read_study
 from qerl_bench.studies.report.sessions import by_figure, plotted, texts
 from qerl_bench.studies.runs.comparable import load_runs
@@ -22,13 +23,13 @@ IN_SESSIONS = sorted(path.parents[1] for path in STUDIES.glob("*/results/gates.m
 
 
 @pytest.mark.parametrize("study", COLLECTED, ids=lambda path: path.name)
-def test_claims_pages_are_recomputed(study: Path, tmp_path: Path, analysis_script: Any) -> None:
+def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
     pages = {"qerl": "claims", "literature": "literature"}
     committed = {papers: study / "results" / f"{page}.md" for papers, page in pages.items()}
     found = {papers: page for papers, page in committed.items() if page.is_file()}
     assert found, f"{study} has no verdicts"
     for papers, page in found.items():
-        analysis_script("claims").main([str(study), "--papers", papers, "--out", str(tmp_path)])
+        report_claims([str(study), "--papers", papers, "--out", str(tmp_path)])
         assert (tmp_path / page.name).read_text() == page.read_text()
 
 
@@ -136,9 +137,9 @@ def test_the_steps_beside_trl_are_what_was_measured() -> None:
     assert len(warm) == 4
 
 
-def test_the_step_times_of_the_h200_page_are_the_committed_ones(tmp_path: Path, analysis_script: Any) -> None:
+def test_the_step_times_of_the_h200_page_are_the_committed_ones(tmp_path: Path) -> None:
     h200 = STUDIES / "h200"
-    analysis_script("step_times").main([str(h200 / "data" / "steps"), "--out", str(tmp_path)])
+    draw_figure(["step_times", str(h200 / "data" / "steps"), "--out", str(tmp_path)])
     assert (tmp_path / "step_times.csv").read_text() == (h200 / "results" / "step_times.csv").read_text()
     page = (h200 / "README.md").read_text()
     table = pd.read_csv(h200 / "results" / "step_times.csv")

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.figure import main as draw_figure
 from qerl_bench.config import build, compose
 from qerl_bench.model.small import spread_channels
 from qerl_bench.quant.error_decomposition import layer_report, output_error, unpacked_report, write_layers
@@ -24,7 +25,7 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
-from qerl_bench.studies.figures.error_decomposition import draw
+from qerl_bench.studies.figures.error_decomposition import draw, one_of_each
 from tests.scripts import script
 
 NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
@@ -132,20 +133,17 @@ def test_the_table_has_a_row_per_layer(tmp_path: Path) -> None:
 def test_the_figure_takes_each_layer_once_and_refuses_two_models_in_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    analysis = script("analysis/error_decomposition.py")
     weight = torch.randn(4, 32)
     report = layer_report(weight, weight.round(), size=8)
     for run, error in (("a", 1.0), ("b", 1.0001), ("c", 1.01)):
         (tmp_path / run).mkdir()
         layers = {"layers.0.q": replace(report, relative_error=error * report.relative_error), "layers.1.q": report}
         write_layers(tmp_path / run / "layers.parquet", layers, "nvfp4", "rtn")
-    analysis.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
+    draw_figure(["error_decomposition", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")])
     assert "error_decomposition.svg" in capsys.readouterr().out
-    assert (
-        len(analysis.one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
-    )
+    assert len(one_of_each(pd.concat([pd.read_parquet(tmp_path / run / "layers.parquet") for run in "ab"]))) == 2
     with pytest.raises(ConfigError, match=r"layers\.0\.q with quant=nvfp4 and quantizer=rtn has an error of .* and of"):
-        analysis.main([str(tmp_path), "--out", str(tmp_path / "out")])
+        draw_figure(["error_decomposition", str(tmp_path), "--out", str(tmp_path / "out")])
 
 
 def test_the_figure_shows_weights_and_outputs_and_says_what_was_not_measured() -> None:

@@ -17,7 +17,8 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.studies.figures import against, arms, effects, paired
+from qerl_bench.commands.figure import main as draw_figure
+from qerl_bench.studies.figures import against, arms, effects, named, paired
 from qerl_bench.studies.figures.aggregate import overview, scores
 from qerl_bench.studies.figures.curves import REWARD, Curve, format_curves, noise_curves
 from qerl_bench.studies.figures.labels import label_settings, noise_text
@@ -427,10 +428,8 @@ def test_controls_are_named_by_what_they_add_and_compared_with_plain_bf16(study:
         arms.control_arms(Study(without).settings)
 
 
-def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(
-    study: Path, tmp_path: Path, analysis_script: Any
-) -> None:
-    draw = analysis_script("fig_speed").draw
+def test_speed_is_drawn_from_zero_and_of_steps_that_trained_alone(study: Path, tmp_path: Path) -> None:
+    draw = named.speed
     figure = draw(selected(study, "quant", "aqn.name"))
     assert all(ax.get_xlim()[0] == 0 for ax in figure.axes)
     numbers = [text.get_text() for text in figure.axes[0].texts]
@@ -545,49 +544,47 @@ SCRIPTS = ["reward", "entropy", "aqn", "schedules", "ranks", "learning_rates", "
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_draws_its_part_of_a_study(
-    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, analysis_script: Any
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    analysis_script(f"fig_{name}").main([str(study), "--out", str(tmp_path)])
+    draw_figure([name, str(study), "--out", str(tmp_path)])
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.svg"]
     said = capsys.readouterr().err
     assert "of 38 runs, the largest set that differs in" in said and "_target_" not in said
 
 
 def test_methods_that_differ_in_more_than_the_factor_are_drawn_when_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for seed in (0, 1):
         make(tmp_path / "runs", seed, lr=1e-4)
         make(tmp_path / "runs", seed, "nvfp4")
     arguments = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="no two of these 4 runs differ"):
-        analysis_script("fig_accuracy").main(arguments)
-    analysis_script("fig_accuracy").main([*arguments, "--also", "optim.lr"])
+        draw_figure(["accuracy", *arguments])
+    draw_figure(["accuracy", *arguments, "--also", "optim.lr"])
     for wrong, says in (
         (["--also", "optim.rl"], "optim.rl: no config key"),
         (["--except", "x*"], r"x\* fits none of the"),
     ):
         with pytest.raises(ConfigError, match=says):
-            analysis_script("fig_accuracy").main([*arguments, *wrong])
+            draw_figure(["accuracy", *arguments, *wrong])
     assert (tmp_path / "out" / "accuracy.svg").is_file() and "compared" not in capsys.readouterr().err
 
 
-def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path, analysis_script: Any) -> None:
+def test_the_overview_is_drawn_of_a_whole_study(study: Path, tmp_path: Path) -> None:
     for out in (tmp_path / "one", tmp_path / "two"):
-        analysis_script("fig_overview").main([str(study), "--out", str(out)])
+        draw_figure(["overview", str(study), "--out", str(out)])
     first, second = ((tmp_path / out / "overview.svg").read_bytes() for out in ("one", "two"))
     assert first == second
 
 
-def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any
-) -> None:
+def test_a_sweep_over_sigma_is_not_mixed_with_other_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (0, 1):
         for rank in (8, 32):
             make(tmp_path / "runs", seed, rank=rank)  # sigma 0, at two ranks
         for level in (0.01, 0.02):
             make(tmp_path / "runs", seed, aqn="constant", level=level)
-    analysis_script("fig_sigma").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    draw_figure(["sigma", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     rows = (tmp_path / "out" / "sigma.csv").read_text().splitlines()[1:]
     assert len(rows) == 6 and all(row.startswith("BF16,") for row in rows)  # two levels x three measures
     assert "6 of 8 runs" in capsys.readouterr().err
@@ -628,13 +625,11 @@ def test_a_run_without_a_final_evaluation_is_named(tmp_path: Path) -> None:
     assert (setting["aqn.sigma_start"], setting.runs) == (None, (run,))
 
 
-def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(
-    tmp_path: Path, analysis_script: Any
-) -> None:
+def test_ranks_of_two_quantizers_each_have_their_own_control_and_alpha_is_said(tmp_path: Path) -> None:
     cells = itertools.product(("rtn", "awq"), (8, 32))
     runs = [make(tmp_path, 0, "nvfp4", rank=rank, quantizer=quantizer) for quantizer, rank in cells]
     table = label_settings(Study(runs).settings, axis="lora.rank")
     controls = against.controls_of(table, "lora.rank", 32, "label")
     pairs = {(one.label, control.label) for one, control in controls.items()}
     assert pairs == {("NVFP4, rtn", "NVFP4, rtn"), ("NVFP4, awq", "NVFP4, awq")}
-    assert "LoRA alpha differs with the rank" in words(analysis_script("fig_ranks").draw(Study(runs)))
+    assert "LoRA alpha differs with the rank" in words(named.ranks(Study(runs)))

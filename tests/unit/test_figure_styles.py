@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from matplotlib import rcParams
+from matplotlib.figure import Figure
 
+from qerl_bench.commands.figure import main
 from qerl_bench.studies.figures import style
-from qerl_bench.studies.figures.script import figure_parser, parse, write_figure
+from qerl_bench.studies.figures.named import FIGURES, Named
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +44,20 @@ def test_widths_and_sizes(name: str, widths: tuple[float, ...], size: float) -> 
             assert box.x1 <= figure.bbox.width
 
 
-def test_a_script_writes_pdf_for_a_page_and_svg_for_the_docs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def one_panel(_: object) -> Figure:
+    with style.paper_style():
+        return style.panels(1, 1, 2.0)[0]
+
+
+def test_a_figure_is_pdf_for_a_page_and_svg_for_the_docs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(FIGURES, "f", Named("a panel", lambda _: None, one_panel))
     for words, ending in (
         (["--style", "icml"], "pdf"),
         ([], "svg"),
         (["--style", "slides", "--formats", "png"], "png"),
     ):
-        options = parse(figure_parser("x"), [str(tmp_path), "--out", str(tmp_path), *words])
-        with style.paper_style():
-            figure, _ = style.panels(1, 1, 2.0)
-        write_figure(figure, options, "f")
+        main(["f", str(tmp_path), "--out", str(tmp_path), *words])
         assert capsys.readouterr().out.strip() == str(tmp_path / f"f.{ending}")
     assert (tmp_path / "f.pdf").read_bytes().count(b"/MediaBox [ 0 0 234 144 ]") == 1  # 3.25 x 2 in, in points

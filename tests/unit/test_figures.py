@@ -20,9 +20,11 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.figure import main as draw_figure
 from qerl_bench.process.arguments import whole
 from qerl_bench.studies.figures import run as figures
 from qerl_bench.studies.figures import style
+from qerl_bench.studies.figures.named import FIGURES
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import Study
@@ -461,30 +463,37 @@ def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
     assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 200)
 
 
-# --- analysis scripts ------------------------------------------------------------------------------------------------
+# --- qerl-bench figure ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["reward", "entropy"])
-def test_figure_scripts_draw_what_they_find(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, analysis_script: Any
-) -> None:
+def test_figures_draw_what_they_find(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     steps = {"entropy": [1.0, 0.9], "entropy_clean": [1.0, 0.8], "reward/mean": [0.1, 0.2], "accuracy": [0.1, 0.2]}
     write_run(tmp_path / "runs" / "whole", steps)
     (write_run(tmp_path / "runs" / "cut", steps, quant="bf16") / "done.json").unlink()
-    analysis_script(f"fig_{name}").main(
-        [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"]
-    )
+    draw_figure([name, str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--formats", "svg", "pdf"])
     said = capsys.readouterr()
     assert said.out.split() == [str(tmp_path / "out" / f"{name}.svg"), str(tmp_path / "out" / f"{name}.pdf")]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{name}.pdf", f"{name}.svg"]
     assert "cut is not finished" in said.err and "whole" not in said.err
 
 
-def test_a_script_that_finds_no_run_says_so_once_and_exits_with_2(tmp_path: Path) -> None:
-    script = REPOSITORY / "analysis" / "fig_reward.py"
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+def test_a_figure_that_finds_no_run_says_so_once_and_exits_with_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_bench", "figure", "reward", tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert whole(done.stderr).count("\n") == 1 and f"no run in {tmp_path}" in done.stderr
+
+
+def test_a_name_that_no_figure_has_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no figure rewards\. Did you mean reward\?"):
+        draw_figure(["rewards", "runs"])
+    with pytest.raises(SystemExit):
+        draw_figure(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    listed = {words[0]: set(words[1:]) for line in lines if line.startswith("    ") and (words := line.split())}
+    assert {*FIGURES} <= {*listed} and all({*named.shows.split()} <= listed[name] for name, named in FIGURES.items())
 
 
 def test_scripts_are_short() -> None:

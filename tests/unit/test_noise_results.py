@@ -1,4 +1,4 @@
-"""The numbers and the figure that analysis/fig_sigma.py and match_temperature.py make, from runs with known metrics."""
+"""What the figure `sigma` and analysis/match_temperature.py make of runs with known metrics."""
 
 from __future__ import annotations
 

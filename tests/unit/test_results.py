@@ -16,6 +16,7 @@ import pytest
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.collect import main as collect_runs
 from qerl_bench.commands.exits import guarded
 from qerl_bench.studies.runs.collect import write_study
 from qerl_bench.studies.runs.comparable import load_runs, tidy
@@ -427,16 +428,14 @@ def test_a_run_whose_last_five_steps_taught_nothing_is_named(
         assert warning.startswith("a: ") and "train/taught_frac = 0" in warning and "task=shape" in warning
 
 
-def test_collect_writes_the_same_table_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], analysis_script: Any
-) -> None:
+def test_collect_writes_the_same_table_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A half-written line of a run that goes on is reported and left out."""
     runs = [write_run(tmp_path / "runs" / name, seed=seed, finished=name != "b") for seed, name in enumerate("ab")]
     with (runs[1] / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 4, "rew')
     words = [str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "all", "--csv"]
     with pytest.warns(UserWarning, match="b: dropped line 6"):
-        analysis_script("collect").main(words)
+        collect_runs(words)
     assert "2 runs, 1 of them unfinished, 54 numbers" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="half-written"):
         expected = tidy(load_run(run) for run in runs)
@@ -461,23 +460,21 @@ def test_a_script_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "half a line was dropped\nerror: no run in this folder\n"
 
 
-def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path, analysis_script: Any) -> None:
+def test_collect_takes_the_metrics_that_are_asked_for(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    analysis_script("collect").main(
-        [str(tmp_path), "--out", str(tmp_path / "out"), "--metrics", "entropy", "reward/mean"]
-    )
+    collect_runs([str(tmp_path), "--out", str(tmp_path / "out"), "--metrics", "entropy", "reward/mean"])
     assert pd.read_parquet(tmp_path / "out" / "tidy.parquet")["metric"].value_counts().to_dict() == {
         "entropy": 3, "reward/mean": 3,
         **dict.fromkeys({name for line in LINES for name in line} - {"kind", "step", "entropy", "reward/mean"}, 0),
     }  # fmt: skip
 
 
-def test_collect_leaves_no_file_behind_when_a_run_is_damaged(tmp_path: Path, analysis_script: Any) -> None:
+def test_collect_leaves_no_file_behind_when_a_run_is_damaged(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a")
     with (write_run(tmp_path / "runs" / "b") / "metrics.jsonl").open("a") as file:
         file.write("[]\n")
     with pytest.raises(ConfigError, match=r"b/metrics\.jsonl, line 6"):
-        analysis_script("collect").main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+        collect_runs([str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -486,9 +483,7 @@ def environment(folder: Path, **env: object) -> Path:
     return folder
 
 
-def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(
-    tmp_path: Path, analysis_script: Any
-) -> None:
+def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(tmp_path: Path) -> None:
     """The digest of the sources decides, whatever the commit; runs from before it have their commit only."""
     for name in "abcde":
         environment(write_run(tmp_path / name), code="1f", commit=name)
@@ -505,8 +500,8 @@ def test_runs_of_several_versions_of_the_code_are_refused_unless_that_is_known(
     ]
     assert len(load_runs([tmp_path], mixed_code=True)) == 7
     with pytest.raises(ConfigError, match="3 versions"):
-        analysis_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out")])
-    analysis_script("collect").main([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
+        collect_runs([str(tmp_path), "--out", str(tmp_path / "out")])
+    collect_runs([str(tmp_path), "--out", str(tmp_path / "out"), "--mixed-code"])
     assert load_run(tmp_path / "a").device == "unknown"
 
 

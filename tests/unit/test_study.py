@@ -187,7 +187,7 @@ def test_files_that_do_not_belong_together_are_refused(study: Path, change: Call
     edited(study, change)
     with pytest.raises(ConfigError, match=complaint) as error:
         load_runs([study])
-    assert str(study) in str(error.value) and "analysis/collect.py RUNS --out" in str(error.value)
+    assert str(study) in str(error.value) and f"qerl-bench collect RUNS out={study}" in str(error.value)
 
 
 def test_answers_of_unknown_runs_are_refused(study: Path) -> None:

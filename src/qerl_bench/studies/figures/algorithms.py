@@ -23,6 +23,7 @@ from qerl_bench.studies.figures.run import mean_and_band, moving_average
 from qerl_bench.studies.figures.style import OTHER_COLORS, caption, label_axes, label_ends, panels, paper_style
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.settings import Setting, Study, describe_repeats, unit_count
+from qerl_bench.studies.tables.paper import Table
 
 PANELS = ("reward/mean", "entropy")
 REFILLS = "dynamic/refills"
@@ -45,6 +46,24 @@ def gain_table(study: Study) -> pd.DataFrame:
     quotient of a single seed. Entropies are of the first and last step.
     """
     return pd.DataFrame([_row(name, setting.runs) for name, setting in by_algorithm(study).items()])
+
+
+def gains(study: Study) -> Table:
+    """`gain_table`, shown in per cent, with intervals."""
+    table = gain_table(study)
+    shown = pd.DataFrame({"algorithm": table["algo"], "seeds": table["seeds"].astype(str)})
+    for name, column in (("before", "start"), ("after", "final"), ("after, sampled", "sampled_final")):
+        shown[name] = [f"{100 * value:.1f}" for value in table[column]]
+    shown["gain"] = [
+        f"{100 * gain:+.1f} [{100 * (gain - half):+.1f}, {100 * (gain + half):+.1f}]"
+        for gain, half in zip(table["gain"], table["gain_half"], strict=True)
+    ]
+    seeds = ", ".join(str(n) for n in sorted(set(table["seeds"])))
+    caption = (
+        f"Held-out accuracy (%, greedy unless stated) before and after training, n = {seeds} seeds. Brackets: 95 % "
+        "interval of the gain, paired by question, over questions and seeds."
+    )
+    return Table("algorithms", table.drop(columns="gain_half"), shown, caption)
 
 
 def completions_sampled(run: Run) -> pd.Series:

@@ -1,4 +1,4 @@
-"""The error of each packed layer, as a figure: analysis/error_decomposition.py draws it from the files of runs."""
+"""The error of each packed layer, as a figure: `qerl-bench figure` draws it from the files of runs."""
 
 from __future__ import annotations
 

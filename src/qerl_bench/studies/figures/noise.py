@@ -26,6 +26,7 @@ from qerl_bench.studies.figures.style import BAND, FULL_WIDTH, GRAY, caption, pa
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure, mean_between
 from qerl_bench.studies.runs.settings import Study
+from qerl_bench.studies.tables.paper import Table
 
 SIGMA_FACTORS = ("quant.", "quantizer.", "aqn.")  # of a sweep over sigma
 EARLY = (0.0, 0.2)  # shares of a run's steps between which entropy is measured
@@ -88,6 +89,17 @@ def sigma_effects(doses: Sequence[NoiseLevel]) -> pd.DataFrame:
             ends = [measure.on_axis(value) for value in (estimate.value, estimate.low, estimate.high)]
             rows.append([dose.label, dose.sigma, measure.name, *ends, estimate.n, kl])
     return pd.DataFrame(rows, columns=["quant", "sigma", "measure", "mean", "low", "high", "n", "mismatch"])
+
+
+def sigma_table(study: Study) -> Table:
+    """`sigma_effects`, shown with four digits."""
+    effects = sigma_effects(sigma_doses(study))
+    shown = effects.map(lambda value: f"{value:.4g}" if isinstance(value, float) else str(value))
+    caption = (
+        "Constant noise minus none in the same format, in pairs: mean and 95 % interval from low to high over n pairs; "
+        "entropy in per cent, accuracy in points. mismatch: KL(sampler || trainer), nats."
+    )
+    return Table("sigma", effects, shown, caption)
 
 
 def sigma_figure(doses: Sequence[NoiseLevel]) -> Figure:

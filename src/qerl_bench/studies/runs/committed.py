@@ -36,7 +36,7 @@ ANSWERS_SCHEMA = pa.schema(
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
 KEPT_OF_DONE = ("started", "ended", "wall_s", "energy_j", "peak_memory_gib")
-REMEDY = "It is incomplete, or was edited. Collect it again: python analysis/collect.py RUNS --out"
+REMEDY = "It is incomplete, or was edited. Collect it again: qerl-bench collect RUNS out="
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ def read_study(path: Path) -> CommittedStudy:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStudy:
-    content = read_object(path / SETTINGS, f"{REMEDY} {path}")
+    content = read_object(path / SETTINGS, f"{REMEDY}{path}")
     missing = sorted({"config", "settings", "environment", "environments", "runs"} - content.keys())
-    require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY} {path}")
+    require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY}{path}")
     configs = {listed: content["config"] | varying for listed, varying in content["settings"].items()}
     for listed, config in configs.items():
         actual = fingerprint(nested(config))
         require(
             actual == listed,
-            f"{path / SETTINGS}: the config listed as {listed} has the fingerprint {actual}. {REMEDY} {path}",
+            f"{path / SETTINGS}: the config listed as {listed} has the fingerprint {actual}. {REMEDY}{path}",
         )
     runs: dict[str, dict[str, Any]] = content["runs"]
     environments = [content["environment"] | varying for varying in content["environments"]]
@@ -113,7 +113,7 @@ def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStu
     ]
     require(
         not broken,
-        f"{path / SETTINGS} lacks the setting, the environment or the seed of {first_names(broken)}. {REMEDY} {path}",
+        f"{path / SETTINGS} lacks the setting, the environment or the seed of {first_names(broken)}. {REMEDY}{path}",
     )
     return CommittedStudy(path, configs, environments, runs, _read_metrics(path, runs), _read_answers(path, runs))
 
@@ -127,7 +127,7 @@ def _read_metrics(path: Path, runs: Mapping[str, dict[str, Any]]) -> dict[str, p
     require(
         not unknown,
         f"{path / SETTINGS} does not know {len(unknown)} runs of {TIDY}, or lists them under other fingerprints than "
-        f"{first_names({*unknown.values()})}: {first_names(unknown)}. {REMEDY} {path}",
+        f"{first_names({*unknown.values()})}: {first_names(unknown)}. {REMEDY}{path}",
     )
     metrics = {}
     for name, rows in frame.groupby("run", observed=True, sort=False).indices.items():
@@ -155,7 +155,7 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
     require(
         not unknown,
         f"{path / ANSWERS} has answers of {len(unknown)} runs that {SETTINGS} does not know: {first_names(unknown)}. "
-        f"{REMEDY} {path}",
+        f"{REMEDY}{path}",
     )
     return answers
 
@@ -163,7 +163,7 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
 def _read_columns(path: Path, names: Iterable[str]) -> pa.Table:
     names = list(names)
     missing = sorted(set(names) - set(parquet.read_schema(path).names))
-    require(not missing, f"{path} has no column {', '.join(missing)}. {REMEDY} {path.parent}")
+    require(not missing, f"{path} has no column {', '.join(missing)}. {REMEDY}{path.parent}")
     return parquet.read_table(path, columns=names)
 
 

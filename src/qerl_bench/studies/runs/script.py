@@ -1,4 +1,4 @@
-"""The command line that the scripts in analysis/ share."""
+"""The command line of what reads runs and writes files: commands, and scripts of studies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qerl_bench.process.arguments import KeyValueParser
 
 
 def parser_for(description: str | None, out: str = "figures") -> argparse.ArgumentParser:
-    """The command line of a script that reads runs and writes files."""
+    """Takes runs, and the folder to write to."""
     parser = KeyValueParser(description)
     parser.add_argument("runs", nargs="+", type=Path, help="folders that hold runs, or single runs")
     without = "leave out runs by name, in which * stands for anything"

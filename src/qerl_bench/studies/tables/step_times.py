@@ -1,6 +1,8 @@
-"""Where the time of a run's steps goes, for `analysis/step_times.py`."""
+"""Where the time of a run's steps goes, for `qerl-bench figure step_times`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -37,8 +39,9 @@ def row(run: Run) -> dict[str, object]:
     return found | {name: run.series("train", metric).max() for name, metric in PEAKS.items()}
 
 
-def for_paper(table: pd.DataFrame) -> Table:
-    """The times of the phases and the peak of memory."""
+def step_times(runs: Iterable[Run]) -> Table:
+    """Median, 20 % and 80 % over the steps of each run that trained: times of the phases, and the peak of memory."""
+    table = pd.DataFrame([row(run) for run in runs]).sort_values([*KEYS, "seed"], ignore_index=True)
     shown = pd.DataFrame(table[[*KEYS, "seed"]]).astype(str)
     for part in ("step", "rollout", "train"):
         columns = (table[f"{part}{end}"] for end in ("", "_p20", "_p80"))
