@@ -119,6 +119,8 @@ def run_steps(
             {} if sampler is engine else {"copies_of_weights": 2}
         )
         run.write("engine.json", json.dumps(sampler.record() | weights, indent=1))
+        prompts = experiment.task.train_prompts(1, experiment.rollout.prompts_per_step, experiment.seed)
+        run.write("prompt.txt", policy.text_of(prompts[0]))
         if first == 0:
             evaluate_and_log(experiment, policy, engine, run, mirror, 0, world)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:

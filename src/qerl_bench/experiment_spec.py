@@ -75,6 +75,11 @@ class Experiment:
     logger: LoggerSpec
 
     def __post_init__(self) -> None:
+        require(
+            self.steps != 0,
+            f"steps must be a whole number of at least 1, got {self.steps}; a base before any training is asked by "
+            "qerl-bench probe model=... task=...",
+        )
         check_fields(
             self,
             "",

@@ -146,6 +146,8 @@ def test_a_run_says_it_before_its_first_step(
     cfg = make_config(*own, *words, "rollout.group_size=4", f"root={tmp_path}", "name=a")
     caplog.set_level(logging.INFO)
     run_experiment(build(cfg), cfg)
+    first = build(cfg).task.train_prompts(1, cfg.rollout.prompts_per_step, cfg.seed)[0]
+    assert (tmp_path / "runs" / "a" / "prompt.txt").read_text().strip() == first.messages[-1]["content"].strip()
     file = tmp_path / "runs" / "a" / formats.FILE
     assert file.exists() == (where is not None) == (f"formats of {count} answers" in caplog.text)
     if where is None:

@@ -156,6 +156,22 @@ def test_a_wrong_word_is_refused(word: str, says: str, capsys: pytest.CaptureFix
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--experiment=smoke", "--experiment=smoke: no such flag. .* experiment=smoke;"),
+        ("--experiment smoke", "--experiment: no such flag. .* experiment=VALUE;"),
+        ("--config foo.yaml", "--config: no such flag. .* experiment=NAME.*--config-dir"),
+        ("--multi seed=0,1", "--multi: no such flag"),
+        ("--lr=1e-5 -m", "--lr=1e-5: no such flag. .* lr=1e-5;"),
+    ],
+)
+def test_flags_are_not_abbreviated(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", *words.split()])
+    assert end.value.code == 2 and re.search(says, whole(capsys.readouterr().err), re.DOTALL)
+
+
 # Commands in a folder with `runs`, in this order, and the one or two last lines of what each prints.
 RESULTS = {
     "status": r"8 runs, 8 done\ncost of the finished runs: .*",

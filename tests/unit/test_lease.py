@@ -164,3 +164,16 @@ def test_links_may_be_missing_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     held = locks.lock(tmp_path / ".lock")
     assert held is not None and locks.lock(tmp_path / ".lock") is None
     held.close()
+
+
+def test_a_lease_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        assert not lease.lease_of(tmp_path / "lock").exists()
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_text())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    held = locks.lock(tmp_path / "lock")
+    assert held is not None and synced == [lease.lease_of(tmp_path / "lock").read_text()]
+    held.close()

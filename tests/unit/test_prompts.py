@@ -238,3 +238,12 @@ def test_every_task_can_be_asked_in_every_way(name: str) -> None:
     assert (
         plain.prompt_template.prompt("y", QUESTION, "5").messages[0]["content"] == f"Question: {QUESTION}\n\nAnswer:\n"
     )
+
+
+def test_the_text_of_a_prompt_has_its_special_tokens(make_policy: Any, chatml: Any) -> None:
+    policy = make_policy()
+    policy.tokenizer = chatml
+    text = policy.text_of(Prompt(id="a", messages=template_of("hash").messages(QUESTION), answer="5"))
+    assert text == asked(chatml, "hash") and text.startswith("<|im_start|>system\n" + GOLDEN["hash"] + "<|im_end|>")
+    ids = (*chatml.encode("<|im_start|>a"), chatml.eos_token_id)
+    assert policy.text_of(Prompt(id="b", messages=(), answer="", token_ids=ids)) == "<|im_start|>a<|im_end|>"

@@ -214,7 +214,7 @@ def test_steps_of_a_sample_page_are_spread_evenly() -> None:
     assert evenly(3, 5) == [0, 1, 2] and evenly(101, 5) == [0, 25, 50, 75, 100] and evenly(0, 5) == []
 
 
-def test_an_answer_of_nothing_but_line_ends_takes_one_line(tmp_path: Path) -> None:
+def test_a_page_has_the_prompt_and_an_answer_of_nothing_but_line_ends_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "rollouts.jsonl").write_text("")
     rows = [
         {"mode": "greedy", "step": step, "question": "q", "gold": "1", "completion": text, "correct": step > 0}
@@ -222,6 +222,9 @@ def test_an_answer_of_nothing_but_line_ends_takes_one_line(tmp_path: Path) -> No
     ]
     pd.DataFrame(rows).to_parquet(tmp_path / "samples.parquet")
     page = run_page(tmp_path, "index.html")
+    assert "<details>" not in page
+    (tmp_path / "prompt.txt").write_text("<|user|>two & two")
+    assert "&lt;|user|&gt;two &amp; two</p></details>" in run_page(tmp_path, "index.html")
     assert "[40 line ends]" in page and "a\n\nb" in page and "1 wrong, then right" in page
 
 

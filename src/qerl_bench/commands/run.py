@@ -22,7 +22,7 @@ from qerl_bench import __version__
 from qerl_bench.checks import require
 from qerl_bench.config import build
 from qerl_bench.options import user_options
-from qerl_bench.options.composer import HYDRA_DEFAULTS, register_resolvers, resolved
+from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
 from qerl_bench.options.explain import explain, usage
 from qerl_bench.options.names import check_option_names, search_folders
 from qerl_bench.parallel import World, joined, tells
@@ -115,6 +115,7 @@ def main(words: list[str]) -> None:
         if point is not None and point.finished:
             tell_finished(point.run_dir)
             return
+        words = Composer().spelled_out(words)
         words = with_swept_axes(words) if sweep else words
         sys.argv[1:] = flags_first([*words, *world.words])  # where Hydra reads them
         own_folder = nothing_left_if_refused(point.run_dir) if point is not None and world.first else nullcontext()

@@ -123,6 +123,14 @@ class Policy:
         """Token ids that the prompt brings along, or those of its messages."""
         return self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
 
+    def text_of(self, prompt: Prompt) -> str:
+        """What the model reads of a prompt, special tokens included."""
+        return (
+            self.prompt_text(prompt.messages)
+            if prompt.token_ids is None
+            else str(self.tokenizer.decode(self.ids_of(prompt)))
+        )
+
     def demonstration_ids(self, demonstrations: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the prompts and of the whole completions, their stop tokens included."""
         return demonstration_ids(self.tokenizer, demonstrations, self.template)

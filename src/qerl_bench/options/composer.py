@@ -26,6 +26,7 @@ from qerl_bench.options import user_options
 from qerl_bench.options.files import options_of, plain_keys
 from qerl_bench.options.fingerprint import fingerprint, flat
 from qerl_bench.options.model_names import short_name
+from qerl_bench.options.model_words import with_places
 from qerl_bench.options.names import check_option_names, search_folders
 from qerl_bench.options.suggestions import unknown_key, unknown_option, unread
 from qerl_bench.process.installation import CONF_DIR
@@ -91,10 +92,19 @@ class Composer:
     def chosen(self, overrides: Sequence[str]) -> tuple[dict[str, Any], RuntimeConf]:
         """As `tree`, with Hydra's record of which option was chosen for each axis, and from which folders."""
         try:
+            overrides = self.spelled_out(overrides)
             cfg, runtime = self._unresolved(overrides)
         except HydraException as error:
             raise ConfigError(self._in_words(error, overrides)) from error
         return plain_tree(cfg), runtime
+
+    def spelled_out(self, words: Sequence[str]) -> list[str]:
+        """`words` with model=hub model.id=PLACE for each model=PLACE; an option of that name comes first."""
+        if with_places(words, options_of([CONF_DIR], "model")) == [*words]:
+            return [*words]
+        search_path = tuple(user_options.split_search_path(words)[0])
+        folders = search_folders(self._composed(search_path)[1]) if search_path else [CONF_DIR]
+        return with_places(words, options_of(folders, "model"))
 
     def _unresolved(self, overrides: Sequence[str]) -> tuple[DictConfig, RuntimeConf]:
         parsed = [self._parsed(word) for word in overrides]

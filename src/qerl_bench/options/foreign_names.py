@@ -77,6 +77,10 @@ OURS = {  # the last part of a key elsewhere -> config keys or axes of this proj
     "load_in_4bit": FORMAT,
     "quantization": FORMAT,
     "bits": FORMAT,
+    "gradient_checkpointing": ("train.recompute",),
+    "activation_checkpointing": ("train.recompute",),
+    "bf16": ("model.dtype",),
+    "fp16": ("model.dtype",),
     "dtype": ("model.dtype",),
     "torch_dtype": ("model.dtype",),
     "use_vllm": ("engine",),
@@ -84,4 +88,14 @@ OURS = {  # the last part of a key elsewhere -> config keys or axes of this proj
     "gpu": ("device",),
     "sigma": ("aqn.level", "aqn.sigma_start"),
     "noise_scale": ("aqn.level", "aqn.sigma_start"),
+}
+
+CONTINUED = "The same command continues a run from its last checkpoint; a finished run is not repeated"
+SEVERAL = (
+    "torchrun --standalone --nproc-per-node N src/run.py ... makes one run on N GPUs, and a sweep, -m, uses all that "
+    "CUDA_VISIBLE_DEVICES shows"
+)
+WITHOUT_KEY = {  # what is no option here -> how it is done
+    **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint", "resume_mode"), CONTINUED),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "n_gpus_per_node", "devices", "num_processes"), SEVERAL),
 }

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_bench.options.files import SET_BY_FILE, alternatives, option_fields, options_of, read_option
-from qerl_bench.options.foreign_names import OURS
+from qerl_bench.options.foreign_names import OURS, WITHOUT_KEY
 from qerl_bench.options.renamed_keys import renamed, renamed_value
 
 SHOWN = 8  # keys or choices that a message lists
 NUMBERS = {"lora": "lora.rank", "aqn": "aqn=constant aqn.level"}  # what a number for the whole axis probably means
 ALL = "All options: --help"
+PLACES = {"model": "Of the hub or of a file: model=ORG/NAME, model=./FOLDER, model=FILE.gguf"}  # besides options
 
 
 def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], folders: Sequence[Path]) -> str:
@@ -27,8 +28,12 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     if key.startswith("model.template"):
         return f"{key} is not set yet, so add it with a plus: +model.template.KEYWORD=VALUE"
     known = [one for one in known if one.rpartition(".")[2] not in ("name", *SET_BY_FILE)]
-    ours = OURS.get(key.rpartition(".")[2], ())
-    if ours and key not in keys_of_axis(key.partition(".")[0], folders):
+    last = key.rpartition(".")[2]
+    of_others = key not in keys_of_axis(key.partition(".")[0], folders)
+    if last in WITHOUT_KEY and of_others:
+        return f"there is no option {key}. {WITHOUT_KEY[last]}"
+    ours = OURS.get(last, ())
+    if ours and of_others:
         ours = [one for one in ours if one in known] or ours
         near = [_with_its_options(one, known, folders) for one in ours]
         return f"there is no option {key}.{did_you_mean(near)} What it means: --explain {' '.join(ours)}"
@@ -69,7 +74,8 @@ def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
     number = f" A number is {NUMBERS[axis]}={place}." if axis in NUMBERS and place.replace(".", "").isdecimal() else ""
     few = len(options) <= 2 * SHOWN
     choices = f"Choose {axis}={'|'.join(options)}" if few else f"All of them: --explain {axis}"
-    return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}"
+    places = f". {PLACES[axis]}" if axis in PLACES else ""
+    return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}{places}"
 
 
 def unread(word: str) -> str:

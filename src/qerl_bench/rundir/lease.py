@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from qerl_bench.rundir.durable import sync
+
 log = logging.getLogger(__name__)
 BEAT_S = 10.0
 STALE_S = 120.0  # more than a network file system keeps the attributes of a file in its cache, which is 60 s
@@ -54,6 +56,7 @@ class Lease:
         while True:
             if (held := read(path)) is None:
                 writing.write_text(text)
+                sync(writing)  # a lease that a power loss cut would name no machine, and be held until it is stale
                 if placed(writing, path):
                     return cls(path, text)
             elif is_held(path, held, alone):

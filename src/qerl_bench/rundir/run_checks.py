@@ -28,6 +28,7 @@ ELSEWHERE = "root=DIR or name=NAME; a name that is left out is derived from the 
 MADE_AGAIN = (
     "env.json",
     "preflight.json",
+    "prompt.txt",
     "engine.json",
     "layers.parquet",
 )  # by each attempt; the old env.json becomes env_<n>.json

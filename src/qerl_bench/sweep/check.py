@@ -27,11 +27,11 @@ def check_single(argv: list[str]) -> Point | None:
 
     Raises ConfigError, or RunLocked if another process is running it.
     """
-    parsed, unknown = get_args_parser().parse_known_args(flags_first(argv))
-    require(
-        not unknown,
-        f"{' '.join(unknown)}: no such flag. An option is a word KEY=VALUE, such as steps=5; --help lists the flags",
-    )
+    parser = get_args_parser()
+    parser.allow_abbrev = False  # --experiment is no --experimental-rerun
+    parsed, unknown = parser.parse_known_args(flags_first(argv))
+    if unknown:
+        raise ConfigError(no_flag(unknown))
     given = {key: value for key, value in vars(parsed).items() if value}
     require(not {"multirun", "cfg"} <= given.keys(), "--cfg shows the config of one run: leave -m out")
     if "multirun" in given:
@@ -44,6 +44,15 @@ def check_single(argv: list[str]) -> Point | None:
     if not point.finished:
         refuse_locked(point.run_dir)
     return point
+
+
+def no_flag(given: Sequence[str]) -> str:
+    """What is said of flags that there are not: the first is probably an option with dashes, or a file of options."""
+    key, _, value = given[0].lstrip("-").partition("=")
+    right = f"{key}={value or 'VALUE'}"
+    if key == "config":
+        right = "experiment=NAME, for which --config-dir DIR adds your own DIR/experiment/NAME.yaml"
+    return f"{' '.join(given)}: no such flag. An option is a word without dashes: {right}; --help lists the flags"
 
 
 def tell_finished(run_dir: Path) -> None:

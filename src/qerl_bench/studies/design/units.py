@@ -19,6 +19,7 @@ from typing import Any
 from qerl_bench.checks import count, number, require, text
 from qerl_bench.options import user_options as own_options
 from qerl_bench.options.files import options_of
+from qerl_bench.options.model_words import is_place, words_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +77,11 @@ def _models(value: Any) -> list[Unit]:
     for name in names:
         text("each of units.model", name)
         require(
-            name in options or "/" in name or name.endswith(".gguf"),
+            name in options or is_place(name, options),
             f"units.model has {name}, which is no option; give one of qerl-bench run --explain model, a hub id "
             "ORG/NAME, or the path of a folder or GGUF file",
         )
-    return [Unit(words=(f"model={name}",) if name in options else ("model=hub", f"model.id={name}")) for name in names]
+    return [Unit(words=words_of(name, options)) for name in names]
 
 
 def _listed(key: str, value: Any) -> Sequence[Any]:

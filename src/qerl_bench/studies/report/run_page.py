@@ -52,8 +52,17 @@ def run_page(run: Path, study: str) -> str:
         "scales": [{"name": name, "first": first, "second": second} for name, (first, second) in SCALES.items()],
         "steps": [{"step": step, "groups": _groups(rows)} for step, rows in shown],
     }
-    changed = _changed(run)
-    return page("run", data, name=run.name, study=study, steps=data["steps"], all_steps=len(steps), changed=changed)
+    asked = run / "prompt.txt"
+    return page(
+        "run",
+        data,
+        name=run.name,
+        study=study,
+        steps=data["steps"],
+        all_steps=len(steps),
+        prompt=asked.read_text(errors="replace") if asked.is_file() else None,
+        changed=_changed(run),
+    )
 
 
 def evenly(count: int, most: int) -> list[int]:
