@@ -1,7 +1,10 @@
-"""The pages of the first look, from what was packed: python studies/real-2026/first_look.py
+"""The pages of the first look, from what was packed.
 
-For each folder of first-look/data: probes.md and its figures, as `qerl-bench gates` writes them, and answers.md, which
-asks what the first page could hide: few bad texts, answers that were cut off, the limit of tokens.
+    python studies/real-2026/first_look.py
+
+For each folder of first-look/data: probes.md and its figures, as `qerl-bench gates` writes them, and
+answers.md, which asks what the first page could hide: few bad texts, answers that were cut off, the
+limit of tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from qerl_bench.commands.exits import guarded
+from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.statistics import Estimate, mean_ci
 from qerl_bench.studies.conduct.packing import ANSWERS
@@ -26,7 +30,8 @@ LIMITS = (512, 640, 768)  # tokens
 GARBLED = 1.0  # nats a token, in the mean of an answer
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    KeyValueParser(__doc__).parse_args(arguments)
     for folder in sorted((HERE / "data").iterdir()):
         out = HERE / "results" / folder.name
         out.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
 
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.commands.exits import guarded
 from qerl_bench.options.suggestions import did_you_mean
 from qerl_bench.studies.figures.named import FIGURES
 from qerl_bench.studies.figures.read import Differing
@@ -48,6 +50,17 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"no table: {reason}", file=sys.stderr)
         else:
             print(write_table(table, options.format, options.out), table.shown.to_string(index=False), sep="\n")
+
+
+def as_script(module: str, name: str) -> Callable[[list[str] | None], None]:
+    """The `main` of a script that draws this figure, which runs now if `module` is the program."""
+
+    def drawn(arguments: list[str] | None = None) -> None:
+        main([name, *(sys.argv[1:] if arguments is None else arguments)])
+
+    if module == "__main__":
+        guarded(drawn)
+    return drawn
 
 
 def parser_of(name: str, about: str) -> argparse.ArgumentParser:
