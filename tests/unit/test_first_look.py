@@ -23,8 +23,9 @@ SESSIONS = sorted(path.name for path in (LOOK / "data").iterdir())
 @pytest.mark.parametrize("name", SESSIONS)
 def test_pages_come_out_again(name: str) -> None:
     data, results = LOOK / "data" / name, LOOK / "results" / name
-    assert markdown(read_probes(data)) == (results / "probes.md").read_text()
-    page = script("studies/real-2026/first_look.py").answers_page(pd.read_parquet(data / ANSWERS))
+    probes = read_probes(data)
+    assert markdown(probes) == (results / "probes.md").read_text()
+    page = script("studies/real-2026/first_look.py").answers_page(pd.read_parquet(data / ANSWERS), probes)
     assert page == (results / "answers.md").read_text()
 
 
