@@ -254,7 +254,7 @@ with exit_in_words("stopped"):
 """
 
 
-@pytest.mark.usefixtures("hangups")
+@pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_runs_end_with_the_launcher(tmp_path: Path, signum: signal.Signals) -> None:
     code = "import os; (folder / 'pid').write_text(str(os.getpid())); " + WAITS
@@ -282,14 +282,16 @@ def test_slots_are_checked() -> None:
 
 
 @pytest.fixture
-def hangups() -> Iterator[None]:
-    """SIGHUP is not ignored, as it is in a test run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_heard() -> Iterator[None]:
+    """SIGHUP and SIGINT are not ignored, as they are in a test run under nohup, and in the background of a script."""
+    heard = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {signum: signal.signal(signum, handler) for signum, handler in heard.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
-@pytest.mark.usefixtures("hangups")
+@pytest.mark.usefixtures("signals_heard")
 def test_terminations_are_raised_once_or_noted() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with terminations_raise():
