@@ -435,3 +435,8 @@ def test_the_package_is_named_if_it_is_missing(whole: Path, monkeypatch: pytest.
     for ask in (lambda: hub(whole).check(()), hub(whole).config):
         with pytest.raises(ConfigError, match=r"model.id=.*x.gguf needs the package gguf.*\.\[gguf\]"):
             ask()
+
+
+def test_a_file_that_is_missing_is_told_by_every_command_that_converts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.id=.*none.gguf: there is no such file"):
+        hub(tmp_path / "none.gguf").converted(tmp_path)

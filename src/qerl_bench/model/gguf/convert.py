@@ -20,7 +20,7 @@ import numpy as np
 
 from qerl_bench.model.digest import DIGITS, file_digest
 from qerl_bench.model.gguf.architecture import EMBEDDING, HEAD, Architecture, architecture_of, config_of, places
-from qerl_bench.model.gguf.header import Header, read_header
+from qerl_bench.model.gguf.header import Header, read_header, require_file
 from qerl_bench.model.gguf.vocabulary import stop_tokens, write_tokenizer
 from qerl_bench.model.gguf.weights import (
     Dither,
@@ -69,7 +69,9 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
     """The folder in `cache` with the weights of the file in `dtype`, made now if it is not there.
 
     Another path, size or time of change counts as another file: to hash one of 20 GB takes a minute, in every run.
+    Raises ConfigError as `read_header`.
     """
+    require_file(path)
     state = path.stat()
     file = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()
     drawn = "" if dither is None else f"-dither{dither.seed}x{dither.scale:g}"

@@ -64,9 +64,14 @@ def read_header(path: Path) -> Header:
     short, or has a tensor of a type that the package does not know.
     """
     require_package("gguf", f"model.id={path}", "gguf")
-    require(path.is_file(), f"model.id={path}: there is no such file. Give a GGUF file, a folder or a hub id")
+    require_file(path)
     state = path.stat()
     return _read(path, state.st_size, state.st_mtime_ns)
+
+
+def require_file(path: Path) -> None:
+    """Raise ConfigError unless there is a file."""
+    require(path.is_file(), f"model.id={path}: there is no such file. Give a GGUF file, a folder or a hub id")
 
 
 @lru_cache(maxsize=4)
