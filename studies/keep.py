@@ -6,24 +6,35 @@ Of each run it keeps all evaluations, the dose of noise, and the series of train
 `analysis/study_report.py` reads. Of these it rounds all but rewards and accuracies, which verdicts
 compare with each other, to float32, which is seven digits, and puts rows where they compress best.
 settings.json, probes and counts of answers stay as they are.
+
+    python studies/keep.py studies/real-2026/first-look/data/formats-05b
+
+Of a folder that probes packed it keeps all answers, the texts of the first questions, entropies in
+half precision, which is three digits, and the probes as gzip.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as parquet
 
 from qerl_bench.commands.exits import guarded
-from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.conduct import packing
+from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
 from qerl_bench.studies.runs.committed import ANSWERS, ANSWERS_SCHEMA, TIDY
 from qerl_bench.studies.runs.load import SCHEMA, Run
 
+TEXTS = 4  # questions whose answers are kept as texts
 WHOLE = ("reward/mean", "accuracy")  # shares of a few answers, which compress well as they are
 DOSE = ("aqn/sigma", "aqn/sigma_realised", "mismatch/kl")  # kept of every run with noise
 Series = tuple[str, str, str]  # run, kind, metric
@@ -41,8 +52,32 @@ class Watched(Run):
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/")
+    parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, or what probes packed")
     folder = parser.parse_args(arguments).study
+    if (folder / packing.ANSWERS).is_file():
+        cut_probes(folder)
+    else:
+        cut_runs(folder)
+
+
+def cut_probes(folder: Path) -> None:
+    """Cut what probes packed; what was cut before stays as it is."""
+    file, probes = folder / packing.ANSWERS, folder / PROBES
+    rows: Any = pd.read_parquet(file)
+    told = rows["question"][rows["completion"].notna()].unique()[:TEXTS]
+    for column in ("answer", "completion"):
+        rows[column] = rows[column].where(rows["question"].isin(told))
+    rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
+    write_compact(rows, ["temperature", "question", "quant", "base", "sample"], parquet.read_schema(file), file)
+    if probes.is_file():
+        packed = json.dumps(json.loads(probes.read_text()), separators=(",", ":")).encode()
+        probes.with_name(f"{PROBES}.gz").write_bytes(gzip.compress(packed, mtime=0))
+        probes.unlink()
+    print(f"{file}: {len(rows)} answers, texts of {len(told)} questions")
+
+
+def cut_runs(folder: Path) -> None:
+    """Cut the runs of a study in sessions."""
     wanted = read_by_pages(read_study(folder))
     for file in sorted(folder.glob(f"data/*/{TIDY}")):
         rows, answers = pd.read_parquet(file), file.with_name(ANSWERS)
