@@ -27,7 +27,7 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
-from qerl_bench.eval.validation import best_step, is_due, is_on, metrics_of_point, reduced, rows_of_point
+from qerl_bench.eval.validation import best_step, is_due, is_on, is_whole, metrics_of_point, reduced, rows_of_point
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.model.policy import Policy
@@ -130,7 +130,9 @@ def run_steps(
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
-                if is_due(experiment.eval, step, experiment.steps, experiment.save_every):
+                if is_whole(experiment.eval, step):
+                    evaluate_and_log(experiment, policy, engine, run, mirror, step, world)
+                elif is_due(experiment.eval, step, experiment.steps, experiment.save_every):
                     log_point(run, mirror, step, validate(experiment, policy, engine, run, step, world))
                 shortages_of(policy).agree(world)
                 signum = next(filter(None, world.gather(noted.signum)), None)

@@ -103,6 +103,7 @@ class Experiment:
         self._check_algorithm()
         self._check_parallel()
         self._check_other_formats()
+        self._check_evaluations()
         shape = self.model.config() or {}
         self._check_lengths(shape.get("max_position_embeddings"))
         for key in ("hidden_size", "intermediate_size"):
@@ -204,6 +205,14 @@ class Experiment:
             self.rollout.quant is None or self.algo.on_policy,
             f"rollout.quant={self.rollout.quant} is of what samples, and algo={self.algo.name} trains on "
             "demonstrations. Leave rollout.quant out",
+        )
+
+    def _check_evaluations(self) -> None:
+        late = [step for step in getattr(self.eval, "at", ()) if step >= self.steps]
+        require(
+            not late,
+            f"eval.at has {late}, which are not before the last of steps={self.steps}, after which there is an "
+            "evaluation anyway. Leave them out, or raise steps",
         )
 
     @property

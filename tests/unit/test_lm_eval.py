@@ -84,6 +84,7 @@ def through_task(policy, engine, task, folder):
         max_tokens=None,
         every=0,
         every_questions=1,
+        at=(),
         quant=None,
     )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)

@@ -134,14 +134,17 @@ def test_half_a_line_is_dropped_even_if_it_could_be_read(run: RunDir, half: str)
     assert (run.path / "metrics.jsonl").read_text().endswith("\n")
 
 
-def test_an_evaluation_at_the_checkpoint_is_done_again(run: RunDir) -> None:
-    """It is written after the last checkpoint: a run that dies before done.json evaluates again and records once."""
-    _history(run, 5)
-    _save(run, 5)
-    run.append("metrics.jsonl", [{"kind": "eval", "step": 5, "eval/accuracy_greedy": 0.9}])
-    run.resume_step()
-    assert [(record["kind"], record["step"]) for record in run.metrics()][-1] == ("train", 5)
-    assert run.metrics()[0]["kind"] == "eval"
+@pytest.mark.parametrize(("steps", "kept"), [(5, ("train", 5)), (10, ("eval", 5))])
+def test_the_evaluation_after_the_last_step_is_done_again(tmp_path: Path, steps: int, kept: tuple[str, int]) -> None:
+    """It is written after the last checkpoint: a run that dies before done.json evaluates again and records once. One
+    on the way was written before its checkpoint."""
+    with RunDir(tmp_path / "run", _other(steps=steps)) as run:
+        _history(run, 5)
+        _save(run, 5)
+        run.append("metrics.jsonl", [{"kind": "eval", "step": 5, "eval/accuracy_greedy": 0.9}])
+        run.resume_step()
+        assert [(record["kind"], record["step"]) for record in run.metrics()][-1] == kept
+        assert run.metrics()[0]["kind"] == "eval"
 
 
 def test_without_a_checkpoint_a_run_starts_again(run: RunDir) -> None:

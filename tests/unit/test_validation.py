@@ -102,6 +102,36 @@ def test_a_point_equals_the_whole_evaluation_of_as_many_questions(
     assert records(folder) == before
 
 
+def test_whole_evaluations_at_chosen_steps(
+    runs: dict[str, Path], tmp_path: Path, make_config: Callable[..., Any]
+) -> None:
+    """They change nothing else, are those of the checkpoint of their step, and are kept by a run that goes on there."""
+    words = ("eval.every=0", "eval.at=[2]")
+    folder = run(make_config, tmp_path, "at2", *words)
+    assert [record["step"] for record in of_kind(folder, "eval")] == [0, 2, 4]
+    assert of_kind(folder, "train") == of_kind(runs["every0"], "train")
+    assert [one for one in of_kind(folder, "eval") if one["step"] != 2] == of_kind(runs["every0"], "eval")
+    main([str(folder), "checkpoint=2", f"out={tmp_path / 'again'}"])
+    again = {one["metric"]: one["value"] for one in json.loads((tmp_path / "again/eval.json").read_text())}
+    (whole,) = (one for one in of_kind(folder, "eval") if one["step"] == 2)
+    assert whole["eval/accuracy_sampled"] == again["eval/accuracy_sampled"]
+    assert set(pd.read_parquet(folder / "samples.parquet")["step"]) == {0, 2, 4}
+
+    before = records(folder)
+    (folder / "done.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    run(make_config, tmp_path, "at2", *words)
+    assert records(folder) == before
+
+
+@pytest.mark.parametrize(("steps", "said"), [("[4]", r"eval\.at has \[4\].*steps=4"), ("[0]", r"eval\.at must be")])
+def test_no_whole_evaluation_after_the_last_step_or_before_the_first(
+    steps: str, said: str, make_experiment: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_experiment(f"eval.at={steps}")
+
+
 def test_the_best_checkpoint_is_named_and_kept(
     runs: dict[str, Path], tmp_path: Path, make_config: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count, number, optional, require, require_completions, temperature, text
+from qerl_bench.checks import (
+    Check,
+    check_fields,
+    count,
+    number,
+    optional,
+    require,
+    require_completions,
+    temperature,
+    text,
+)
 from qerl_bench.engine.adapter_check import check_completions
 from qerl_bench.engine.base import Sampling
 from qerl_bench.eval.base import Evaluation, Score
@@ -25,6 +35,11 @@ if TYPE_CHECKING:
     from qerl_bench.model.policy import Policy
     from qerl_bench.rundir.run_dir import RunDir
 
+STEPS = Check(
+    lambda value: isinstance(value, Sequence) and all(isinstance(step, int) and step > 0 for step in value),
+    "a list of steps, such as [20,32,36]",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
@@ -40,6 +55,7 @@ class TaskEvaluation:
     temperature: float
     top_p: float
     max_tokens: int | None
+    at: Sequence[int]
     every: int | None
     every_questions: int
     quant: str | None
@@ -54,6 +70,7 @@ class TaskEvaluation:
             temperature=temperature,
             top_p=number(above=0, most=1),
             max_tokens=optional(count()),
+            at=STEPS,
             every=optional(count(0)),
             every_questions=count(),
             quant=optional(text),

@@ -40,6 +40,11 @@ def is_due(evaluator: Evaluator, step: int, steps: int, save_every: int) -> bool
     return every > 0 and step % every == 0
 
 
+def is_whole(evaluator: Evaluator, step: int) -> bool:
+    """Whether a whole evaluation is wanted after `step`, which is not the last."""
+    return isinstance(evaluator, TaskEvaluation) and step in evaluator.at
+
+
 def is_on(evaluator: Evaluator, steps: int, save_every: int) -> bool:
     """Whether any step has a point."""
     return isinstance(evaluator, TaskEvaluation) and 0 < spacing(evaluator.every, steps, save_every) < steps

@@ -29,6 +29,7 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "algo.right_only": False,
     "engine.dequantized_gib": 0.0,
     "eval.quant": None,
+    "eval.at": [],
     "rollout.quant": None,
     "noise.where": "norms",
     "optim.beta2": 0.99,

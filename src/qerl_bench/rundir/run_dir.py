@@ -60,7 +60,7 @@ class RunDir:
 
     def __init__(self, path: Path, cfg: DictConfig, elsewhere: str = ELSEWHERE) -> None:
         check_run_dir(path, cfg, elsewhere)
-        self.path = path
+        self.path, self.last_step = path, cfg.get("steps")
         self.started = time.time()
         self.begun: float | None = self.started  # of the first attempt whose steps are kept; None if it did not say
         self.base: str | None = None  # the digest of the base weights, once they are known
@@ -183,8 +183,8 @@ class RunDir:
                 raise ConfigError(
                     f"{path}, line {number}, is damaged ({error}): repair it, or delete the folder to run it again"
                 ) from error
-            # The evaluation after the last step comes behind its checkpoint and is made again; that of step 0 is kept.
-            evaluated_after = kind == "eval" and record_step == step > 0
+            # The evaluation after the last step comes behind its checkpoint and is made again; those before are kept.
+            evaluated_after = kind == "eval" and record_step == step == self.last_step
             if record_step > step or evaluated_after:
                 break
             kept += len(line) + 1
