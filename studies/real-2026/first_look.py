@@ -2,34 +2,51 @@
 
     python studies/real-2026/first_look.py
 
-For each folder of first-look/data: probes.md and its figures, as `qerl-bench gates` writes them, and
-answers.md, which asks what the first page could hide: few bad texts, answers that were cut off, the
-limit of tokens.
+For each folder of first-look/data: probes.md and its figures, as `qerl-bench gates` writes them; of all formats
+answers.md, which asks what the first page could hide: few bad texts, answers that were cut off, the limit of tokens;
+of many answers groups.md. And sizes.svg, all formats of both sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import comb
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.run_dir import write_atomically
-from qerl_bench.statistics import Estimate, mean_ci
+from qerl_bench.statistics import Estimate, found_among, mean_ci
 from qerl_bench.studies.conduct.packing import ANSWERS
 from qerl_bench.studies.design.sessions import read_probes
-from qerl_bench.studies.figures.style import save
+from qerl_bench.studies.figures.style import FULL_WIDTH, color, panels, paper_style, save
 from qerl_bench.studies.probes.numbers import PARTS
-from qerl_bench.studies.probes.over_units import Record, entropy_of_part, measured_in
+from qerl_bench.studies.probes.over_units import (
+    Record,
+    accuracy_gap,
+    entropy_at,
+    entropy_of_part,
+    formats_of,
+    log_ratio,
+    measured_in,
+)
 from qerl_bench.studies.probes.page import rows_of
 from qerl_bench.studies.report.probe_page import bracketed, figures, markdown, points, times
 
 HERE = Path(__file__).resolve().parent / "first-look"
 LIMITS = (512, 640, 768)  # tokens
+SIZES = {"0.5B": "formats-05b", "1.5B": "formats-15b"}
+DRAWN = (*SIZES.values(), "doses-05b")  # figures of the others show nothing beyond their tables
+PASS_AT = (1, 8, 64)
+GROUPS = (8, 16)  # completions
+MARKERS = {"0": "s", "0.6": "o", "1": "^"}  # of temperatures
 GARBLED = 1.0  # nats a token, in the mean of an answer
 
 
@@ -38,12 +55,76 @@ def main(arguments: list[str] | None = None) -> None:
     for folder in sorted((HERE / "data").iterdir()):
         out = HERE / "results" / folder.name
         out.mkdir(parents=True, exist_ok=True)
-        probes = read_probes(folder)
-        write_atomically(out / "probes.md", markdown(probes) or "")
-        for name, figure in figures(probes).items():
+        for name, page in pages_of(folder).items():
+            write_atomically(out / name, page)
+        for name, figure in figures(read_probes(folder)).items() if folder.name in DRAWN else ():
             save(figure, out / name)
-        write_atomically(out / "answers.md", answers_page(pd.read_parquet(folder / ANSWERS), probes))
         print(out)
+    save(sizes({size: read_probes(HERE / "data" / folder) for size, folder in SIZES.items()}), HERE / "results/sizes")
+
+
+def pages_of(folder: Path) -> dict[str, str]:
+    """The pages of what was packed into `folder`, by the names of their files."""
+    probes = read_probes(folder)
+    pages = {"probes.md": markdown(probes)}
+    if folder.name.startswith("formats"):
+        pages["answers.md"] = answers_page(pd.read_parquet(folder / ANSWERS), probes)
+    if folder.name.startswith("many"):
+        pages["groups.md"] = groups_page(probes)
+    return {name: page for name, page in pages.items() if page}
+
+
+def groups_page(probes: Sequence[Record]) -> str:
+    """How often k answers have a right one, and how many groups have right and wrong ones, by copy."""
+    heads = ["copy", "quant", *(f"pass@{k}" for k in PASS_AT), *(f"mixed groups of {size}" for size in GROUPS)]
+    lines = []
+    for one in probes:
+        for quant, found in one["formats"].items():
+            samples, right = found["samples"], found["correct"]
+            passed = [fmean(found_among(k, samples, count) for count in right) for k in PASS_AT]
+            mixed = [fmean(mixed_group(count, samples, size) for count in right) for size in GROUPS]
+            lines.append([str(one["base"]), quant, *(f"{share:.1%}" for share in (*passed, *mixed))])
+    return f"# Groups\n\n{rows_of(heads, lines)}\n"
+
+
+def mixed_group(right: int, samples: int, size: int) -> float:
+    """The chance that `size` of the answers to a question, drawn without replacement, are neither all right nor all
+    wrong."""
+    return 1 - (comb(right, size) + comb(samples - right, size)) / comb(samples, size)
+
+
+def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:
+    """Entropy and right answers of each size, in each format that all of its copies have, relative to BF16."""
+    with paper_style():
+        figure, ((left, right),) = panels(1, 2, height=2.2, width=FULL_WIDTH)
+        for row, probes in enumerate(looks.values()):
+            others = [quant for quant in formats_of(probes)[1:] if len(measured_in(quant, probes)) == len(probes)]
+            for place, quant in enumerate(others):
+                y = row + (place - (len(others) - 1) / 2) / 3
+                rise = log_ratio(probes, quant, entropy_at("1"))
+                horizontal(left, *(100 * np.expm1([rise.value, rise.low, rise.high])), y, color(quant), "o")
+                for nth, (temperature, marker) in enumerate(MARKERS.items()):
+                    lost = accuracy_gap(probes, quant, temperature)
+                    at = y + (nth - 1) / 14
+                    horizontal(right, *(100 * np.array([lost.value, lost.low, lost.high])), at, color(quant), marker)
+        left.set_xlabel("entropy at temperature 1, % above BF16")
+        right.set_xlabel("right answers minus BF16, points")
+        for axes in (left, right):
+            axes.axvline(0, color="0.6", linewidth=0.8)
+            axes.set_yticks(range(len(looks)), [*looks])
+            axes.set_ylim(len(looks) - 0.5, -0.5)
+        shown = {quant: "o" for probes in looks.values() for quant in formats_of(probes)[1:] if quant != "nf4"}
+        left.legend(handles=[mark(quant.upper(), color(quant), shape) for quant, shape in shown.items()])
+        right.legend(handles=[mark(f"temperature {name}", "0.3", shape) for name, shape in MARKERS.items()])
+        return figure
+
+
+def horizontal(axes: Any, value: float, low: float, high: float, y: float, shade: str, marker: str) -> None:
+    axes.errorbar(value, y, xerr=[[value - low], [high - value]], color=shade, marker=marker, markersize=3.5)
+
+
+def mark(label: str, shade: str, marker: str) -> Line2D:
+    return Line2D([], [], color=shade, marker=marker, linestyle="", label=label, markersize=3.5)
 
 
 def answers_page(answers: Any, probes: Sequence[Record]) -> str:

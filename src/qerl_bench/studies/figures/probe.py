@@ -12,6 +12,8 @@ from qerl_bench.studies.figures.style import FULL_WIDTH, GRAY, caption, color, l
 
 HEIGHT = 2.3  # inches, of a row of panels
 Shown = tuple[float, float, float]  # a number and its interval
+WIDE = 200.0  # a panel of numbers above it is linear up to LINEAR alone, and logarithmic from there
+LINEAR = 10.0
 APART = 0.12  # between formats, in steps from place to place
 
 
@@ -48,6 +50,9 @@ def in_panels(parts: Sequence[ProbePanel], note: str) -> Figure:
                     label=quant,
                 )  # fmt: skip
                 ax.plot(places[:joined], values[:joined], color=shade, linewidth=0.8)
+            if max(abs(value) for shown in part.lines.values() for value, *_ in shown) > WIDE:
+                ax.set_yscale("symlog", linthresh=LINEAR)
+                ax.yaxis.set_major_formatter("{x:g}")
             ax.set_xticks(range(len(part.at)), part.at)
             ax.set_title(part.title)
             ax.set_xlabel(part.axis)

@@ -51,6 +51,8 @@ def markdown(probes: Sequence[Record]) -> str | None:
         parts += [entropies(units), by_part(units)]
         if all(one["curve"] for it in units for one in it["formats"].values()):
             parts += [noise(units)]
+        if any(one.get("doses") for one in units):
+            parts += [matched(units)]
     if scaled := extrapolations(known):
         parts += ["## Without the rounding error of the file", scaled]
     return "\n\n".join(parts) + "\n"
@@ -125,6 +127,16 @@ def noise(units: Sequence[Record]) -> str:
         if at
     ]
     return rows_of(["quant", "sigma", "entropy ratio", "KL", "right, difference"], lines)
+
+
+def matched(units: Sequence[Record]) -> str:
+    """The noise that was found for each arm and unit, with its rise and KL on other prompts and draws."""
+    lines = []
+    for one in units:
+        for arm, found in one.get("doses", {}).items():
+            cells = ["none found"] if found["sigma"] is None else [f"{found['sigma']:.3g}"]
+            lines.append([" ".join(one["unit"]), arm, *cells, f"x{1 + found['rise']:.3f}", f"{found['kl']:.4f}"])
+    return rows_of(["unit", "arm", "sigma", "entropy ratio", "KL"], lines)
 
 
 def extrapolations(probes: Sequence[Record]) -> str | None:
