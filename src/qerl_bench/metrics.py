@@ -126,7 +126,7 @@ TRAIN = {
     "time/train_s": Metric("s", "forward, backward and optimiser"),
     "time/idle_s": Metric("s", "the rest of time/step_s: metrics, records, making the batch; a GPU has nothing to do"),
     "time/step_s": Metric("s", "the whole step, logging and checkpoint excluded"),
-    "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens over time/train_s"),
+    "speed/train_tok_s": Metric("tokens/s", "prompt and completion tokens of all sequences over time/train_s"),
     "memory/train_gib": Metric("GiB", "peak during training, measured as memory/rollout_gib"),
     "memory/peak_gib": Metric("GiB", "peak of the step"),
 }

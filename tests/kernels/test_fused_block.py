@@ -11,11 +11,12 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.model import kernels
+from qerl_bench.model import attention, kernels
 from qerl_bench.model.attention import NAME as OWN_ATTENTION
 from qerl_bench.model.block import MODEL_TYPES, FusedBlock, fuse_blocks, without_fused_blocks
 from qerl_bench.model.kernels import LoRALinear, adapters_cast_to, fuse_linears, why_not_fused_blocks
 from qerl_bench.model.lm_head import decoder_of
+from qerl_bench.model.packing import Packing
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
@@ -60,12 +61,19 @@ def _block(policy: Any, index: int = 0) -> Any:
     return decoder.layers[index]
 
 
-def _computed(policy: Any) -> Computed:
-    """Log-probabilities of ragged sequences, longer than the windows of `builds`, and all gradients."""
+def _computed(policy: Any, *, prompt: int = 3, shares: bool = False) -> Computed:
+    """Log-probabilities of ragged sequences, longer than the windows of `builds`, and all gradients.
+
+    The prompts of two of them, `prompt` tokens, are equal; with `shares` they are computed once.
+    """
     ids = torch.randint(3, 250, (3, 20), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(20) > 2) & (torch.arange(20) < torch.tensor([20, 9, 14])[:, None])
+    mask = (torch.arange(20) >= prompt) & (torch.arange(20) < torch.tensor([20, 9, 14])[:, None])
+    ids[2, :prompt] = ids[0, :prompt]
+    ids, mask = ids.to(policy.device), mask.to(policy.device)
+    layout = Packing.from_mask(mask, ids if shares else None)
+    assert (layout.shared is None) != shares
     policy.train_mode(True)
-    stats = policy.token_stats(ids.to(policy.device), mask.to(policy.device), 1.0)
+    stats = policy.token_stats(ids, mask, 1.0, layout=layout)
     weights = torch.linspace(-1, 1, mask.numel()).view(mask.shape)
     gradients = torch.autograd.grad((stats.logprobs * weights.to(policy.device)).sum(), policy.trainable)
     return stats.logprobs.detach(), list(gradients)
@@ -101,6 +109,23 @@ def test_a_block_is_that_of_transformers(policy_of: Callable[..., Any], architec
             assert torch.allclose(base, policy.model(torch.arange(9)[None], use_cache=False).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_a_shared_prompt_changes_rounding_only(
+    policy_of: Callable[..., Any], architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over modules and written out, of prompts of one token, within a window and beyond it."""
+    policy = policy_of(architecture)
+    for fused in (False, True):
+        if fused:
+            _fuse(policy)
+        for prompt in (1, 3, 11):
+            wanted = _computed(policy, prompt=prompt)
+            for backend in ("padded", "masked"):
+                with monkeypatch.context() as patch:
+                    patch.setattr(attention, "packed_backend", lambda *_, backend=backend: backend)
+                    _same(_computed(policy, prompt=prompt, shares=True), wanted)
+
+
 def test_kernels_train_as_the_reference(policy_of: Callable[..., Any], interpreter: None) -> None:
     policy = policy_of("qwen3")
     wanted = _computed(policy)
@@ -126,6 +151,12 @@ def test_a_run_on_a_gpu_takes_the_kernels(policy_of: Callable[..., Any], archite
     found, plain = (torch.cat([x.flatten() for x in parts]) for parts in (gradients, others))
     assert float((found - plain).norm() / plain.norm()) < 0.05
     again = _computed(policy)
+    assert all(torch.equal(one, other) for one, other in zip(gradients, again[1], strict=True))
+    assert policy.shares_prompts
+    logprobs, gradients = _computed(policy, shares=True)
+    assert torch.allclose(logprobs, wanted, rtol=0, atol=0.1)
+    assert float((torch.cat([x.flatten() for x in gradients]) - plain).norm() / plain.norm()) < 0.05
+    again = _computed(policy, shares=True)
     assert all(torch.equal(one, other) for one, other in zip(gradients, again[1], strict=True))
     for kernel in ("auto", "modules", "torch"):  # auto: the model is small
         plain_policy = policy_of(architecture, *words, f"kernel={kernel}", device="cuda")

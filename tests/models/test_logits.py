@@ -22,7 +22,7 @@ from qerl_bench.model import attention
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.kernels import choose_kernels
 from qerl_bench.model.lm_head import decoder_of, head_of, hidden_states, token_scores, token_stats
-from qerl_bench.model.packing import mixes_sequences
+from qerl_bench.model.packing import Packing, mixes_sequences, packed_hidden
 from qerl_bench.model.policy import Policy, prepare_attention
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
@@ -82,6 +82,26 @@ def test_the_trainer_computes_the_models_own_logits(name: str, monkeypatch: pyte
             hidden = hidden_states(model, batch.input_ids, batch.mask, predicts, True)
             torch.testing.assert_close(head(hidden).float().log_softmax(-1), wanted, rtol=0, atol=ROUNDING)
             assert len(seen) == decoder_of(model).config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", sorted({*known()} - STATEFUL - DEAF))
+def test_a_shared_prompt_gives_the_models_own_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed once for completions of several lengths, with windows that begin in the prompt and after it."""
+    model, ids = _model(name), _sequences()
+    prompts, completions = [ids[1]] * 3, [ids[0][:20], ids[2][:1], ids[2]]
+    batch = make_batch(prompts, completions, PAD_ID, torch.device("cpu"))
+    packing = Packing.from_mask(batch.mask, batch.input_ids)
+    assert len(packing.indices) == len(ids[1]) + sum(map(len, completions))
+    with torch.no_grad():
+        rows = zip(prompts, completions, strict=True)
+        own = [model(input_ids=torch.tensor([p + c]), use_cache=False).logits[0, len(p) - 1 : -1] for p, c in rows]
+        head, decoder = head_of(model), decoder_of(model)
+        assert enable_attention(decoder) is None
+        for backend in ("padded", "masked"):
+            monkeypatch.setattr(attention, "packed_backend", lambda *_, backend=backend: backend)
+            hidden = packed_hidden(decoder, batch.input_ids, packing)[packing.predictors]
+            found, wanted = (logits.float().log_softmax(-1) for logits in (head(hidden), torch.cat(own)))
+            torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma2", "falcon_h1"])

@@ -138,7 +138,7 @@ def test_flash_on_a_gpu(name: str) -> None:
     kind = KINDS[name]
     leaves, _, _ = _row("cuda", torch.bfloat16)
     mask = _rectangle(kind)
-    if not attention._varlen(mask is not None):
+    if not attention.has_varlen(mask is not None):
         pytest.skip("this PyTorch has no varlen attention of this kind")
     assert attention.packed_backend(leaves[0], leaves[2], mask, kind) == "flash"
     for one, other in zip(_outputs("flash", kind, "cuda", torch.bfloat16), _outputs("masked", kind), strict=True):

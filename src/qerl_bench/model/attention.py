@@ -9,12 +9,16 @@ which `packed_backend` chooses between
 - masked: the row as one sequence with a block-diagonal mask, whose memory grows with the square of the tokens. The
   reference for flash.
 
-Left out: kernels for sinks and soft caps without padding.
+All three know prompts that sequences share; `sharing.py` says where that is worth it. Left out: kernels for sinks and
+soft caps without padding.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,6 +32,7 @@ from transformers.masking_utils import sdpa_mask
 from qerl_bench.model.packing import Packing
 
 NAME = "qerl_bench"  # transformers refuses names with "sdpa" or "flash" in them for models with sinks
+_heard: ContextVar[set[str] | None] = ContextVar("heard", default=None)
 _SINK_COLUMNS = 8  # by which heads grow for a sink: fast kernels want a multiple of 8
 
 
@@ -65,8 +70,10 @@ def attention(
     kind = Kind(options.get("scaling") or query.shape[-1] ** -0.5, sinks, softcap, options.get("sliding_window"))
     if packing is None:
         return attend(query, key, value, attention_mask, kind).transpose(1, 2).contiguous(), None
-    backend = BACKENDS[packed_backend(query, value, attention_mask, kind)]
-    return backend(query, key, value, attention_mask, kind, packing)[None], None
+    name = packed_backend(query, value, attention_mask, kind)
+    if (heard := _heard.get()) is not None:
+        heard.add(name)
+    return BACKENDS[name](query, key, value, attention_mask, kind, packing)[None], None
 
 
 @dataclass(frozen=True)
@@ -95,11 +102,11 @@ def packed_backend(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor 
     size = query.shape[-1]
     fits = query.dtype in (torch.bfloat16, torch.float16) and size == value.shape[-1] and size % 8 == 0 and size <= 256
     plain = kind.sinks is None and kind.softcap is None and (mask is None or kind.window is not None)
-    return "flash" if query.is_cuda and fits and plain and _varlen(mask is not None) else "padded"
+    return "flash" if query.is_cuda and fits and plain and has_varlen(mask is not None) else "padded"
 
 
 @cache
-def _varlen(windows: bool) -> bool:
+def has_varlen(windows: bool) -> bool:
     """Whether this PyTorch has varlen attention, with windows if needed."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -131,13 +138,18 @@ def masked(
     packing: Packing,
 ) -> torch.Tensor:
     """The same with a mask (N, N), made from what flash gets where that is enough."""
-    places = torch.arange(query.shape[2], device=query.device, dtype=torch.int32)
-    sequence = torch.bucketize(places, packing.offsets[1:], right=True)
-    seen = (sequence[:, None] == sequence) & (places[:, None] >= places)
+    tokens, shared, positions = query.shape[2], packing.shared, packing.positions
+    places = torch.arange(tokens, device=query.device)
+    sources, ends = (places, packing.offsets[1:]) if shared is None else (shared.sources, shared.offsets[1:])
+    of = torch.bucketize(torch.arange(len(sources), device=query.device), ends, right=True)
+    holds = torch.zeros(packing.batch, tokens, dtype=torch.bool, device=query.device)
+    holds[of, sources] = True  # which tokens each sequence has
+    distance = positions[:, None] - positions
+    seen = holds[torch.bucketize(places, packing.offsets[1:], right=True)] & (distance >= 0)
     if mask is not None and kind.window is not None:
-        seen &= places[:, None] - places < kind.window
+        seen &= distance < kind.window
     elif mask is not None:
-        seen &= mask[0, 0][packing.positions[:, None], packing.positions]
+        seen &= mask[0, 0][positions[:, None], positions]
     return attend(query, key, value, seen[None, None], kind)[0].transpose(0, 1)
 
 
@@ -149,13 +161,21 @@ def flash(
     kind: Kind,
     packing: Packing,
 ) -> torch.Tensor:
-    """The same by PyTorch's varlen attention, whose arguments changed from release to release."""
+    """The same by PyTorch's varlen attention, whose arguments changed from release to release.
+
+    Its queries are the last of as many keys as the sequence has: it aligns causal attention and windows at the end.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     before = -1 if mask is None or kind.window is None else kind.window - 1
     options: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (N, H, D)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, D)
+    shared, ends, longest = packing.shared, packing.offsets, packing.longest
+    if shared is not None:
+        key, value = shared.repeat(key), shared.repeat(value)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    key_ends = ends if shared is None else shared.offsets
     if "enable_gqa" in known:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
@@ -164,13 +184,23 @@ def flash(
         options["scale"] = kind.scaling
     else:  # it multiplies by D^-0.5
         query = query * (kind.scaling * query.shape[-1] ** 0.5)
-    ends, longest = packing.offsets, packing.longest
-    attended = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    attended = varlen_attn(query, key, value, ends, key_ends, longest, longest, **options)
     assert isinstance(attended, torch.Tensor)  # not a pair, for which nothing asks
     return attended
 
 
 BACKENDS = {"flash": flash, "padded": padded, "masked": masked}
+
+
+@contextmanager
+def backends_of() -> Iterator[set[str]]:
+    """Inside, the names of the backends that packed sequences get."""
+    used: set[str] = set()
+    token = _heard.set(used)
+    try:
+        yield used
+    finally:
+        _heard.reset(token)
 
 
 def with_sinks(

@@ -116,7 +116,7 @@ def token_stats(
     layout = Packing.from_mask(mask) if layout is None else layout
     decoder = decoder_of(model)
     if packing:  # column 0 of `mask` is never true, so that every completion token has one before it
-        hidden = packed_hidden(decoder, input_ids, layout).index_select(0, layout.places - 1)
+        hidden = packed_hidden(decoder, input_ids, layout).index_select(0, layout.predictors)
     else:
         padded = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden = padded.flatten(0, 1).index_select(0, layout.scored - 1)

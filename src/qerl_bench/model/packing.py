@@ -2,8 +2,9 @@
 
 Only attention needs to know where a sequence ends (`attention.py`). Its windows and chunks have the mask that
 transformers makes for the right-padded rectangle. All other layers, which do nearly all of the arithmetic, never see
-padding. Left out: packing across micro-batches, and layers that carry a state from token to token (linear attention,
-convolutions), which would carry it across sequences: `mixes_sequences` finds them.
+padding. Prompts may be shared (`shared_prompts.py`). Left out: packing across micro-batches, and layers that carry a
+state from token to token (linear attention, convolutions), which would carry it across sequences: `mixes_sequences`
+finds them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
 
+from qerl_bench.model.shared_prompts import SharedPrompts, first_with_prompt, prompt_lengths
+
 LOCAL_MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,
     "chunked_attention": create_chunked_causal_mask,
@@ -23,36 +26,63 @@ LOCAL_MASKS = {
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the N real tokens of right-padded (B, T) sequences are, and the M completion tokens among them.
+    """Where the N computed tokens of right-padded (B, T) sequences are, and the M completion tokens among them.
 
-    Made on the host, so that nothing on the way from batch to optimizer waits for the GPU.
+    All real tokens are computed, those of a prompt that several sequences share in the first of these. Made on the
+    host, so that nothing on the way from batch to optimizer waits for the GPU.
     """
 
     batch: int
     width: int
     longest: int  # tokens of the longest sequence
-    indices: torch.Tensor  # (N,) index b * T + t of each real token, in order
+    indices: torch.Tensor  # (N,) index b * T + t of each token, in order
     offsets: torch.Tensor  # (B + 1,) int32: the place among them of each sequence's first token, and N
     scored: torch.Tensor  # (M,) index b * T + t of each completion token, in order
-    places: torch.Tensor  # (M,) its place among the real tokens; the token before it is the one that predicts it
+    places: torch.Tensor  # (M,) its place among the N tokens
+    predictors: torch.Tensor  # (M,) the place of the token before it in its sequence, which predicts it
+    shared: SharedPrompts | None  # None if each sequence has its own prompt
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor) -> Packing:
-        """From the completion mask (B, T). A sequence ends with its last completion token, or else its first token."""
+    def from_mask(cls, mask: torch.Tensor, input_ids: torch.Tensor | None = None) -> Packing:
+        """From the completion mask (B, T). A sequence ends with its last completion token, or else its first token.
+
+        With `input_ids` (B, T), sequences whose tokens before the first completion token are equal share these.
+        """
         host = mask.cpu()
-        columns = torch.arange(host.shape[1])
-        lengths = ((columns + 1) * host).amax(1).clamp(min=1)  # (B,)
-        real = (columns < lengths[:, None]).flatten()
-        scored = host.flatten().nonzero()[:, 0]
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        places = (real.cumsum(0) - 1)[scored]
         batch, width = host.shape
-        packing = cls(batch, width, int(lengths.max()), real.nonzero()[:, 0], offsets, scored, places)
+        columns = torch.arange(width)
+        lengths = ((columns + 1) * host).amax(1).clamp(min=1)  # (B,)
+        first = torch.arange(batch) if input_ids is None else first_with_prompt(input_ids.cpu(), host)
+        starts = prompt_lengths(host).where(first != torch.arange(batch), 0)  # (B,) the first column that is computed
+        real = columns < lengths[:, None]  # (B, T)
+        computed = real & (columns >= starts[:, None])
+        place = computed.flatten().cumsum(0).view(batch, width) - 1
+        place = place.where(columns >= starts[:, None], place[first])
+        scored = host.flatten().nonzero()[:, 0]
+        packing = cls(
+            batch=batch,
+            width=width,
+            longest=int(lengths.max()),
+            indices=computed.flatten().nonzero()[:, 0],
+            offsets=_offsets(lengths - starts),
+            scored=scored,
+            places=place.flatten()[scored],
+            predictors=place.flatten()[scored - 1],
+            shared=None
+            if bool(computed.equal(real))
+            else SharedPrompts.of(
+                cells=real.flatten().nonzero()[:, 0],
+                sources=place[real],
+                offsets=_offsets(lengths),
+                own=computed[real].nonzero()[:, 0],
+            ),
+        )
         return packing.to(mask.device)
 
     def to(self, device: torch.device) -> Packing:
-        tensors = ("indices", "offsets", "scored", "places")
-        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+        tensors = ("indices", "offsets", "scored", "places", "predictors")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in tensors}
+        return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     @property
     def positions(self) -> torch.Tensor:
@@ -64,7 +94,9 @@ class Packing:
         return padded.flatten(0, 1).index_select(0, self.indices)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """(N, ...) -> (B, T, ...), 0 at padding."""
+        """(N, ...) -> (B, T, ...), 0 at padding; each sequence with its prompt."""
+        if self.shared is not None:
+            return self._rectangle(self.shared.repeat(packed), self.shared.cells)
         return self._rectangle(packed, self.indices)
 
     def completion(self, padded: torch.Tensor) -> torch.Tensor:
@@ -80,8 +112,13 @@ class Packing:
         return values.new_zeros(shape).index_copy(0, indices, values).unflatten(0, (self.batch, self.width))
 
 
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each of B pieces of `lengths` (B,) begins, and where the last one ends: (B + 1,) int32."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
 def packed_hidden(decoder: PreTrainedModel, input_ids: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Last hidden states (N, H) of right-padded `input_ids` (B, T), computed for the real tokens only.
+    """Last hidden states (N, H) of right-padded `input_ids` (B, T), computed for the tokens of `packing` only.
 
     `decoder` must attend with `attention.attention`.
     """

@@ -27,6 +27,7 @@ from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fuse
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
 from qerl_bench.model.packing import Packing, mixes_sequences
 from qerl_bench.model.routing import chosen_experts
+from qerl_bench.model.sharing import why_not_shared
 from qerl_bench.model.structure import Structure, routed_experts
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import packed_share
@@ -100,6 +101,9 @@ class Policy:
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
         reason = reason or why_not_fused_blocks(kernel, model) or fuse_blocks(decoder_of(model))
         log.info("blocks in training: %s", "triton" if reason is None else f"modules of transformers ({reason})")
+        reason = why_not_shared(decoder_of(model), self.packing, bool(self.experts))
+        self.shares_prompts = reason is None
+        log.info("prompts in training: %s", "once a group" if reason is None else f"once a completion ({reason})")
 
     @property
     def all_norms(self) -> dict[str, torch.nn.Module]:

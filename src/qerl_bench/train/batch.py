@@ -10,6 +10,10 @@ from operator import floordiv
 import numpy as np
 import torch
 
+from qerl_bench.model.shared_prompts import first_with_prompt, prompt_lengths
+
+MOST_READ = 2  # tokens of a micro-batch that attention reads, over those that a pass may compute: they are kept too
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -43,6 +47,39 @@ class Batch:
             parts.append(rows[start : start + max(1, rows_of(tokens, lengths[start]))])
             start += len(parts[-1])
         return parts
+
+    def by_prompt(self, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows (R,) where `selected` (B,) is true, on the host, those of equal prompts side by side.
+
+        And what each adds to the tokens of a pass (R,) that has computed the prompt of the row before. Prompts with the
+        longest sequences come first, and of each its longest sequence.
+        """
+        rows = selected.nonzero()[:, 0]
+        first = first_with_prompt(self.input_ids[rows], self.mask[rows])  # (R,) index in `rows`
+        lengths = self.lengths[rows]
+        longest = torch.zeros_like(lengths).scatter_reduce(0, first, lengths, "amax")[first]
+        keys = torch.stack([-longest, first, -lengths], dim=1).tolist()
+        order = torch.tensor(sorted(range(len(rows)), key=keys.__getitem__), dtype=torch.long)
+        rows, first = rows[order], first[order]
+        repeats = torch.nn.functional.pad(first, (1, 0), value=-1)[:-1] == first
+        return rows, self.lengths[rows] - repeats * prompt_lengths(self.mask[rows])
+
+    def sharing_micro_batches(self, tokens: int, selected: torch.Tensor) -> list[torch.Tensor]:
+        """As `micro_batches`, for passes without padding that compute equal prompts once.
+
+        Each but one of a single row computes at most `tokens` tokens, and attention reads at most `MOST_READ` times as
+        many. A prompt whose rows do not fit is computed once in each micro-batch that has some of them.
+        """
+        rows, added = self.by_prompt(selected)
+        parts: list[list[int]] = []
+        computed = read = 0
+        for row, more, length in zip(rows.tolist(), added.tolist(), self.lengths[rows].tolist(), strict=True):
+            if not parts or computed + more > tokens or read + length > MOST_READ * tokens:
+                parts.append([])
+                computed, read, more = 0, 0, length
+            parts[-1].append(row)
+            computed, read = computed + more, read + length
+        return [torch.tensor(part) for part in parts]
 
     def rows(self, rows: torch.Tensor) -> Batch:
         """The sequences `rows`, cut to the longest of them."""

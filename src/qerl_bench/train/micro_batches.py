@@ -41,17 +41,25 @@ def split(
     tokens: int,
     device: torch.device,
     pad_id: int | None = None,
+    shares_prompts: bool = False,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `tokens` tokens on `device` of the sequences `rows` (B,).
 
     First those where `has_gradient` (B,), then the others. `batch` and the other tensors are on the host.
     `loss_weights` (B,) are made from the lengths of the whole batch, so the losses of micro-batches add up. With
     `pad_id` they have their tensors in fixed shapes too, and take at most `tokens` tokens with the padding of these.
+    With `shares_prompts` passes compute equal prompts once, in fixed shapes each.
     """
+
+    def parts(selected: torch.Tensor) -> list[torch.Tensor]:
+        if shares_prompts and pad_id is None:
+            return batch.sharing_micro_batches(tokens, selected)
+        return batch.micro_batches(tokens, selected, floordiv if pad_id is None else rows_that_fit)
+
     return [
         MicroBatch(
             part.to(device),
-            Packing.from_mask(part.mask).to(device),
+            Packing.from_mask(part.mask, part.input_ids if shares_prompts else None).to(device),
             part.mask.any(1).nonzero()[:, 0].to(device),
             loss_weights[chosen].to(device),
             has_gradient=value,
@@ -59,7 +67,7 @@ def split(
             tokens_of=tuple(zip(chosen.tolist(), part.mask.sum(1).tolist(), strict=True)),
         )
         for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))
-        for chosen in batch.micro_batches(tokens, selected, floordiv if pad_id is None else rows_that_fit)
+        for chosen in parts(selected)
         for part in [batch.rows(chosen)]
     ]
 

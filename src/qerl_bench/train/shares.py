@@ -1,8 +1,8 @@
 """How the ranks of a run share the backward passes of an update, and how their gradients become one.
 
 With parallel.exact each rank takes whole micro-batches of a single rank, and all add up the gradients in its order.
-Else each makes micro-batches of every n-th sequence in order of length, so that all have about as many tokens, and
-gradients are added up once.
+Else each makes micro-batches of its own sequences, and gradients are added up once. They are every n-th in order of
+length, or where passes share prompts a piece of the order by prompt, so that all have about as many tokens.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import torch
 
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.parallel import World
+from qerl_bench.train.batch import Batch
 
 Item = TypeVar("Item")
 
 
-def rows_of_rank(lengths: torch.Tensor, has_gradient: torch.Tensor, world: World) -> torch.Tensor:
-    """Which sequences (B,) this rank trains on: every n-th in order of length, of those with a gradient and without."""
-    order = torch.argsort(lengths, descending=True, stable=True)
+def rows_of_rank(batch: Batch, has_gradient: torch.Tensor, world: World, shares_prompts: bool) -> torch.Tensor:
+    """Which sequences (B,) of `batch` this rank trains on: its part of `has_gradient` (B,), and of the others."""
     own = torch.zeros_like(has_gradient)
+    order = torch.argsort(batch.lengths, descending=True, stable=True)
     for selected in (has_gradient, ~has_gradient):
-        own[order[selected[order]][world.rank :: world.size]] = True
+        if shares_prompts:
+            rows, added = batch.by_prompt(selected)
+            middles = added.cumsum(0) - added / 2
+            own[rows[(middles * world.size / added.sum()).long() == world.rank]] = True
+        else:
+            own[order[selected[order]][world.rank :: world.size]] = True
     return own
 
 

@@ -249,7 +249,8 @@ class StaticPasses:
         mask, scored = tensors["mask"], tensors["scored"]
         rows, width = mask.shape
         offsets = torch.arange(0, mask.numel() + 1, width, dtype=torch.int32, device=mask.device)
-        layout = Packing(rows, width, width, torch.arange(mask.numel(), device=mask.device), offsets, scored, scored)
+        cells = torch.arange(mask.numel(), device=mask.device)
+        layout = Packing(rows, width, width, cells, offsets, scored, scored, scored - 1, shared=None)
         with_entropy = specs.train.entropy_coef > 0
         found = policy.token_stats(tensors["input_ids"], mask, specs.rollout.temperature, with_entropy, layout)
         logprobs, entropy = (x.where(mask, 0.0) for x in (found.logprobs, found.entropy))

@@ -8,7 +8,8 @@ Log-probabilities of the same tokens come from up to four policies:
   noise.site=rollout_and_old_logprobs those of a pass with the sampler's noise.
 - reference: the base without its adapter, for the KL penalty.
 
-Neither the split into micro-batches nor packing nor leaving out completions of advantage 0 changes the gradient.
+Neither the split into micro-batches nor packing nor computing a group's prompt once nor leaving out completions of
+advantage 0 changes the gradient.
 """
 
 from __future__ import annotations
@@ -93,9 +94,10 @@ def update(
     def micro_batches_of(size: Size) -> list[MicroBatch]:
         fixed = size.recorded and bool(has_gradient.any())
         trained = torch.ones_like(has_gradient) if fixed else has_gradient  # a recorded pass trains on every row
-        rows = torch.ones_like(trained) if exact else rows_of_rank(batch.lengths, trained, world)
+        weights, shares = algo.loss_weights(lengths), policy.shares_prompts
+        rows = torch.ones_like(trained) if exact else rows_of_rank(batch, trained, world, shares and not fixed)
         pad_id = policy.pad_id if fixed else None
-        parts = split(batch, algo.loss_weights(lengths), trained, rows, size.tokens, policy.device, pad_id)
+        parts = split(batch, weights, trained, rows, size.tokens, policy.device, pad_id, shares)
         sample_measured(parts, train.mismatch_share, derive(specs.seed, "mismatch", step))
         return parts
 
