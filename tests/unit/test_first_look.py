@@ -47,7 +47,7 @@ def test_answers_are_those_that_probes_count(name: str) -> None:
 
 def test_effects_of_the_page_are_those_of_its_tables() -> None:
     page = (STUDY / "README.md").read_text()
-    tables = "".join(path.read_text() for path in LOOK.glob("results/*/*.md"))
+    tables = "".join(path.read_text() for path in STUDY.glob("*/results/*/*.md"))
     effects = re.findall(r"[x+-]?\d+\.\d+ \[[^\]]+\]", page)
     assert len(effects) > 40 and [one for one in effects if one not in tables] == []
     assert [one for one in re.findall(r"x1\.\d{3}", page) if one not in tables] == []

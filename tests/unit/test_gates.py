@@ -35,7 +35,7 @@ from qerl_bench.studies.conduct.runner import Blocks, blocks_of
 from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.gates import Result, Runs, between, gates, override, render, stopped, to_json
-from qerl_bench.studies.design.sessions import read_sessions, words_of_runs
+from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.sweep import sweep as module
 from qerl_bench.sweep.points import Point
@@ -693,7 +693,7 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
     design = replace(read_design(STUDY), bases=(2, 3))
     study = read_sessions(design, [early, late])
     digests = {
-        folder: {one["base"]: one["digest"] for one in json.loads((folder / "probes.json").read_text())}
+        folder: {one["base"]: one["digest"] for one in read_probes(folder)}
         for folder in (early, late)
     }
     assert digests[early][3] != digests[late][3] and 2 not in digests[late]

@@ -544,6 +544,16 @@ def test_answers_are_shares_by_question_and_step(tmp_path: Path) -> None:
     assert found.to_numpy().tolist() == [[0.0, 0.5], [1.0, 1.0]]
     with pytest.raises(ConfigError, match=r"samples\.parquet has no answers with mode=greedy"):
         load_run(folder).answers("greedy")
+    with pytest.raises(ConfigError, match=r"samples\.parquet does not say of its answers: lenient"):
+        load_run(folder).answers("sampled", "lenient")
+    more = rows.assign(lenient=[True, True, False, True, True], finished=True, tokens=[4, 6, 1, 2, 9])
+    more.to_parquet(folder / "samples.parquet")
+    run = load_run(folder)
+    assert run.answers("sampled", "lenient").to_numpy().tolist() == [[1.0, 0.5], [1.0, 1.0]]
+    assert run.answers("sampled", "tokens").to_numpy().tolist() == [[6.0, 1.5], [4.0, 9.0]]
+    more.assign(lenient=[True, None, False, True, True]).to_parquet(folder / "samples.parquet")
+    with pytest.raises(ConfigError, match="lenient"):  # a gold answer that is no number
+        load_run(folder).answers("sampled", "lenient")
     rows.drop(columns=["correct", "step"]).to_parquet(folder / "samples.parquet")
     with pytest.raises(ConfigError, match=r"a/samples\.parquet has no column correct, step"):
         load_run(folder).answers("sampled")

@@ -148,7 +148,7 @@ def test_committed_curves_mark_greedy_answers_too_and_no_gain_from_a_shared_star
 def test_gains_and_late_means_are_only_of_runs_that_were_asked_often_enough() -> None:
     def run(*steps: int) -> Any:
         answers = pd.DataFrame({step: [0.1 * place, 0.2 * place] for place, step in enumerate(steps)}, index=["a", "b"])
-        return SimpleNamespace(name="x", option=lambda _: 64, answers=lambda _: answers)
+        return SimpleNamespace(name="x", option=lambda _: 64, answers=lambda *_: answers)
 
     often = run(0, 24, 48, 56, 64)
     assert gained("greedy")(often).tolist() == pytest.approx([0.4, 0.8])

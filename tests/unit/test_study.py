@@ -27,8 +27,8 @@ RUN, OTHER = "nvfp4-exp-grpo-r32-s1-a101d16e", "nvfp4-none-grpo-r32-s0-d8a0f9b2"
 COMMITTED = sorted(path.parent for path in (REPOSITORY / "studies").rglob(SETTINGS))
 
 
-def add_answers(run: Path, generator: np.random.Generator) -> None:
-    """Greedy answers once and sampled ones four times, of twenty questions at two steps."""
+def add_answers(run: Path, generator: np.random.Generator, more: bool) -> None:
+    """Greedy answers once and sampled ones four times, of twenty questions at two steps; with `more`, all of them."""
     rows = [
         {"step": step, "mode": mode, "question": f"q{number:02}", "sample": sample, "correct": generator.random() < 0.4}
         for step in (0, 10)
@@ -36,7 +36,11 @@ def add_answers(run: Path, generator: np.random.Generator) -> None:
         for number in range(20)
         for sample in range(samples)
     ]
-    pd.DataFrame(rows).to_parquet(run / "samples.parquet", index=False)
+    table = pd.DataFrame(rows)
+    if more:
+        ends = [bool(end) for end in generator.random(len(rows)) < 0.9]
+        table = table.assign(lenient=table["correct"], finished=ends, tokens=generator.integers(5, 50, len(rows)))
+    table.to_parquet(run / "samples.parquet", index=False)
 
 
 @pytest.fixture
@@ -44,8 +48,8 @@ def runs(tmp_path: Path) -> Path:
     """Eight small runs of this project, all but the first with answers."""
     shutil.copytree(ASSETS, tmp_path / "runs")
     generator = np.random.default_rng(0)
-    for run in find_runs(tmp_path / "runs")[1:]:
-        add_answers(run, generator)
+    for number, run in enumerate(find_runs(tmp_path / "runs")[1:]):
+        add_answers(run, generator, more=number % 2 == 0)
     return tmp_path / "runs"
 
 
@@ -70,6 +74,11 @@ def test_runs_that_were_collected_are_read_again_as_they_were(runs: Path, study:
     for run, kept in zip(before[1:], after[1:], strict=True):
         for mode in ("greedy", "sampled"):
             assert_frame_equal(kept.answers(mode), run.answers(mode))
+            for column in ("lenient", "finished", "tokens") if run in before[1::2] else ():
+                assert_frame_equal(kept.answers(mode, column), run.answers(mode, column))
+            if run in before[2::2]:
+                with pytest.raises(ConfigError, match="lenient"):
+                    kept.answers(mode, "lenient")
     with pytest.raises(ConfigError, match=f"answers of {before[0].name} were not kept"):
         after[0].answers("greedy")
     assert_frame_equal(tidy(after), tidy(before))

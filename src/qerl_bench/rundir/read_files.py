@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,16 +70,19 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return content
 
 
-def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
-    """A parquet file, or `columns` of it. Raises ConfigError for one that is damaged or lacks a column."""
+def read_table(path: Path, columns: list[str] | None = None, optional: Sequence[str] = ()) -> pd.DataFrame:
+    """A parquet file, or `columns` of it, and those that are `optional` if it has them. Raises ConfigError for one that
+    is damaged or lacks a column."""
     import pandas as pd
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        missing = sorted({*(columns or ())} - {*parquet.read_schema(path).names})
+        names = parquet.read_schema(path).names
+        missing = sorted({*(columns or ())} - {*names})
         require(not missing, f"{path} has no column {', '.join(missing)}: leave the run out, or run it again")
-        return pd.read_parquet(path, columns=columns, use_threads=False, pre_buffer=False)
+        wanted = columns and [*columns, *(name for name in optional if name in names)]
+        return pd.read_parquet(path, columns=wanted, use_threads=False, pre_buffer=False)
     except (ConfigError, MemoryError):  # pa.ArrowMemoryError is both
         raise
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -187,8 +187,8 @@ def _answer_rows(run: Run) -> pa.Table:
     counts = run.answer_counts()
     if counts is None:
         return ANSWERS_SCHEMA.empty_table()
-    table = pa.Table.from_pandas(counts.assign(run=run.name), preserve_index=False)
-    return table.select(ANSWERS_SCHEMA.names).cast(ANSWERS_SCHEMA)
+    columns = counts.assign(run=run.name).reindex(columns=ANSWERS_SCHEMA.names)
+    return pa.Table.from_pandas(columns, preserve_index=False).cast(ANSWERS_SCHEMA)
 
 
 def settings_text(runs: Sequence[Run]) -> str:

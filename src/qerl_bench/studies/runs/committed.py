@@ -4,7 +4,9 @@
                       for each run its fingerprint, seed, environment, base, duration and peak memory, and when it
                       started and ended (unix seconds; older runs do not say)
     tidy.parquet      the long table of metrics (load.tidy)
-    answers.parquet   run, mode, question, step, and how many of `samples` answers were correct; only if any were kept
+    answers.parquet   run, mode, question, step, and how many of `samples` answers were correct; only if any were kept.
+                      Also how many were right by their last number (`lenient`), how many had an end (`finished`), and
+                      the tokens of all; older studies lack these, and `lenient` is null for tasks without it
 
 collect.py writes it, and load_runs reads its runs like run folders. Left out: rollouts, checkpoints, the command line,
 and `root` and `logger` of the config, which decide no number and may be private.
@@ -31,8 +33,11 @@ from qerl_bench.studies.runs.parse import first_names
 SETTINGS, TIDY, ANSWERS = "settings.json", "tidy.parquet", "answers.parquet"
 TEXT = pa.dictionary(pa.int32(), pa.string())
 ANSWERS_SCHEMA = pa.schema(
-    {"run": TEXT, "mode": TEXT, "question": TEXT, "step": pa.int32(), "correct": pa.uint16(), "samples": pa.uint16()}
+    {"run": TEXT, "mode": TEXT, "question": TEXT, "step": pa.int32()}
+    | dict.fromkeys(("correct", "samples", "lenient", "finished"), pa.uint16())
+    | {"tokens": pa.uint32()}
 )
+LATER = ("lenient", "finished", "tokens")  # columns that older studies lack
 # Config keys that decide no number and may be private; a run that is read again has these values instead.
 NOT_KEPT = {"root": ".", "logger": {"_target_": "qerl_bench.logger.jsonl.LocalOnly", "name": "jsonl"}}
 KEPT_OF_DONE = ("started", "ended", "wall_s", "energy_j", "peak_memory_gib")
@@ -148,8 +153,9 @@ def _used_categories(column: Any) -> pd.Categorical:
 def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     if not (path / ANSWERS).is_file():
         return {}
-    plain = pa.schema([(field.name, pa.string() if field.type == TEXT else pa.int64()) for field in ANSWERS_SCHEMA])
-    frame = _read_columns(path / ANSWERS, ANSWERS_SCHEMA.names).cast(plain).to_pandas()
+    fields = schema_of(path / ANSWERS)
+    plain = pa.schema([(field.name, pa.string() if field.type == TEXT else pa.int64()) for field in fields])
+    frame = _read_columns(path / ANSWERS, fields.names).cast(plain).to_pandas()
     answers = {str(name): part.drop(columns="run") for name, part in frame.groupby("run", sort=False)}
     unknown = answers.keys() - runs.keys()
     require(
@@ -158,6 +164,12 @@ def _read_answers(path: Path, runs: Mapping[str, Any]) -> dict[str, pd.DataFrame
         f"{REMEDY}{path}",
     )
     return answers
+
+
+def schema_of(answers: Path) -> pa.Schema:
+    """ANSWERS_SCHEMA without what the file `answers` lacks because it is older."""
+    has = {*parquet.read_schema(answers).names}
+    return pa.schema([field for field in ANSWERS_SCHEMA if field.name in has or field.name not in LATER])
 
 
 def _read_columns(path: Path, names: Iterable[str]) -> pa.Table:

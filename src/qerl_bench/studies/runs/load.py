@@ -24,7 +24,7 @@ from qerl_bench.rundir.checksums import DONE
 from qerl_bench.rundir.read_files import read_config, read_object, read_table
 from qerl_bench.rundir.run_checks import check_records, saved
 from qerl_bench.studies.runs import parse
-from qerl_bench.studies.runs.committed import TEXT, find_study
+from qerl_bench.studies.runs.committed import LATER, TEXT, find_study
 
 Cell = tuple[str, int]  # base model and seed: runs of different settings are compared within a cell
 
@@ -53,7 +53,7 @@ class Run:
     and `environment`, the content of env.json, is empty without that file.
 
     A run of a committed study has the path STUDY/NAME, which need not exist, the metrics that were kept, and its
-    answers in `kept_answers`: mode, question, step, correct, samples.
+    answers in `kept_answers`: mode, question, step, correct, samples, and of newer ones lenient, finished, tokens.
     """
 
     path: Path
@@ -174,10 +174,11 @@ class Run:
         """The row numbers of each metric."""
         return self.metrics.groupby(["kind", "metric"], observed=True, sort=False).indices
 
-    def answers(self, mode: str) -> pd.DataFrame:
+    def answers(self, mode: str, column: str = "correct") -> pd.DataFrame:
         """Share of correct answers to each held-out question, sorted: index question, a column for each evaluated step.
 
-        `mode` is greedy or sampled. Raises ConfigError if answers were not kept, or if none are of this mode.
+        `mode` is greedy or sampled. `column` may also be lenient or finished, shares too, or tokens, which are means.
+        Raises ConfigError if answers were not kept, or if none are of this mode or have that column.
         """
         where = self.path / "samples.parquet"
         require(
@@ -186,31 +187,43 @@ class Run:
             "rows of answers.parquet). Run it with eval=task",
         )
         assert self._answers is not None
-        require(mode in self._answers, f"{where} has no answers with mode={mode}: leave the run out, or run it again")
-        return self._answers[mode]
+        require(
+            mode in {key[0] for key in self._answers},
+            f"{where} has no answers with mode={mode}: leave the run out, or run it again",
+        )
+        require((mode, column) in self._answers, f"{where} does not say of its answers: {column}")
+        return self._answers[mode, column]
 
     @cached_property
-    def _answers(self) -> dict[str, pd.DataFrame] | None:
-        """What `answers` returns of each mode, made once: reports ask for it in many ways. None if none were kept."""
+    def _answers(self) -> dict[tuple[str, str], pd.DataFrame] | None:
+        """What `answers` returns by mode and column, made once: reports ask for it in many ways. None if none were
+        kept."""
         rows = self.answer_counts()
         if rows is None:
             return None
-        rows = rows.assign(share=rows["correct"] / rows["samples"])
+        columns = ["correct", *(name for name in LATER if name in rows and rows[name].notna().all())]
+        shares = rows.assign(**{name: rows[name] / rows["samples"] for name in columns})
         return {
-            str(mode): of_mode.pivot(index="question", columns="step", values="share")
-            for mode, of_mode in rows.groupby("mode", observed=True)
+            (str(mode), name): of_mode.pivot(index="question", columns="step", values=name)
+            for mode, of_mode in shares.groupby("mode", observed=True)
+            for name in columns
         }
 
     def answer_counts(self) -> pd.DataFrame | None:
         """Columns mode, question, step, correct and samples, both counts; None if no answers were kept.
 
-        Raises ConfigError if samples.parquet lacks a column.
+        And, where they were measured, the counts lenient and finished, and the sum of tokens. Raises ConfigError if
+        samples.parquet lacks a column.
         """
         path = self.path / "samples.parquet"
         if self.kept_answers is not None or not path.is_file():
             return self.kept_answers
-        rows = read_table(path, ["mode", "question", "step", "correct"]).astype({"correct": "int64"})
-        return rows.groupby(["mode", "question", "step"])["correct"].agg(correct="sum", samples="count").reset_index()
+        rows = read_table(path, ["mode", "question", "step", "correct"], optional=LATER)
+        more = [name for name in LATER if name in rows and rows[name].notna().all()]
+        rows = rows.astype(dict.fromkeys(("correct", *more), "int64"))
+        grouped = rows.groupby(["mode", "question", "step"])
+        sums = {name: (name, "sum") for name in more}
+        return grouped.agg(correct=("correct", "sum"), samples=("correct", "count"), **sums).reset_index()
 
 
 def noise_of(items: Mapping[str, Any]) -> str:

@@ -213,11 +213,14 @@ def gained(mode: str) -> Callable[[Run], pd.Series]:
     return of_run
 
 
-def late_mean(mode: str) -> Callable[[Run], pd.Series]:
-    """Share of correct answers to each held-out question, a mean of all evaluations in the last quarter of the run."""
+def late_mean(mode: str, column: str = "correct") -> Callable[[Run], pd.Series]:
+    """Share of correct answers to each held-out question, a mean of all evaluations in the last quarter of the run.
+
+    `column` is that of `Run.answers`, such as lenient.
+    """
 
     def of_run(run: Run) -> pd.Series:
-        answers, last = run.answers(mode), run.option("steps")
+        answers, last = run.answers(mode, column), run.option("steps")
         late = [step for step in answers if step > (1 - LATE_ANSWERS) * last]
         require(len(late) > 1, f"{run.name} was evaluated {len(late)} times in the last quarter of its steps")
         return answers[late].mean(axis=1)

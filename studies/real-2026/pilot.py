@@ -1,0 +1,133 @@
+"""The pages of the pilot, from what was packed: what the rules of pilot.md say.
+
+    python studies/real-2026/pilot.py
+
+Writes pilot/results/NAME/rates.md for each folder pilot/data/rates-*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from qerl_bench.commands.exits import guarded
+from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.statistics import Estimate, mean_ci
+from qerl_bench.studies.probes.page import rows_of
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
+
+HERE = Path(__file__).resolve().parent / "pilot"
+FORMATS = ("bf16", "nvfp4")
+EARLY, LATE = (1, 5), (31, 40)  # steps
+
+
+def main(arguments: list[str] | None = None) -> None:
+    KeyValueParser(__doc__).parse_args(arguments)
+    for folder in sorted((HERE / "data").glob("rates-*")):
+        out = HERE / "results" / folder.name
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "rates.md", rates_page(load_runs([folder]), folder / "unfinished.csv"))
+        print(out / "rates.md")
+
+
+def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
+    """Reward by rate and format, what the rule takes, and held-out accuracy, which chooses nothing."""
+    by_rate = {(run.option("optim.lr"), run.option("quant.name")): run for run in runs}
+    rates = sorted({rate for rate, _ in by_rate})
+    pairs = {rate: [by_rate[rate, quant] for quant in FORMATS] for rate in rates}
+    late = {rate: sum(mean_of(run, "reward/mean", LATE) for run in pair) / 2 for rate, pair in pairs.items()}
+    heads = ["rate", "quant", "reward, steps 1 to 5", "reward, steps 31 to 40", "both formats", "entropy, 1 to 5"]
+    heads += ["entropy, 31 to 40", "tokens, 1 to 5", "tokens, 31 to 40"]
+    lines = [
+        [
+            f"{rate:g}",
+            run.option("quant.name"),
+            f"{mean_of(run, 'reward/mean', EARLY):.3f}",
+            f"{mean_of(run, 'reward/mean', LATE):.3f}",
+            f"{late[rate]:.3f}",
+            *(f"{mean_of(run, 'entropy', steps):.3f}" for steps in (EARLY, LATE)),
+            *(f"{mean_of(run, 'completions/mean_length', steps):.0f}" for steps in (EARLY, LATE)),
+        ]
+        for rate, pair in pairs.items()
+        for run in pair
+    ]
+    best = max(late, key=lambda rate: late[rate])
+    error = (late[best] * (1 - late[best]) / completions_of(pairs[best])) ** 0.5
+    taken = max(rate for rate in rates if late[rate] >= late[best] - error and not any(map(diverged, pairs[rate])))
+    text = (
+        f"Best late reward: {late[best]:.3f} at {best:g}, with a standard error of {error:.4f}. The rule takes "
+        f"{taken:g}{'; it is the end of the range, so twice as much is run too' if taken == max(rates) else ''}."
+    )
+    parts = ["# Rates", rows_of(heads, lines), text]
+    if unfinished.is_file():
+        parts += ["## Not finished", rows_of(["arm", "steps", "reward, 1 to 5", "reward, 11 on"], stopped(unfinished))]
+    heads = [
+        "rate",
+        "quant",
+        "lenient at 0.6 before",
+        "after",
+        "gain",
+        "gain where both ends are complete",
+        "questions",
+    ]
+    parts += ["## Held-out accuracy, per cent and points", rows_of(heads, [accuracy(run) for run in runs_of(pairs)])]
+    return "\n\n".join(parts) + "\n"
+
+
+def runs_of(pairs: dict[float, list[Run]]) -> list[Run]:
+    return [run for pair in pairs.values() for run in pair]
+
+
+def mean_of(run: Run, metric: str, steps: tuple[int, int]) -> float:
+    return float(run.series("train", metric).loc[steps[0] : steps[1]].mean())
+
+
+def completions_of(pair: Sequence[Run]) -> int:
+    """Completions of the late steps, of both formats."""
+    each = [run.option("rollout.prompts_per_step") * run.option("rollout.group_size") for run in pair]
+    return sum(each) * (LATE[1] - LATE[0] + 1)
+
+
+def diverged(run: Run) -> bool:
+    return bool(run.done.get("collapsed")) or mean_of(run, "reward/mean", LATE) < mean_of(run, "reward/mean", EARLY)
+
+
+def stopped(file: Path) -> list[list[str]]:
+    rows = pd.read_csv(file)
+    return [
+        [
+            str(arm),
+            str(of_arm["step"].max()),
+            f"{of_arm.loc[of_arm['step'] <= EARLY[1], 'reward/mean'].mean():.3f}",
+            f"{of_arm.loc[of_arm['step'] > 10, 'reward/mean'].mean():.3f}",
+        ]
+        for arm, of_arm in rows.groupby("arm", sort=False)
+    ]
+
+
+def accuracy(run: Run) -> list[str]:
+    right, ends = run.answers("sampled", "lenient"), run.answers("sampled", "finished")
+    last = run.option("steps")
+    gain, whole = right[last] - right[0], (ends[0] == 1) & (ends[last] == 1)
+    return [
+        f"{run.option('optim.lr'):g}",
+        run.option("quant.name"),
+        f"{right[0].mean():.1%}",
+        f"{right[last].mean():.1%}",
+        in_points(mean_ci(gain.tolist())),
+        in_points(mean_ci(gain[whole].tolist())),
+        str(int(whole.sum())),
+    ]
+
+
+def in_points(estimate: Estimate) -> str:
+    low, value, high = (100 * number for number in (estimate.low, estimate.value, estimate.high))
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+if __name__ == "__main__":
+    guarded(main)
