@@ -22,12 +22,17 @@ class Prefill(NamedTuple):
     logits: torch.Tensor  # (P, V) after the last token
 
 
+def cache_of(policy: Policy) -> DynamicCache:
+    """An empty cache for the policy's layers."""
+    return DynamicCache(config=policy.model.config)
+
+
 def prefill(policy: Policy, prompt_ids: list[list[int]]) -> Prefill:
     device = policy.device
     width = max(len(ids) for ids in prompt_ids)
     tokens = torch.tensor([[policy.pad_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)  # (P, W)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    cache = DynamicCache(config=policy.model.config)
+    cache = cache_of(policy)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     output = policy.model(
         input_ids=tokens,

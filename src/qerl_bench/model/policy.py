@@ -88,6 +88,7 @@ class Policy:
         self.experts = routed_experts(model, structure)
         self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
+        self.digest: str | None = None  # of its weights
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
@@ -191,7 +192,7 @@ class Policy:
 
     def name_base(self, name: str, digest: str | None) -> None:
         """Say of which base the adapter is: `name`, a hub id or the name of a model, and the digest of its weights."""
-        self.base = f"{name} ({digest or 'weights unknown'})"
+        self.base, self.digest = f"{name} ({digest or 'weights unknown'})", digest
         if self.adapter is not None:
             self.adapter.peft_config["default"].base_model_name_or_path = name
 
