@@ -130,8 +130,8 @@ def checked_engine(
 ) -> RolloutEngine:
     """An engine that samples from `policy`, which is untrained or without its adapter, after all checks of both.
 
-    Raises ConfigError, which names the model `where`, if one fails. Writes preflight.json in `run`. The comparisons with
-    the untouched model are those that were passed before, if nothing has changed since.
+    Raises ConfigError, which names the model `where`, if one fails. Writes preflight.json in `run`. The comparisons
+    with the untouched model are those that were passed before, if nothing has changed since.
     """
     model = experiment.model
     folder = base or model.folder()
@@ -185,8 +185,9 @@ def on_base_in(
     with phase(f"packing {experiment.model.name} in {name}"), torch.random.fork_rng(devices):
         copy = build_policy(other, base, device, policy)
     copy.digest = policy.digest
+    where = f"model={experiment.model.name} with {key}={name}"
     with copy.without_adapter():  # the checks are of the base
-        checked = checked_engine(other, experiment.engine, copy, base, f"model={experiment.model.name} with {key}={name}")
+        checked = checked_engine(other, experiment.engine, copy, base, where)
     with closing(checked) as built:
         copy.kept["shortages"] = shortages_of(policy)
         shared = isinstance(engine, SharedEngine)

@@ -42,7 +42,7 @@ def longest_context(model: Any) -> int | None:
 
 
 def require_one_rope(model: Any, lengths: Iterable[int], what: str) -> None:
-    """Raise ConfigError if a sequence of `what` with one of these lengths lies beyond the switch of the rotary factors."""
+    """Raise ConfigError if a sequence of `what` is beyond the switch of the rotary factors."""
     config = model.config.get_text_config(decoder=True)
     switch, longest = rope_switch(config.to_dict()), max(lengths, default=0)
     require(

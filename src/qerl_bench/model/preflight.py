@@ -1,4 +1,4 @@
-"""Three checks of a policy before its run, on a few tokens: does it compute what the model does, and as configured?
+"""Four checks of a policy before its run, on a few tokens: does it compute what the model does, and as configured?
 
 1. The trainer's log-probabilities are those of the model as transformers runs it: one sequence at a time, without
    adapter, kernels or packing, with eager attention and dequantized weights. Over the whole vocabulary this is checked
@@ -7,6 +7,7 @@
    FP32 in plain PyTorch too, so the limit grows with that distance.
 2. In the trainer's forward pass too, each norm that gets noise feeds the layers that the probe found behind it.
 3. What stays in 16 bits under a 4-bit format is named, and is at most 5 % of the blocks' matrices.
+4. The model calls every layer that has an adapter.
 
 No check draws from the run's random numbers or leaves a trace in the model. Each needs a fresh adapter, whose B is 0.
 """
@@ -54,6 +55,7 @@ def preflight(
     """
     devices = [policy.device] if policy.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
+        check_adapters(policy, where)
         results = check_packed_share(policy, quant, where) | check_sites(policy)
         results |= check_logprobs(policy, where) if compared is None else compared
     if devices:
@@ -238,7 +240,19 @@ def check_sites(policy: Policy) -> dict[str, Any]:
     }
 
 
-# --- 3: packed share -------------------------------------------------------------------------------------------------
+# --- 3 and 4: what is packed and adapted ------------------------------------------------------------------------------
+
+
+def check_adapters(policy: Policy, where: str) -> None:
+    adapted = {name for name, module in policy.model.named_modules() if hasattr(module, "base_layer")}
+    without_effect = sorted(adapted.intersection(policy.structure.read))
+    leaves, others = (sorted({name.rpartition(".")[2] for name in names}) for names in (without_effect, adapted))
+    rest = [leaf for leaf in others if leaf not in leaves]
+    require(
+        not without_effect,
+        f"an adapter on {counted(without_effect)} has no effect: {where} reads the weights of these layers instead of "
+        f"calling them. Use lora.targets=[{','.join(rest)}]",
+    )
 
 
 def check_packed_share(policy: Policy, quant: WeightFormat, where: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Comparisons with the untouched model that were passed before, in the user's cache: none is made twice.
 
 A file has the whole key beside what was measured, and counts only for an equal key: weights (`model/digest.py`, which
-sees a dither), config.json, formats and options that change what is computed, code, packages, and the card. Where a part
-is not known nothing is read or written, and of a comparison that failed there is no file. To compare again, delete the
-folder.
+sees a dither), config.json, formats and options that change what is computed, code, packages, and the card. Where a
+part is not known nothing is read or written, and of a comparison that failed there is no file. To compare again, delete
+the folder.
 """
 
 from __future__ import annotations

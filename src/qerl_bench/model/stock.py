@@ -2,8 +2,8 @@
 
 Every other weight is the one that transformers reads, and a policy that has another one is refused by its name. Of a
 model whose copy would be large, the copy has the first blocks alone, as many as show every kind of block, and the
-policy is cut to the same ones meanwhile. Where there is no checkpoint that transformers can load (random weights, packed
-files), the copy has the weights of the policy, in modules of its own.
+policy is cut to the same ones meanwhile. Where there is no checkpoint that transformers can load (random weights,
+packed files), the copy has the weights of the policy, in modules of its own.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _is_list_of(value: object, count: int) -> bool:
 def stock_model(policy: Policy, source: Source, count: int | None, where: str) -> PreTrainedModel:
     """The copy on the policy's device, in FP32 and with eager attention; of its first `count` blocks, if given.
 
-    For use inside `first_blocks`. Raises ConfigError, which names the weight of the model `where`, if transformers reads
-    another one.
+    For use inside `first_blocks`. Raises ConfigError, which names the weight of the model `where`, if transformers
+    reads another one.
     """
     with _quiet():
         model = _loaded(source, count, policy.device)
@@ -161,9 +161,9 @@ def _put_weights(model: PreTrainedModel, policy: Policy, rescaled: bool, where: 
                 off, limit = abs(off - packed), SAME_ERROR
             require(
                 off <= limit,
-                f"{name} of {where} is not what transformers reads as {there}: {off:.1%} of its size apart, beyond what "
-                f"packing explains (limit {limit:.0%}). config.json and the files say different things of it, or it "
-                "was read wrongly: write the checkpoint again with save_pretrained, or use another model",
+                f"{name} of {where} is not what transformers reads as {there}: {off:.1%} of its size apart, beyond "
+                f"what packing explains (limit {limit:.0%}). config.json and the files say different things of it, or "
+                "it was read wrongly: write the checkpoint again with save_pretrained, or use another model",
             )
         if packed is not None or moved:
             _set(model, there, tensor)
