@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ from qerl_bench.model.float32 import in_float32
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, stock
 from qerl_bench.model.stock import Source, blocks_to_compare, first_blocks
+from qerl_bench.quant.linear import operands_kept
 from qerl_bench.records import Prompt
 
+FEW_TOKENS = 3
 MAX_TIE = 5  # a token may be this many times as far off as the mean, in nats or in probability
 
 Complete = Callable[[list[Prompt], Sampling], list[Completion]]
@@ -58,7 +60,7 @@ def sampled_check(policy: Policy, engine: RolloutEngine, source: Source, where: 
         written = written_by_stock(policy, source, count, where)
         limit = MAX_TOKEN_GAP["torch.float32"]
         if not in_one:
-            with in_float32(policy):
+            with in_float32(policy), operands_kept(policy.model):
                 found = _completed(written, _reference(policy), policy, where)
             results["sampled_gap_float32"] = _require_equal(written, found, limit, policy, where)
         if isinstance(engine, HFEngine):
@@ -102,8 +104,12 @@ def _reference(policy: Policy) -> Complete:
 
 
 def _as_it_runs(engine: HFEngine) -> Complete:
+    """By the engine itself; a few tokens where it runs the same modules as in FP32."""
+    same = engine.sampler is None and engine.policy.model.dtype != torch.float32
+    tokens = FEW_TOKENS if same else TOKENS
+
     def complete(prompts: list[Prompt], sampling: Sampling) -> list[Completion]:
-        rollouts = engine.generate(prompts, sampling)
+        rollouts = engine.generate([replace(prompt, new_tokens=(tokens,)) for prompt in prompts], sampling)
         return [(one.token_ids, one.logprobs, one.entropies) for one in rollouts]
 
     return complete
