@@ -24,10 +24,11 @@ from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
 from qerl_bench.model.remembered import key_of, recall, remember
-from qerl_bench.model.stock import Source
+from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.device import device_name, resolve_device
@@ -134,8 +135,9 @@ def checked_engine(
     with the untouched model are those that were passed before, if nothing has changed since.
     """
     model = experiment.model
-    folder = base or model.folder()
+    folder = base if isinstance(model, HubModel) and base is not None else model.folder()
     options = {
+        "model": model.config(),
         "quant": experiment.quant,
         "dtype": model.dtype,
         "kernel": experiment.kernel,
@@ -152,10 +154,12 @@ def checked_engine(
     with phase("preparing the engine"):
         built = engine.build(policy)
     if known is None:
-        source = Source(folder, model.trust_remote_code, experiment.quantizer.rescales)
+        source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
         with phase("comparing the engine with plain transformers"):
             checked |= sampled_check(policy, built, source, where)
-        remember(key, {name: value for name, value in checked.items() if name in COMPARED})
+        passed = {name: value for name, value in checked.items() if name in COMPARED}
+        if "sampled_gap" in passed or "sampled_gap_float32" in passed:
+            remember(key, passed)
     else:
         log.info("preflight: compared with the untouched model before, with equal weights, options, code and card")
     if run is not None:

@@ -102,6 +102,7 @@ def decode(
     seeds = torch.tensor(keys, device=device)
     numbers = None if policy.fused else torch.from_numpy(uniforms(keys, sampling.max_tokens)).to(device)
     cached = {cache_name(policy): cache}
+    recurrent = cache_name(policy) != CACHES[0]  # nothing but states, which have left padding behind
     for t in range(stop.max_length):
         if numbers is None:
             token, logprob, entropy = draw_seeded(logits, sampling.temperature, seeds[rows], t, top_p=sampling.top_p)
@@ -120,7 +121,11 @@ def decode(
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         position = position + 1
         output = policy.model(
-            input_ids=token[:, None], attention_mask=mask, position_ids=position, use_cache=True, **cached
+            input_ids=token[:, None],
+            attention_mask=None if recurrent else mask,
+            position_ids=position,
+            use_cache=True,
+            **cached,
         )
         logits = output.logits[:, -1]
     return to_completions((ids >= 0).sum(1), ids, logprobs, entropies)

@@ -28,7 +28,7 @@ from qerl_bench.engine.untouched import TEMPERATURES, TOKENS, Written, or_refuse
 from qerl_bench.model.float32 import in_float32
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, stock
-from qerl_bench.model.stock import Source, blocks_to_compare, first_blocks
+from qerl_bench.model.stock import Origin, blocks_to_compare, first_blocks
 from qerl_bench.quant.linear import operands_kept
 from qerl_bench.records import Prompt
 
@@ -46,8 +46,9 @@ class Gap:
     tie: float  # how far from a tie the place is where they part; 0 if they do not
 
 
-def sampled_check(policy: Policy, engine: RolloutEngine, source: Source, where: str) -> dict[str, Any]:
+def sampled_check(policy: Policy, engine: RolloutEngine, source: Origin, where: str) -> dict[str, Any]:
     """The gaps, as plain data. Raises ConfigError, which names the model `where`, if the engine writes something else.
+    None for a model whose logits are not finite, since sampling will say which weight makes them so.
 
     Needs a policy that computes what its base does: a fresh adapter, whose B is 0, or none. Draws nothing from the
     run's random numbers and leaves no trace.
@@ -58,6 +59,8 @@ def sampled_check(policy: Policy, engine: RolloutEngine, source: Source, where: 
     results: dict[str, Any] = {"sampled_blocks": count or len(policy.structure.blocks)}
     with torch.random.fork_rng(devices), torch.no_grad(), first_blocks(policy, count):
         written = written_by_stock(policy, source, count, where)
+        if any(bool(one.logprobs.isnan().any()) for one in written):
+            return {}
         limit = MAX_TOKEN_GAP["torch.float32"]
         if not in_one:
             with in_float32(policy), operands_kept(policy.model):

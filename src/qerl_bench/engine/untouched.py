@@ -20,7 +20,7 @@ from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import request_key
 from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.stock import Source, stock_model
+from qerl_bench.model.stock import Origin, stock_model
 from qerl_bench.model.structure import probe_ids
 from qerl_bench.process.gpu_share import release
 from qerl_bench.process.memory import shortage
@@ -48,7 +48,7 @@ class Written:
         return f"{'drawn' if self.temperature else 'greedy'} after {len(self.prompt.token_ids or ())} tokens"
 
 
-def written_by_stock(policy: Policy, source: Source, count: int | None, where: str) -> list[Written]:
+def written_by_stock(policy: Policy, source: Origin, count: int | None, where: str) -> list[Written]:
     """A greedy and a drawn continuation of each prompt."""
     model = stock_model(policy, source, count, where)
     try:

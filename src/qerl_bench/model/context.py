@@ -24,7 +24,7 @@ def rope_switch(config: Mapping[str, Any]) -> int | None:
     ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
     of_layers = [rope for rope in ropes.values() if isinstance(rope, Mapping)] or [ropes]
     kinds = [(rope.get("rope_type") or rope.get("type"), rope.get(ORIGINAL)) for rope in of_layers]
-    switches = [original or config.get(ORIGINAL) for kind, original in kinds if kind in SWITCHED]
+    switches = [config.get(ORIGINAL) or original for kind, original in kinds if kind in SWITCHED]
     return min((int(switch) for switch in switches if switch), default=None)
 
 

@@ -15,6 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
 
+from qerl_bench.process.memory import shortage
+
 LOCAL_MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,
     "chunked_attention": create_chunked_causal_mask,
@@ -115,6 +117,17 @@ def _rectangle_masks(decoder: PreTrainedModel, input_ids: torch.Tensor) -> Any:
     if all(mask is None for mask in masks.values()):
         return torch.empty(1, 1, 0, 0, device=input_ids.device)
     return masks if kinds is not None else masks[None]
+
+
+def why_not_packed(decoder: PreTrainedModel) -> str | None:
+    """Why sequences of this decoder cannot be concatenated to one row; None if they can."""
+    try:
+        mixed = mixes_sequences(decoder)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # some make masks of their own
+        if shortage(error):
+            raise
+        return f"it cannot compute a packed row ({error})"
+    return "some of its layers read on from one packed sequence to the next" if mixed else None
 
 
 @torch.no_grad()

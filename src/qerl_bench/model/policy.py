@@ -25,10 +25,9 @@ from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
-from qerl_bench.model.packing import Packing, mixes_sequences
+from qerl_bench.model.packing import Packing, why_not_packed
 from qerl_bench.model.routing import chosen_experts
 from qerl_bench.model.structure import Structure, routed_experts
-from qerl_bench.process.memory import shortage
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
@@ -256,14 +255,7 @@ def share_all_but_base(model: PreTrainedModel, like: Policy) -> None:
 
 def prepare_attention(decoder: PreTrainedModel) -> bool:
     """Give `decoder` the attention of attention.py; returns whether it can be trained without padding."""
-    reason = enable_attention(decoder)
-    try:
-        if reason is None and mixes_sequences(decoder):
-            reason = "some of its layers read on from one packed sequence to the next"
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if shortage(error):
-            raise
-        reason = f"it cannot compute a packed row ({error})"
+    reason = enable_attention(decoder) or why_not_packed(decoder)
     if reason is not None:
         log.info("%s is trained with padding, whatever train.packing: %s", type(decoder).__name__, reason)
     return reason is None

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,8 @@ def remember(key: dict[str, Any] | None, passed: Mapping[str, Any]) -> None:
         os.replace(writing, file)
     except OSError as error:
         log.debug("the comparison is not remembered: %s", error)
-        writing.unlink(missing_ok=True)
+        with suppress(OSError):
+            writing.unlink()
 
 
 def _file(key: dict[str, Any]) -> Path:

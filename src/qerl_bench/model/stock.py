@@ -34,7 +34,7 @@ FEWEST_BLOCKS = 2  # of a smaller copy: the second reads what the first has writ
 SAME_ERROR = 0.02  # by which the rounding error of a layer may differ from the one that was measured when it was packed
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """Where transformers would read the model of a policy."""
 
     folder: Path | None  # None: there is no checkpoint
@@ -90,7 +90,7 @@ def _is_list_of(value: object, count: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == count
 
 
-def stock_model(policy: Policy, source: Source, count: int | None, where: str) -> PreTrainedModel:
+def stock_model(policy: Policy, source: Origin, count: int | None, where: str) -> PreTrainedModel:
     """The copy on the policy's device, in FP32 and with eager attention; of its first `count` blocks, if given.
 
     For use inside `first_blocks`. Raises ConfigError, which names the weight of the model `where`, if transformers
@@ -106,7 +106,7 @@ def stock_model(policy: Policy, source: Source, count: int | None, where: str) -
     return model.to(policy.device).eval()  # type: ignore[arg-type]
 
 
-def _loaded(source: Source, count: int | None, device: torch.device) -> PreTrainedModel | None:
+def _loaded(source: Origin, count: int | None, device: torch.device) -> PreTrainedModel | None:
     """What `from_pretrained` makes of the source; None if it has no checkpoint that transformers loads by itself."""
     folder, trust = source.folder, source.trust_remote_code
     if folder is None or quantization_config(folder) is not None:

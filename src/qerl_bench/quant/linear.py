@@ -273,4 +273,4 @@ def operands_kept(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer._kept = None
+            del layer._kept
