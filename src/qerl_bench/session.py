@@ -17,6 +17,7 @@ from qerl_bench.checks import require
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
 from qerl_bench.engine.sampled_check import sampled_check
 from qerl_bench.engine.shared import SharedEngine
+from qerl_bench.engine.untouched import or_refused
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
@@ -149,7 +150,10 @@ def checked_engine(
     device = policy.device.type
     key = key_of(policy.digest, folder, model.remote_code(), experiment.quantizer, options, device)
     known = recall(key)
-    with phase("comparing the trainer with plain transformers"):
+    with (
+        phase("comparing the trainer with plain transformers"),
+        or_refused(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
+    ):
         checked = preflight(policy, experiment.quant, where, known)
     with phase("preparing the engine"):
         built = engine.build(policy)

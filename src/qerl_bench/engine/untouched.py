@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from qerl_bench.checks import ConfigError
+from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Sampling
 from qerl_bench.engine.hf import request_key
@@ -113,12 +113,14 @@ def sampling_at(temperature: float) -> Sampling:
 
 
 @contextmanager
-def or_refused(failed: str, reason: str = "") -> Iterator[None]:
+def or_refused(failed: str, reason: str = "", remedy: str = "another model") -> Iterator[None]:
     """Whatever a foreign model raises in this block is a ConfigError; a shortage of memory is not its fault."""
     try:
         yield
+    except (ConfigError, TrainingStopped):
+        raise
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         if shortage(error):
             raise
         said = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ConfigError(f"{failed}: {said} ({type(error).__name__}). {reason}Use another model") from error
+        raise ConfigError(f"{failed}: {said} ({type(error).__name__}). {reason}Use {remedy}") from error
