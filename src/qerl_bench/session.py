@@ -159,8 +159,12 @@ def checked_engine(
         built = engine.build(policy)
     if known is None:
         source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
-        with phase("comparing the engine with plain transformers"):
-            checked |= sampled_check(policy, built, source, where)
+        try:
+            with phase("comparing the engine with plain transformers"):
+                checked |= sampled_check(policy, built, source, where)
+        except BaseException:
+            built.close()
+            raise
         passed = {name: value for name, value in checked.items() if name in COMPARED}
         if "sampled_gap" in passed or "sampled_gap_float32" in passed:
             remember(key, passed)

@@ -49,6 +49,8 @@ def key_of(
     """
     import torch
 
+    from qerl_kernels.decode_configs import tables
+
     if weights is None or quantizer.calibration is not None:
         return None
     card = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
@@ -68,6 +70,7 @@ def key_of(
         "device": device,
         "card": card,
         "driver": nvidia_driver() if device == "cuda" else None,
+        "kernel_tables": [digest(path) for path in tables(card or "")] if device == "cuda" else [],
     }
 
 
