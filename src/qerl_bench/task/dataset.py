@@ -19,7 +19,8 @@ from qerl_bench.task.grader.extract import well_formed
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
 from qerl_bench.task.prompts import format_demonstration
-from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource, normalize_question
+from qerl_bench.task.question_form import normalize_question
+from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource
 
 log = logging.getLogger(__name__)
 LEAKS = ("refuse", "drop")
@@ -51,7 +52,7 @@ class DatasetTask(PromptTask):
         return self.grader_of(self.equality)
 
     def normalize(self, question: str) -> str:
-        """The question's letters and digits, without the instruction line of either split."""
+        """The question without layout and sentence punctuation, and without the instruction line of either split."""
         sources = (self.eval,) if self.train is None else (self.eval, self.train)
         return normalize_question(question, {line for source in sources if (line := source.instruction_line)})
 
