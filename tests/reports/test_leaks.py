@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from qerl_bench.checks import ConfigError
+from qerl_bench.commands.eval import main
+from qerl_bench.config import build as build_experiment
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
+from qerl_bench.experiment import run_experiment
 from qerl_bench.task.question_form import normalize_question
+from qerl_bench.task.sources import _file_rows
 
 # --- different sums count as one question: https://github.com/GanjinZero/math401-llm/issues/4 and its data ------------
 
@@ -98,3 +102,63 @@ def test_no_sum_is_a_leak_of_another(tmp_path: Path, caplog: pytest.LogCaptureFi
     more.write_text(train.read_text() + json.dumps({"question": " 2 - 2 =", "answer": "0"}) + "\n")
     with pytest.raises(ConfigError, match="1 of 73 training questions"):
         gsm8k(more, held_out).check()
+
+
+# --- trained on what is evaluated later: https://github.com/simplescaling/s1/issues/26 and ---------------------------
+# https://github.com/project-numina/aimo-progress-prize/issues/22
+
+PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(2, 8)]
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, make_config: Any) -> Path:
+    """A run on the first four PROBLEMS."""
+    root = tmp_path_factory.mktemp("root")
+    train = write(root / "train.jsonl", PROBLEMS[:4])
+    held_out = write(root / "test.jsonl", [{"question": "What is 1 + 1?", "answer": "2"}])
+    words = [f"task.train_file={train}", f"task.eval_file={held_out}", "task.max_completion_tokens=4", "eval=none"]
+    marks = ["task.train.marker=null", "task.eval.marker=null"]
+    cfg = make_config("task=gsm8k", *words, *marks, f"root={root}", "name=run", "steps=1", "save_every=1")
+    run_experiment(build_experiment(cfg), cfg)
+    return root / "runs" / "run"
+
+
+def evaluate(run: Path, out: Path, rows: list[dict[str, str]], *words: str) -> list[dict[str, Any]]:
+    asked = write(out.with_suffix(".jsonl"), rows)
+    own = ["task=amc23", f"task.eval_file={asked}", "task.equality=numeric", "task.max_completion_tokens=4"]
+    main([str(run), *own, "eval=quick", "eval.questions=null", "eval.samples=1", "eval.k=1", f"out={out}", *words])
+    return json.loads((out / "eval.json").read_text())
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_an_evaluation_of_another_task_is_compared_with_what_the_run_trained_on(trained: Path, tmp_path: Path) -> None:
+    asked = [{**row, "question": row["question"].replace(" + ", "+").upper()} for row in PROBLEMS]
+    refusal = r"4 of 6 held-out questions of task=amc23 .* task=gsm8k \(amc23/test/1 = gsm8k/train/1.*task\.leaks=drop"
+    with pytest.raises(ConfigError, match=refusal):
+        evaluate(trained, tmp_path / "refused", asked)
+    assert not (tmp_path / "refused").exists()
+    with pytest.raises(ConfigError, match="no question is left"):
+        evaluate(trained, tmp_path / "none", asked[:4], "task.leaks=drop")
+    dropped = evaluate(trained, tmp_path / "dropped", asked, "task.leaks=drop")
+    assert {entry["n"] for entry in dropped} == {2}
+    assert {entry["settings"]["trained_on"] for entry in dropped} == {4}
+    others = evaluate(trained, tmp_path / "others", asked[4:])
+    assert {entry["settings"]["trained_on"] for entry in others} == {0} and {entry["n"] for entry in others} == {2}
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_training_file_that_is_gone_is_said(trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    moved = trained.parents[1] / "train.jsonl"
+    moved.rename(tmp_path / "train.jsonl")
+    _file_rows.cache_clear()
+    try:
+        found = evaluate(trained, tmp_path / "out", PROBLEMS[:2])
+    finally:
+        (tmp_path / "train.jsonl").rename(moved)
+    assert {entry["settings"]["trained_on"] for entry in found} == {None}
+    assert "not compared" in caplog.text and "train.jsonl" in caplog.text

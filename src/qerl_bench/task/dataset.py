@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require, text
@@ -93,6 +94,12 @@ class DatasetTask(PromptTask):
     def rows(self, split: str) -> tuple[QuestionRow, ...]:
         """The rows of the `train` or `test` split, read once."""
         return self._train_rows if split == "train" else self._eval_rows
+
+    def without(self, forms: Container[str]) -> DatasetTask:
+        """The same task without the held-out questions whose normal form is in `forms`; it may have none left."""
+        rest = replace(self)
+        rest.__dict__["_eval_rows"] = tuple(row for row in self._eval_rows if self.normalize(row.question) not in forms)
+        return rest
 
     def _solution(self, row: QuestionRow) -> str:
         if self.train is None or self.train.marker is None:
