@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 _TAG = re.compile(r"</?(?:b|i|u|em|strong|p|br|span|div|code|sub)\s*/?>", re.IGNORECASE)
 _SUPERSCRIPT = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+|<sup>")
@@ -30,14 +29,7 @@ _LAYOUT_RUN = 3  # so many of one mark in a row draw a line
 _FORMULA_WORD = 3  # letters, at most, of a word between brackets that belong to a formula
 
 
-@dataclass
-class _Part:
-    text: str
-    kind: str  # number, word, command, sign (of a value), bracket
-
-    @property
-    def is_formula(self) -> bool:
-        return self.kind != "word" or len(self.text) <= _FORMULA_WORD
+_Part = tuple[str, str]  # a text, and what it is: number, word, command, sign (of a value), bracket
 
 
 def normalize_question(text: str, instructions: Iterable[str] = ()) -> str:
@@ -45,7 +37,7 @@ def normalize_question(text: str, instructions: Iterable[str] = ()) -> str:
 
     `instructions` at its end are removed; they are not part of the question.
     """
-    form = " ".join(part.text for part in _kept_brackets(_parts(_plain(text))))
+    form = " ".join(_kept_brackets(_parts(_plain(text))))
     for line in instructions:
         form = form.removesuffix(f" {normalize_question(line)}")
     return form
@@ -74,7 +66,7 @@ def _parts(text: str) -> list[_Part]:
                 continue
         elif part.startswith("\\"):
             kind, part = "command", part[1:]
-        parts.append(_Part(part, kind))
+        parts.append((part, kind))
     return parts
 
 
@@ -108,20 +100,22 @@ def _ends_value(text: str) -> bool:
     return re.search(r"(?:\d|[)\]}!%|]|(?<![^\W\d_])[^\W\d_])$", text) is not None
 
 
-def _kept_brackets(parts: list[_Part]) -> list[_Part]:
-    """`parts` without brackets around a single one, or around words: those of formulas and intervals change a value."""
+def _kept_brackets(parts: list[_Part]) -> list[str]:
+    """The texts of `parts` without brackets around a single one, or around words: only those of formulas and intervals
+    change a value."""
     opened: list[int] = []
-    kept = {number for number, part in enumerate(parts) if part.kind != "bracket"}
-    for number, part in enumerate(parts):
-        if part.kind != "bracket":
+    kept: set[int] = set()
+    for number, (text, kind) in enumerate(parts):
+        if kind != "bracket":
             continue
-        if part.text in _OPENING:
+        if text in _OPENING:
             opened.append(number)
         elif opened:
             start = opened.pop()
-            inside = parts[start + 1 : number]
-            listed = [one.kind for one in inside if one.kind != "bracket"]
-            computed = "sign" in listed or {*listed} == {"number"}
-            if len(listed) > 1 and computed and all(one.is_formula for one in inside):
+            inside = [part for part in parts[start + 1 : number] if part[1] != "bracket"]
+            kinds = {kind for _, kind in inside}
+            formula = all(kind != "word" or len(text) <= _FORMULA_WORD for text, kind in inside)
+            if len(inside) > 1 and formula and ("sign" in kinds or kinds == {"number"}):
                 kept |= {start, number}
-    return [_Part(part.text.translate({123: "(", 125: ")"}), part.kind) for i, part in enumerate(parts) if i in kept]
+    chosen = (text for number, (text, kind) in enumerate(parts) if kind != "bracket" or number in kept)
+    return [{"{": "(", "}": ")"}.get(text, text) for text in chosen]
