@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from qerl_bench.model.digest import digest_of, file_digest
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import build_policy
+from qerl_bench.quant.architecture import context_of
 from qerl_bench.quant.export import export
 from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.quantizer.calibration import Calibration
@@ -239,7 +241,8 @@ def test_sampling_flags_that_contradict_each_other_do_not_end_a_run(
     say(llama, "generation_config.json", **said)
     with caplog.at_level(logging.WARNING):
         policy = build_policy(experiment(llama, "lora=none"), None, "cpu")
-    assert all(f"{key}={value!r}" in caplog.text for key, value in said.items() if value)
+    (line,) = {one.getMessage() for one in caplog.records if "written again" in one.getMessage()}
+    assert all(f"{key}={value!r}" in line for key, value in said.items() if value) and next(reversed(said)) in line
     ends = json.loads((llama / "generation_config.json").read_text())["eos_token_id"]
     assert policy.model.generation_config.eos_token_id == ends
     policy.save(tmp_path / "checkpoint")
@@ -492,6 +495,12 @@ def test_keys_that_the_model_does_not_know_are_named(llama: Path, caplog: pytest
     load(llama)
     (line,) = {record.getMessage() for record in caplog.records if "does not know" in record.getMessage()}
     assert "scale_emb=12, logit_scale=0.5" in line and "mrope" not in line and "unsloth" not in line
+
+
+def test_a_model_reads_as_much_as_its_config_says_and_anything_without_a_word() -> None:
+    """BLOOM and Mamba have no limit, MPT's has another name."""
+    limits = {"max_position_embeddings": 99}, {"max_seq_len": 98}, {}
+    assert [min(context_of(SimpleNamespace(**said)), 10**9) for said in limits] == [99, 98, 10**9]
 
 
 @pytest.mark.parametrize("template", ["{% for m in messages %}", {"rag": "x"}])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.checks import require
+from qerl_bench.quant.architecture import context_of
 from qerl_bench.records import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def require_room(
 
     Raises ConfigError unless they and their completions fit into the model's context and into `max_model_len`.
     """
-    context = policy.model.config.max_position_embeddings
+    context = context_of(policy.model.config)
     limit, remedy = "the model reads", "use a model with a longer context"
     if max_model_len is not None and max_model_len < context:
         context, limit, remedy = max_model_len, "engine.max_model_len allows", "make that larger"

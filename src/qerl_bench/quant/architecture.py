@@ -7,6 +7,7 @@ is executed only with `trust_remote_code`.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,12 @@ def causal_lm_config(where: str | Path, revision: str | None = None, trust_remot
     if trust_remote_code and "AutoModelForCausalLM" in raw.get("auto_map", {}):
         return config
     return checked_config(where, _text_part(where, config), raw)
+
+
+def context_of(config: Any) -> int:
+    """How many tokens the model of `config` reads; a number beyond any text for one without a limit, as with ALiBi."""
+    named = (getattr(config, key, None) for key in ("max_position_embeddings", "max_seq_len"))
+    return next((limit for limit in named if isinstance(limit, int)), sys.maxsize)
 
 
 def _require_known(where: str | Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:

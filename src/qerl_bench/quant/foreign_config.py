@@ -121,11 +121,12 @@ def generation_config(folder: Path) -> Any:
         return whole
     except (ValueError, TypeError, AttributeError) as error:
         used = {key: said[key] for key in IDS if said.get(key) is not None}
-        rest = ", ".join(f"{key}={value!r}" for key, value in said.items() if key not in (*IDS, "transformers_version"))
+        rest = {key: value for key, value in said.items() if key not in IDS and not key.startswith("_") and value}
+        issues = [line for line in str(error).split("\n") if line.startswith("- ")] or str(error).split("\n")
         log.warning(
             "%s cannot be written again (%s): only its token ids are kept, which are all that is used here. Left out: "
             "%s",
-            *(file, str(error).strip().split("\n")[-1].strip("- "), rest),
+            *(file, issues[0].removeprefix("- "), ", ".join(f"{key}={value!r}" for key, value in rest.items())),
         )
         return GenerationConfig(**used)
 

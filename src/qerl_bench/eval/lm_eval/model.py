@@ -22,6 +22,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.memory import whole_or_halves
+from qerl_bench.quant.architecture import context_of
 from qerl_bench.records import RENDERED, Message, Prompt, Rollout
 from qerl_bench.task.chat_template import plain_ids
 from qerl_bench.train.batch import make_batch
@@ -59,7 +60,7 @@ class EngineLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """The model's context in tokens."""
-        return self.policy.model.config.max_position_embeddings
+        return context_of(self.policy.model.config)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.world.gather(tensor))
