@@ -19,7 +19,7 @@ from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.adapters import adapted_layers
-from qerl_bench.model.base import Model
+from qerl_bench.model.base import Model, require_writable
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy, share_all_but_base
@@ -97,6 +97,8 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     model.eval()
     structure = probe(model)
     recompute_blocks(model, train.recompute)
+    if experiment.lora.name == "none":
+        require_writable(f"model={spec.name}", *filter(None, (model.config, model.generation_config, tokenizer)))
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
     if like is not None:
         share_all_but_base(model, like)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -218,16 +219,23 @@ def ask(
 
 
 def evaluate(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, world: World = ALONE
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    run: RunDir,
+    step: int,
+    world: World = ALONE,
+    known: Mapping[str, Any] | None = None,
 ) -> list[Score]:
     """Evaluate the policy without noise and record the scores in `run`; no scores with eval=none.
 
-    Step 0 is the quantized base before any training.
+    Step 0 is the quantized base before any training. What is `known` of the questions goes to the settings on record.
     """
     with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
         evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
     if evaluation is None:
         return []
+    evaluation = replace(evaluation, settings=evaluation.settings | dict(known or {}))
     scores = record_evaluation(run, experiment.task.name, step, evaluation)
     log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
     if world.first:

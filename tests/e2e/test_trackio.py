@@ -25,6 +25,7 @@ records = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
 records += [{"kind": "train", "step": step, "time": 0.0, "loss": step / 10} for step in range(1, 5)]
 records.insert(3, {"kind": "validation", "step": 2, "time": 0.0, "validation/a": 0.25})
 run_dir = Path("runs/a-s3-b")
+run_dir.mkdir(parents=True)
 spec.check()
 killed = spec.mirror(run_dir, records[:4], config)
 killed.__exit__(RuntimeError, None, None)  # it has steps 0 to 2; the checkpoint is of step 4
@@ -41,7 +42,7 @@ print(json.dumps([logs, SQLiteStorage.get_run_config("p", "a-s3-b")]))
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="extra trackio is not installed")
 def test_a_resumed_run_is_in_the_database_once(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TRACKIO_")} | {
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]),
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "HF_HUB_OFFLINE": "1",
     }

@@ -106,11 +106,12 @@ def test_a_killed_run_continues_without_lost_or_doubled_steps(tmp_path: Path) ->
     ended = ranks.run(words, 1, tmp_path / "continued", sabotage=without_settings)
     assert ended.codes == [0] and "continuing after step" in ended.said, ended.said
 
-    first, second = sorted((run_dir / "wandb").glob("offline-run-*-x-s0-y/run-x-s0-y.wandb"))
+    id = json.loads((run_dir / "mirror.json").read_text())["wandb"]
+    first, second = sorted((run_dir / "wandb").glob(f"offline-run-*-{id}/run-{id}.wandb"))
     killed, _, _ = mirrored(first)
     history, config, summary = mirrored(second)
     *names, tags = labels(second)
-    assert names == ["x-s0-y", "x-s0-y", "x-y"]  # of a killed run W&B may not have written them
+    assert names == [id, "x-s0-y", "x-y"] and id.startswith("x-s0-y-")  # of a killed run W&B may not have written them
     assert {"quant=bf16", "aqn=none", "task=even_characters", "engine=hf"} <= {*tags}
     expected = local(run_dir)
     assert history == expected and list(history) == list(range(15))
@@ -150,45 +151,53 @@ def package(monkeypatch: pytest.MonkeyPatch, init: Callable[..., Any]) -> None:
     monkeypatch.setitem(sys.modules, "wandb.errors", errors)
 
 
-def resumed(monkeypatch: pytest.MonkeyPatch, starting_step: int, local_steps: int) -> tuple[WandbMirror, Online]:
+def resumed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, starting_step: int, local_steps: int
+) -> tuple[WandbMirror, Online]:
     online = Online(starting_step)
     package(monkeypatch, lambda **_: online)
     lines = [{"kind": "eval", "step": 0, "time": 0.0, "eval/a": 0.5}]
     lines += [{"kind": "train", "step": step, "time": 0.0, "loss": 1.0} for step in range(1, local_steps + 1)]
     spec = WandB(name="wandb", project="p", entity=None, mode="online")
-    return WandbMirror(spec, Path("x"), lines, CONFIG), online
+    return WandbMirror(spec, folder, lines, CONFIG), online
 
 
-def test_steps_that_the_server_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror, online = resumed(monkeypatch, starting_step=7, local_steps=4)  # it saw 0 to 6, the checkpoint is of step 4
+def test_steps_that_the_server_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mirror, online = resumed(
+        monkeypatch, tmp_path, starting_step=7, local_steps=4
+    )  # it saw 0 to 6, the checkpoint is of step 4
     for step in (5, 6, 7, 8):
         mirror.log("train", step, {"loss": 1.0})
     assert online.steps == [7, 8]
 
 
-def test_steps_that_the_server_lacks_are_sent_from_the_local_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror, online = resumed(monkeypatch, starting_step=2, local_steps=4)  # it saw 0 and 1 only
+def test_steps_that_the_server_lacks_are_sent_from_the_local_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mirror, online = resumed(monkeypatch, tmp_path, starting_step=2, local_steps=4)  # it saw 0 and 1 only
     mirror.log("train", 5, {"loss": 1.0})
     assert online.steps == [2, 3, 4, 5]
 
 
-def test_an_evaluation_reaches_the_summary_of_a_step_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    mirror, online = resumed(monkeypatch, starting_step=5, local_steps=4)
+def test_an_evaluation_reaches_the_summary_of_a_step_that_is_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mirror, online = resumed(monkeypatch, tmp_path, starting_step=5, local_steps=4)
     mirror.log("eval", 4, {"eval/a": 0.75})
     assert online.steps == [] and online.summary == {"eval/a": 0.75}
 
 
 def test_a_mirror_that_fails_at_the_end_does_not_fail_the_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirror, _ = resumed(monkeypatch, starting_step=5, local_steps=4)
+    mirror, _ = resumed(monkeypatch, tmp_path, starting_step=5, local_steps=4)
     with mirror:
         pass
     assert "failed at its end: the server is gone" in caplog.text
 
 
 def test_a_server_that_is_gone_is_a_warning_and_a_missing_login_a_refusal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = WandB(name="wandb", project="p", entity=None, mode="online")
     lines = [{"kind": "train", "step": 1, "time": 0.0, "loss": 1.0}]
@@ -200,25 +209,25 @@ def test_a_server_that_is_gone_is_a_warning_and_a_missing_login_a_refusal(
         return init
 
     package(monkeypatch, fail(OSError("No space left on device")))
-    with WandbMirror(spec, Path("x"), lines, CONFIG) as mirror:
+    with WandbMirror(spec, tmp_path, lines, CONFIG) as mirror:
         mirror.log("train", 2, {"loss": 1.0})
     assert len(caplog.messages) == 1 and "is off" in caplog.text and "No space left" in caplog.text
     package(monkeypatch, fail(AuthenticationError("no key")))
     with pytest.raises(ConfigError, match=r"logger=wandb cannot start: no key. .*logger.mode=offline"):
-        WandbMirror(spec, Path("x"), lines, CONFIG)
+        WandbMirror(spec, tmp_path, lines, CONFIG)
 
 
-def test_runs_are_grouped_by_setting_and_tagged_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_grouped_by_setting_and_tagged_by_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
     package(monkeypatch, lambda **words: given.update(words) or Online(0))
     for variable in ("WANDB_RUN_GROUP", "WANDB_TAGS"):
         monkeypatch.delenv(variable, raising=False)
     spec = WandB(name="wandb", project="p", entity=None, mode=None)
-    WandbMirror(spec, Path("x"), [], CONFIG)
+    WandbMirror(spec, tmp_path, [], CONFIG)
     assert (given["group"], given["tags"], given["mode"]) == ("a-b", ["quant=nvfp4"], None)
     monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
     monkeypatch.setenv("WANDB_TAGS", "pilot,h200")
-    WandbMirror(spec, Path("x"), [], CONFIG)
+    WandbMirror(spec, tmp_path, [], CONFIG)
     assert (given["group"], given["tags"]) == ("mine", ["quant=nvfp4", "pilot", "h200"])
 
 

@@ -83,6 +83,7 @@ def test_a_space_that_the_tokenizer_puts_before_a_text_is_there(tmp_path: Path) 
 def test_a_policy_asks_its_base_with_bos(make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy: Policy = make_policy()
     monkeypatch.setattr(policy, "tokenizer", tokenizer(None))
+    monkeypatch.setattr(policy, "rows", BEGIN + 1)
     task = build_spec(compose(["task=arithmetic", "task.template=plain"]), "task")
     prompt = task.train_prompts(1, 1, 0)[0]
     assert policy.ids_of(prompt) == policy.tokenizer(prompt.messages[0]["content"])["input_ids"]
@@ -113,6 +114,7 @@ def test_lm_eval_asks_our_questions_as_training_does(make_policy: Any, monkeypat
 
     policy: Policy = make_policy()
     monkeypatch.setattr(policy, "tokenizer", tokenizer())
+    monkeypatch.setattr(policy, "rows", len(policy.tokenizer))
     lm = EngineLM(policy, SimpleNamespace())  # type: ignore[arg-type]
     for messages in (CHAT, PLAIN):
         request: Any = SimpleNamespace(task_name="t", doc_id=0, doc={"messages": list(messages)})
@@ -177,8 +179,7 @@ def test_the_end_of_a_turn_ends_a_completion(make_policy: Any, caplog: pytest.Lo
     assert stop_ids(policy.model, chatml, None) == {END}
     assert stop_ids(policy.model, tokenizer(SAY.replace("<|eot|>", "{{ eos_token }}")), {}) == {END}
     assert not caplog.text
-    policy.stop_ids = ends
-    policy.tokenizer = chatml
+    policy.stop_ids, policy.tokenizer, policy.rows = ends, chatml, len(chatml)
     ids = chatml("A: 72<|eot|>", add_special_tokens=False)["input_ids"]
     prompt = Prompt(id="q", messages=CHAT, answer="72")
     sampling = Sampling(samples=1, temperature=1.0, max_tokens=20, seed=0)

@@ -279,11 +279,14 @@ def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
         CheckpointReader(folder, "cpu")
     (folder / "model.safetensors.index.json").unlink()
     shutil.copy(path, folder / "second.safetensors")
+    weight_map = {"model.norm.weight": "model.safetensors", f"{NAME}.weight_packed": "second.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match="is in two files"):
         CheckpointReader(folder, "cpu")
-    (folder / "second.safetensors").write_bytes((20).to_bytes(8, "little") + b"not a header at all." + bytes(9))
-    with pytest.raises(ConfigError, match="no readable safetensors header"):
-        CheckpointReader(folder, "cpu")
+    for header in (b"not a header at all.", b'["not one of names"]', b'{"w": {"dtype": 1}} '):
+        (folder / "second.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(9))
+        with pytest.raises(ConfigError, match="no readable safetensors header"):
+            CheckpointReader(folder, "cpu")
 
 
 @pytest.mark.parametrize(

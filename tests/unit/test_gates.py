@@ -692,10 +692,7 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
     early, late = (STUDY.parent / "data" / name for name in ("2026-11-22", "2026-11-23"))
     design = replace(read_design(STUDY), bases=(2, 3))
     study = read_sessions(design, [early, late])
-    digests = {
-        folder: {one["base"]: one["digest"] for one in read_probes(folder)}
-        for folder in (early, late)
-    }
+    digests = {folder: {one["base"]: one["digest"] for one in read_probes(folder)} for folder in (early, late)}
     assert digests[early][3] != digests[late][3] and 2 not in digests[late]
     assert {base: one["digest"] for base, one in study.probes.items()} == {2: digests[early][2], 3: digests[late][3]}
     assert {(base, found.path.parent) for (_, base, _), found in study.runs.items()} == {(2, early), (3, late)}

@@ -24,7 +24,7 @@ from qerl_bench.task.datafile import epoch_order, read_rows, training_indices
 from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.grader.numbers import parse_number
 from qerl_bench.task.prompts import INSTRUCTIONS
-from qerl_bench.task.sources import normalize_question
+from qerl_bench.task.question_form import normalize_question
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "assets" / "gsm8k_tiny.jsonl"

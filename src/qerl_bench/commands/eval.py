@@ -208,9 +208,11 @@ def reevaluate(
     require(out.resolve() != run_dir.resolve(), f"out={out} is the run itself; its record must not change")
     check_checkpoint(checkpoint)
 
+    from qerl_bench.eval.trained_on import without_trained
     from qerl_bench.session import evaluate, prepare_device, require_places, session
     from qerl_bench.train.shares import require_equal_weights
 
+    protocol, trained_on = without_trained(protocol, trained.task)
     require_places(protocol, world, trains=False)
     device = prepare_device(protocol.device, trained.quant)
     folder = world.folder(out)
@@ -220,9 +222,9 @@ def reevaluate(
             return
         with session(trained, protocol.engine, record, device, world) as (policy, engine):
             require_equal_weights(policy.model, world)
-            evaluate(protocol, policy, engine, record, 0, world)
+            evaluate(protocol, policy, engine, record, 0, world, trained_on)
             policy.load(checkpoint)
-            evaluate(protocol, policy, engine, record, step_of(checkpoint), world)
+            evaluate(protocol, policy, engine, record, step_of(checkpoint), world, trained_on)
         earlier = {} if step_of(checkpoint) == trained.steps else {"checkpoint": checkpoint.name}
         record.mark_finished({"run": str(run_dir.resolve())} | earlier)
 

@@ -141,7 +141,7 @@ def _prompt(
         )
         require(
             len(matches) == 1,
-            f"{where}question {value[:80]!r} matches {len(matches)} held-out questions, punctuation ignored "
+            f"{where}question {value[:80]!r} matches {len(matches)} held-out questions, layout ignored "
             f"({', '.join(repr(prompt.id) for prompt in matches[:3])}); give its 'id' instead",
         )
         return matches[0]

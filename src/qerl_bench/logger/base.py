@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
+
+IDS = "mirror.json"  # in the run's folder: the id of its record at each service
 
 
 class MetricsMirror:
@@ -50,3 +54,21 @@ def tags_of(config: dict[str, Any]) -> list[str]:
     """The option of each axis, as in quant=nvfp4; without the logger."""
     axes = {key: value["name"] for key, value in config.items() if isinstance(value, dict) and "name" in value}
     return [f"{axis}={name}" for axis, name in axes.items() if axis != "logger"]
+
+
+def kept_id(run_dir: Path, logger: str, records: list[dict[str, Any]]) -> str | None:
+    """The id of the record that `logger` has of this run; None for a run that has no `records` yet.
+
+    A folder that was deleted takes the id with it, so that a run of its name does not go on in the old record.
+    """
+    file = run_dir / IDS
+    return json.loads(file.read_text()).get(logger) if records and file.is_file() else None
+
+
+def keep_id(run_dir: Path, logger: str, id: str) -> None:
+    """Note the id of the record that `logger` has of this run."""
+    file = run_dir / IDS
+    known = json.loads(file.read_text()) if file.is_file() else {}
+    writing = file.with_name(f".{IDS}.writing")
+    writing.write_text(json.dumps(known | {logger: id}) + "\n")
+    os.replace(writing, file)

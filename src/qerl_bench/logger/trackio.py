@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.checks import check_fields, require_package, text
-from qerl_bench.logger.base import MetricsMirror, group_of, metrics_in
+from qerl_bench.logger.base import MetricsMirror, group_of, keep_id, kept_id, metrics_in
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class Trackio:
 
 
 class TrackioMirror(MetricsMirror):
-    """A Trackio run with the records of ours. At its first failure it warns and switches itself off.
+    """A Trackio run with the records of ours, under its whole name. At its first failure it warns and switches itself
+    off. Trackio continues the newest run of a name: if that is not ours, another one is begun.
 
     Trackio writes late, so a killed run may lack records that the resumed one keeps, or have some that it repeats: all
     local records are sent again at the start, except for those that Trackio has.
@@ -43,22 +44,27 @@ class TrackioMirror(MetricsMirror):
 
     def __init__(self, spec: Trackio, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> None:
         self.run: Any = None
+        self.sent: set[tuple[str, int]] = set()
         try:
             import trackio
             from trackio.sqlite_storage import SQLiteStorage
 
-            known = SQLiteStorage.get_logs(spec.project, run=run_dir.name)
+            name, ours = str(config["name"]), kept_id(run_dir, spec.name, records)
+            newest = SQLiteStorage.get_latest_run_record_by_name(spec.project, name)
+            goes_on = ours is not None and newest is not None and newest["id"] == ours
+            known = SQLiteStorage.get_logs(spec.project, run_id=ours) if goes_on else []
             self.sent = {(_kind(row), row["step"]) for row in known}
             self.run = trackio.init(
                 project=spec.project,
-                name=run_dir.name,
+                name=name,
                 group=group_of(config),
                 config=config,
-                resume="allow",
+                resume="must" if goes_on else "never",
                 embed=False,
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
+            keep_id(run_dir, spec.name, self.run.id)
         except Exception as error:  # a mirror may break in any way; the run goes on
             log.warning("logger=trackio cannot start and is off; metrics.jsonl has everything: %s", error)
         for record in records:

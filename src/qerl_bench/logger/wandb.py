@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require_package, text
-from qerl_bench.logger.base import MetricsMirror, group_of, metrics_in, tags_of
+from qerl_bench.logger.base import MetricsMirror, group_of, keep_id, kept_id, metrics_in, tags_of
 
 log = logging.getLogger(__name__)
 MODES = ("online", "offline", "disabled")
 MAX_TAG = 64  # characters, at W&B
+NO_ID = re.compile(r"[^\w.-]")  # W&B's ids have none of /\\#?%:
+MAX_NAME, TOKEN = 100, 8  # characters of an id: of the run's name, and of what tells runs of one name apart
 REMEDY = "Log in with `wandb login`, or use logger.mode=offline, whose files `wandb sync` sends later"
 FINISH_LIMIT_S = 300.0  # for the upload at the end; the rest is sent by `wandb sync`
 
@@ -63,7 +67,8 @@ def login_problem(mode: str | None) -> str | None:
 
 
 class WandbMirror(MetricsMirror):
-    """A W&B run with the steps of ours. At its first failure it warns and switches itself off; no login is refused.
+    """A W&B run with the steps of ours, under its whole name and an id that no other run has. At its first failure it
+    warns and switches itself off; no login is refused.
 
     After a kill, W&B may hold steps that the resumed run repeats, or lack steps that the resumed run keeps. So all
     local records are sent again at the start, except for the steps that W&B has.
@@ -73,13 +78,18 @@ class WandbMirror(MetricsMirror):
         import wandb
         from wandb.errors import AuthenticationError, UsageError
 
-        identity = {} if os.environ.get("WANDB_SWEEP_ID") else {"id": run_dir.name, "resume": "allow"}
+        name = str(config["name"])
         tags = [tag[:MAX_TAG] for tag in tags_of(config)]
         try:
+            identity: dict[str, str] = {}
+            if not os.environ.get("WANDB_SWEEP_ID"):
+                fresh = f"{NO_ID.sub('-', name)[:MAX_NAME]}-{uuid4().hex[:TOKEN]}"
+                identity = {"id": kept_id(run_dir, spec.name, records) or fresh, "resume": "allow"}
+                keep_id(run_dir, spec.name, identity["id"])
             self.run = wandb.init(
                 project=spec.project,
                 entity=spec.entity,
-                name=run_dir.name,
+                name=name,
                 group=os.environ.get("WANDB_RUN_GROUP") or group_of(config),
                 tags=[*tags, *filter(None, os.environ.get("WANDB_TAGS", "").split(","))],
                 dir=str(run_dir),

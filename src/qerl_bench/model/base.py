@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qerl_bench.checks import ConfigError
+from qerl_bench.process.memory import shortage
 from qerl_bench.records import Message
+from qerl_bench.rundir.disk_errors import failure
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +63,24 @@ class Model(Protocol):
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Weights and tokenizer on `device`; `base` is the checkpoint folder of the warm start, if there was one."""
         ...
+
+
+def require_writable(name: str, *parts: Any) -> None:
+    """Raise ConfigError unless each of `parts`, configs and a tokenizer, can be written as checkpoints have them.
+
+    Some can be read and not written: a run would end at its first checkpoint.
+    """
+    for part in parts:
+        with TemporaryDirectory() as folder:
+            try:
+                part.save_pretrained(folder)
+            except Exception as error:  # whatever a foreign class raises
+                if shortage(error) or failure(error):
+                    raise
+                raise ConfigError(
+                    f"{name}: its {type(part).__name__} was read and cannot be written ({error}), which checkpoints "
+                    "need. Correct the file that it comes from, or choose another model"
+                ) from error
 
 
 def placed(model: PreTrainedModel, device: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from typing import Any
 from qerl_bench.checks import require
 
 SWITCHED = ("longrope", "su")  # types of rotary embedding with two sets of factors; su is what Phi-3 first called it
+NAMES = ("max_position_embeddings", "max_seq_len")  # of the limit in a config
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -30,14 +31,14 @@ def rope_switch(config: Mapping[str, Any]) -> int | None:
 
 def context_of(config: Mapping[str, Any]) -> int | None:
     """The longest sequence in tokens; None without a limit, as in a model that has no positions."""
-    limits = [config.get("max_position_embeddings"), rope_switch(config)]
-    return min((limit for limit in limits if limit is not None), default=None)
+    limits = [*(config.get(name) for name in NAMES), rope_switch(config)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def longest_context(model: Any) -> int | None:
     """`context_of` of the text part of a loaded model."""
     config = model.config.get_text_config(decoder=True)
-    named = {"max_position_embeddings": getattr(config, "max_position_embeddings", None)}  # some call it n_positions
+    named = {name: getattr(config, name, None) for name in NAMES}  # some call the first n_positions
     return context_of(config.to_dict() | named)
 
 

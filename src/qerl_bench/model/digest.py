@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl_bench.options.model_names import last_part
+from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.rundir.checksums import digest
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def digest_of(model: Model, base: Path | None) -> str | None:
     """
     folder = base or model.folder()
     if folder is not None:
-        return f"sha256:{_files_digest(sorted(folder.glob('*.safetensors')))[:DIGITS]}"
+        return f"sha256:{_files_digest(weight_files(folder))[:DIGITS]}"
     spec = {key: value for key, value in vars(model).items() if key not in ("name", "dtype", "lr")}
     return f"untrained: {', '.join(f'{key}={value}' for key, value in spec.items())}" if "seed" in spec else None
 

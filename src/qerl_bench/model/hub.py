@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,10 +21,13 @@ from qerl_bench.model.gguf.architecture import config_of
 from qerl_bench.model.gguf.convert import converted, describe
 from qerl_bench.model.gguf.header import read_header
 from qerl_bench.model.gguf.weights import Dither
+from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
+from qerl_bench.quant.foreign_config import generation_config
+from qerl_bench.quant.weight_files import weight_files
 from qerl_bench.records import Message
 from qerl_bench.rundir.checksums import digest
-from qerl_bench.task.chat_template import check_template, template_variables
+from qerl_bench.task.chat_template import check_template, prompt_ids, render_prompt, template_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +36,7 @@ log = logging.getLogger(__name__)
 _ID = Check(
     lambda value: isinstance(value, str) and value != "", "a hub id, a folder or a GGUF file: model.id=ORG/NAME"
 )
+SECOND_COPIES = ["consolidated*.safetensors", "original/*"]  # of the weights, for other programs
 MAX_DITHER_SCALE = 100.0  # ten cells wide: no code of the file is left
 _KEYWORDS = Check(lambda value: value is None or isinstance(value, Mapping), "null or a mapping of keywords")
 
@@ -130,7 +135,7 @@ class HubModel:
     def folder(self) -> Path | None:
         """The local folder, after a download if `id` is none. None if it has no safetensors."""
         path = self._path()
-        return path if any(path.glob("*.safetensors")) else None
+        return path if weight_files(path) else None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return _tokenizer(self.id, self.revision, self.trust_remote_code)
@@ -158,6 +163,8 @@ class HubModel:
             f"model.id={self.id} lacks {len(missing)} tensors of this {type(model).__name__}, such as "
             f"{', '.join(missing[:3])}; download or write the checkpoint again",
         )
+        if (ends := generation_config(self._path())) is not None:
+            model.generation_config = ends
         return placed(model, device, model.dtype), tokenizer
 
     def _path(self) -> Path:
@@ -170,7 +177,11 @@ class HubModel:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         patterns += ["*.py"] if self.trust_remote_code else []
         with read_errors(self.id, "the files"):
-            return Path(snapshot_download(self.id, revision=self.revision, allow_patterns=patterns))
+            return Path(
+                snapshot_download(
+                    self.id, revision=self.revision, allow_patterns=patterns, ignore_patterns=SECOND_COPIES
+                )
+            )
 
 
 def _tokenizer(id: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -186,9 +197,14 @@ def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str) 
     config = causal_lm_config(id, revision, trust_remote_code)
     tokenizer = _tokenizer(id, revision, trust_remote_code)
     messages, template = json.loads(prompt)
+    reads = ""
+    if template is not None and tokenizer.chat_template:
+        with read_errors(id, "the chat template"):
+            reads = ", ".join(sorted(template_variables(tokenizer)))
     if messages:
         check_template(tokenizer, tuple(messages), template)
-    reads = ", ".join(sorted(template_variables(tokenizer))) if tokenizer.chat_template else "no template"
+        ids = prompt_ids(tokenizer, [tuple(messages)], [render_prompt(tokenizer, tuple(messages), template)])
+        require_rows(tokenizer, ids, getattr(config, "vocab_size", sys.maxsize), f"the prompt of model.id={id}")
     stored = str(config.dtype or "an unknown dtype").removeprefix("torch.")
     return f"a {config.model_type} model, stored in {stored}, whose chat template reads: {reads or 'no keywords'}"
 

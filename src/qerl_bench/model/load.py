@@ -6,12 +6,14 @@ bits, and other formats dequantize the experts and pack every layer. A checkpoin
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import require
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.shape import RandomModel, RandomWeights
+from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
@@ -20,7 +22,11 @@ from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quant.packed_config import RELEASED, quantization_config
 from qerl_bench.quant.share import weights_of
+from qerl_bench.quant.weight_files import left_out, weight_files
 from qerl_bench.quantizer.apply import quantize_model
+
+log = logging.getLogger(__name__)
+ADAPTER = "adapter_config.json"  # of PEFT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +51,8 @@ def load_packed(
     if isinstance(spec, HubModel) and base is not None:
         spec = spec.at(base)
     folder = spec.folder()
+    if folder is not None:
+        _say_what_is_left_out(folder)
     stored = None if folder is None else quantization_config(folder)
     released = stored is not None and stored.get("quant_method") == RELEASED
     if folder is not None and stored is not None and (not released or isinstance(quant, MXFP4)):
@@ -73,5 +81,16 @@ def load_packed(
         model, tokenizer = spec.load(base, device)
     calibration = quantizer.calibration if quant.bits_per_weight is not None else None
     sequences = calibration.sequences(tokenizer, task, spec.template) if calibration is not None else []
+    require_rows(tokenizer, sequences, len(model.get_input_embeddings().weight), "quantizer.calibration")
     reports = quantize_model(model, quant, quantizer=quantizer, sequences=sequences, source=source)
     return model if source is None else model.to(device), tokenizer, reports
+
+
+def _say_what_is_left_out(folder: Path) -> None:
+    if others := left_out(folder):
+        names = ", ".join(path.name for path in weight_files(folder)[:3])
+        log.warning("%s: its weights are those of %s; not read: %s", folder, names, ", ".join(others))
+    if (folder / ADAPTER).is_file():
+        log.warning(
+            "%s has %s: its adapter is not used. Merge it into the weights if it belongs there", folder, ADAPTER
+        )

@@ -29,6 +29,7 @@ from qerl_bench.model.packing import Packing, why_not_packed
 from qerl_bench.model.routing import chosen_experts
 from qerl_bench.model.sharing import why_not_shared
 from qerl_bench.model.structure import Structure, routed_experts
+from qerl_bench.model.token_ids import padding, require_rows, with_rows
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
@@ -93,9 +94,9 @@ class Policy:
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
-        self.stop_ids = stop_ids(model, tokenizer, template)
-        pad_id = tokenizer.pad_token_id
-        self.pad_id = pad_id if isinstance(pad_id, int) else min(self.stop_ids)
+        self.rows = model.get_input_embeddings().get_parameter("weight").shape[0]
+        self.stop_ids = with_rows(stop_ids(model, tokenizer, template), self.rows, type(model).__name__)
+        self.pad_id = padding(tokenizer.pad_token_id, self.stop_ids, self.rows)
         self.kernels = choose_kernels(model, layers, kernel)
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
@@ -125,8 +126,10 @@ class Policy:
         return prompt_ids(self.tokenizer, [messages], [self.prompt_text(messages)])[0]
 
     def ids_of(self, prompt: Prompt) -> list[int]:
-        """Token ids that the prompt brings along, or those of its messages."""
-        return self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
+        """Token ids that the prompt brings along, or those of its messages. Raises ConfigError if one has no row."""
+        ids = self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
+        require_rows(self.tokenizer, [ids], self.rows, f"the prompt {prompt.id}")
+        return ids
 
     def text_of(self, prompt: Prompt) -> str:
         """What the model reads of a prompt, special tokens included."""
@@ -138,7 +141,9 @@ class Policy:
 
     def demonstration_ids(self, demonstrations: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the prompts and of the whole completions, their stop tokens included."""
-        return demonstration_ids(self.tokenizer, demonstrations, self.template)
+        prompts, completions = demonstration_ids(self.tokenizer, demonstrations, self.template)
+        require_rows(self.tokenizer, [*prompts, *completions], self.rows, "a demonstration")
+        return prompts, completions
 
     def completion_texts(self, prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[str]:
         """Completions as they are graded: each after the <think> that its prompt ends with, if it does."""
@@ -294,5 +299,4 @@ def stop_ids(
             ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "none",
         )
         ids |= {turn}
-    assert ids, "the model names no end-of-text token"
     return ids

@@ -14,6 +14,7 @@ from typing import Any
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.process.memory import shortage
+from qerl_bench.quant.foreign_config import checked_config
 from qerl_bench.rundir.disk_errors import failure
 
 # Tensor names of a multimodal checkpoint -> those of its text part alone.
@@ -43,7 +44,7 @@ def causal_lm_config(where: str | Path, revision: str | None = None, trust_remot
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
     if trust_remote_code and "AutoModelForCausalLM" in raw.get("auto_map", {}):
         return config
-    return _text_part(where, config)
+    return checked_config(where, _text_part(where, config), raw)
 
 
 def _require_known(where: str | Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:

@@ -19,19 +19,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from qerl_bench.checks import ConfigError, require
-from qerl_bench.quant.architecture import TEXT_PART, causal_lm_config
+from qerl_bench.quant.architecture import TEXT_PART, causal_lm_config, read_errors
 from qerl_bench.quant.conversion import Source, sources_of
 from qerl_bench.quant.experts import is_transposed, matrix_shape
+from qerl_bench.quant.foreign_config import generation_config
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.packed_config import quantization_config
 from qerl_bench.quant.share import persistent_buffers
+from qerl_bench.quant.weight_files import REMEDY, indexed, weight_files
 from qerl_kernels import mxfp4
 
 log = logging.getLogger(__name__)
 
 BLOCKS, SCALES = "_blocks", "_scales"  # gpt-oss: codes (E, N, K/32, 16) and scale bytes (E, N, K/32) of its experts
+UNUSED = re.compile(
+    r"(input|output|q|k|v)_((global_)?scale|zero_point)|[kv]_bias|inv_freq"
+)  # tensors of activations and KV cache; angles that config.json gives
 _FLOATS = ("BF16", "F16", "F32", "F64")
-_REMEDY = "download or write the checkpoint again"
 
 
 class CheckpointReader:
@@ -43,21 +47,12 @@ class CheckpointReader:
         self.files: dict[str, Path] = {}
         self.stored_names: dict[str, str] = {}  # where the file has another name
         self.sources: dict[str, Source] = {}  # tensor name of the model -> what it is made of
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             for name, entry in _header(path).items():
-                require(name not in self.files, f"{folder}: tensor {name} is in two files; {_REMEDY}")
+                require(name not in self.files, f"{folder}: tensor {name} is in two files; {REMEDY}")
                 self.headers[name], self.files[name] = entry, path
-        for name in self._names_in_index():
-            require(name in self.files, f"{folder}: the index lists the tensor {name}, which is in no file; {_REMEDY}")
-
-    def _names_in_index(self) -> list[str]:
-        path = self.folder / "model.safetensors.index.json"
-        if not path.is_file():
-            return []
-        try:
-            return list(json.loads(path.read_text())["weight_map"])
-        except (json.JSONDecodeError, KeyError, TypeError):
-            raise ConfigError(f"{path} is not an index of tensors; {_REMEDY}") from None
+        for name in indexed(folder):
+            require(name in self.files, f"{folder}: the index lists the tensor {name}, which is in no file; {REMEDY}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -88,7 +83,7 @@ class CheckpointReader:
             with safe_open(self.files[name], framework="pt") as file:
                 tensor = file.get_tensor(self.stored_names.get(name, name))
         except SafetensorError as error:
-            raise ConfigError(f"{self.files[name]}: tensor {name} cannot be read ({error}); {_REMEDY}") from None
+            raise ConfigError(f"{self.files[name]}: tensor {name} cannot be read ({error}); {REMEDY}") from None
         if shape is not None:
             self.check_shape(name, tensor.shape, shape)
         return tensor.to(self.device, copy=True)
@@ -122,7 +117,7 @@ class CheckpointReader:
         require(
             not missing,
             f"{self.folder} lacks {len(missing)} of the {len(wanted)} tensors of this {type(model).__name__}, such as "
-            f"{', '.join(missing[:3])}; {_REMEDY}, or correct config.json if it describes another model",
+            f"{', '.join(missing[:3])}; {REMEDY}, or correct config.json if it describes another model",
         )
         for name in wanted:
             source = self.sources[name]
@@ -131,18 +126,36 @@ class CheckpointReader:
                     self.require_float(key)
             if source.converter is None:
                 self.check_shape(source.key, self.headers[source.key]["shape"], state[name].shape)
-        left = [name for name in self.sources if name not in state]
-        if left and quantization_config(self.folder) is None:
-            log.warning("%s: %d tensors belong to no part of the model, such as %s", self.folder, len(left), left[0])
+        if quantization_config(self.folder) is None:
+            self._check_others(model, [name for name in self.sources if name not in state])
         for name, buffer in buffers.items():
             buffer.copy_(self._make(model, name, buffer.shape))
+
+    def _check_others(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        """Name the tensors that no part of `model` takes. Raises ConfigError at one below a layer of its own, such as a
+        bias or an adapter: without it the layer computes something else."""
+        passed_over = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        others = [name for name in names if not any(re.search(pattern, name) for pattern in passed_over)]
+        layers = {path for path, module in model.named_modules() if path and not any(module.children())}
+        for name in others:
+            parts = name.split(".")
+            owner = next((".".join(parts[:end]) for end in range(len(parts)) if ".".join(parts[:end]) in layers), None)
+            require(
+                owner is None or UNUSED.fullmatch(parts[-1]) is not None,
+                f"{self.folder} has the tensor {name}, which {owner} of this {type(model).__name__} has no place for, "
+                "and may change what it computes. Correct config.json if it leaves that out (such as attention_bias), "
+                "merge an adapter into its weights, or remove the tensor",
+            )
+        if others:
+            shown = ", ".join(others[:3])
+            log.warning("%s: %d tensors belong to no part of the model, such as %s", self.folder, len(others), shown)
 
     def _make(self, model: torch.nn.Module, name: str, shape: Sequence[int]) -> torch.Tensor:
         """The tensor `name` of the model. Raises ConfigError unless it has the given shape."""
         try:
             values = self.sources[name].make(name, model, self.read)
         except (RuntimeError, KeyError, ValueError) as error:  # tensors that do not fit together
-            raise ConfigError(f"{self.folder}: {name} cannot be made of its tensors ({error}); {_REMEDY}") from None
+            raise ConfigError(f"{self.folder}: {name} cannot be made of its tensors ({error}); {REMEDY}") from None
         self.check_shape(name, values.shape, shape)
         return values
 
@@ -161,7 +174,7 @@ class CheckpointReader:
         scales = self.read(f"{name}{SCALES}", (experts, n, k // MXFP4.block))
         for key, tensor in ((BLOCKS, blocks), (SCALES, scales)):
             stored = tensor.dtype
-            require(stored == torch.uint8, f"{name}{key} is stored as {stored}, not as torch.uint8; {_REMEDY}")
+            require(stored == torch.uint8, f"{name}{key} is stored as {stored}, not as torch.uint8; {REMEDY}")
         return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
 
     def dequantized_experts(self, name: str, experts: torch.nn.Module) -> torch.Tensor:
@@ -179,36 +192,36 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ConfigError(f"{path} is cut short inside its header, before its first tensor; {_REMEDY}")
+            raise ConfigError(f"{path} is cut short inside its header, before its first tensor; {REMEDY}")
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise ConfigError(f"{path} has no readable safetensors header; {_REMEDY}") from None
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        end = 8 + length + entry["data_offsets"][1]
-        require(end <= size, f"{path} is cut short: tensor {name} ends at byte {end}, the file at {size}; {_REMEDY}")
+            header.pop("__metadata__", None)
+            ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items()}
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+            raise ConfigError(f"{path} has no readable safetensors header; {REMEDY}") from None
+    for name, end in ends.items():
+        require(end <= size, f"{path} is cut short: tensor {name} ends at byte {end}, the file at {size}; {REMEDY}")
     return header
 
 
 def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """The model that config.json describes: parameters on the meta device, real buffers."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     config = causal_lm_config(folder, None, trust_remote_code)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
     words: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    with init_empty_weights(include_buffers=False):
+    with read_errors(folder, "the model that config.json describes"), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, **words)
     if apart := _tied_but_different(folder, model):
         log.warning("%s: config.json says that %s is the embedding, and the two differ: both are kept", folder, apart)
         config.tie_word_embeddings = False
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, **words)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (ends := generation_config(folder)) is not None:
+        model.generation_config = ends
     for path, module in model.named_modules():  # some buffers stay in FP32 whatever `dtype` is
         for name, buffer in module.named_buffers(recurse=False):
             if any(part in f"{path}.{name}" for part in model._keep_in_fp32_modules_strict or ()):

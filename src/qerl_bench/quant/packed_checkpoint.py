@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,24 +19,25 @@ import torch
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.checkpoint import BLOCKS, CheckpointReader, skeleton
+from qerl_bench.quant.checkpoint import BLOCKS, SCALES, UNUSED, CheckpointReader, skeleton
 from qerl_bench.quant.conversion import rows_in_checkpoint, sources_of
 from qerl_bench.quant.experts import expert_modules, expert_parameters, is_transposed, matrix_shape, pack_experts
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
 from qerl_bench.quant.nvfp4 import NVFP4
-from qerl_bench.quant.packed_config import COMPRESSED, MODELOPT, packing_of
+from qerl_bench.quant.packed_config import MODELOPT, packing_of
 from qerl_bench.quant.share import is_linear
 
 log = logging.getLogger(__name__)
 
 _STATE = ".quant_state.bitsandbytes__nf4"
+_NF4_PARTS = {"absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE[1:]}
+_STATE_KEYS = {"quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"}
+_STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)  # bnb_4bit_quant_storage
 _REMEDY = "download or write the checkpoint again"
 _UNPACKED = "give the unquantized model, which is packed while it is read"
-_UNUSED = re.compile(
-    r"(input|output|q|k|v)_((global_)?scale|zero_point)|[kv]_bias|inv_freq"
-)  # of activations and KV cache; angles that config.json gives
+_SAME_TABLE = 1e-6  # tables of earlier versions differ in the last bit
 _MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
 
 
@@ -55,10 +55,8 @@ def read_packed(
     model = skeleton(folder, dtype, trust_remote_code)
     source = _PackedSource(reader, weight_format, packing.method)
     experts_layers = _experts_layers(reader, model)
-    if packing.method in (COMPRESSED, MODELOPT):
-        unused = [*packing.unused, *source.check_names(model, experts_layers)]
-        if unused:
-            log.warning("%s: only its weights are used. Left out: %s", folder, ", ".join(unused))
+    if unused := [*packing.unused, *source.check_names(model, experts_layers)]:
+        log.warning("%s: only its weights are used. Left out: %s", folder, ", ".join(unused))
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     require(
         not source.is_packed(head),
@@ -128,13 +126,15 @@ class _PackedSource:
             if isinstance(module, torch.nn.ModuleList)
             for number in range(len(module))
         )
+        known_parts = {name for name in self.reader.files if self._is_part(name, own)}
         foreign = [name for name in sorted(self.reader.files) if name.rpartition(".")[0] not in own]
+        foreign = [name for name in foreign if name not in known_parts]
         for there, source in sources_of(model, foreign).items():
             if there != source.name or there.rpartition(".")[0] in own:
                 continue  # counted already, or known to transformers by another name
             for name in (name for names in source.keys.values() for name in names):
                 leaf = name.rpartition(".")[2]
-                if _UNUSED.fullmatch(leaf):
+                if UNUSED.fullmatch(leaf):
                     unused[leaf] += 1
                     continue
                 require(
@@ -145,22 +145,31 @@ class _PackedSource:
                 parts = there.split(".")
                 outside = (".".join(parts[: end + 1]) for end in range(len(parts)))
                 unused[f"of {next(module for module in outside if module not in own)}"] += 1
-        for name in sorted(self.reader.files.keys() - set(foreign)):
+        for name in sorted(self.reader.files.keys() - set(foreign) - known_parts):
             owner, _, leaf = name.rpartition(".")
             if leaf in own[owner] and not self.is_packed(owner):
                 if leaf == "weight":
                     self.reader.require_float(name)
                 continue
-            if _UNUSED.fullmatch(leaf):
+            if UNUSED.fullmatch(leaf):
                 unused[leaf] += 1
                 continue
-            known = {*self.stored_names.values(), "bias"} if self.is_packed(owner) else own[owner]
+            packed = {"weight"} if isinstance(self.weight_format, NF4) else {*self.stored_names.values()}
+            known = {*packed, "bias"} if self.is_packed(owner) else own[owner]
             require(
                 leaf in known,
                 f"{self.reader.files[name]}: tensor {name} is nothing that {owner} is known to have, and may change "
                 f"what it computes; {_UNPACKED}",
             )
         return [f"{count} tensors {leaf}" for leaf, count in unused.items()]
+
+    def _is_part(self, name: str, own: Mapping[str, set[str]]) -> bool:
+        """Whether `name` is a part of a packed weight, in NF4 or of gpt-oss's experts, and begins with its name."""
+        weight, _, part = name.partition(".weight.")
+        if part in _NF4_PARTS and isinstance(self.weight_format, NF4):
+            return self.is_packed(weight)
+        owner, _, leaf = name.rpartition(".")
+        return any(leaf.removesuffix(end) in own.get(owner, ()) for end in (BLOCKS, SCALES) if leaf.endswith(end))
 
     def read(self, layer: str, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
         """The packed tensors of a layer of `shape` (N, K), by their names here."""
@@ -233,6 +242,8 @@ def _read_nf4(
     reader: CheckpointReader, name: str, shape: tuple[int, int], weight_format: NF4
 ) -> dict[str, torch.Tensor]:
     """The packed tensors of a layer in NF4."""
+    from bitsandbytes.functional import create_dynamic_map, get_4bit_type
+
     key = f"{name}.weight"
     try:
         state = json.loads(bytes(reader.read(key + _STATE).cpu().tolist()))
@@ -243,13 +254,20 @@ def _read_nf4(
         state.get("blocksize") == NF4.block
         and tuple(state.get("shape", ())) == shape
         and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
-        and double == weight_format.double_quant,
-        f"{key} is packed with {state}; readable are blocks of {NF4.block}, nested blocks of {NESTED_BLOCK}, and the "
-        f"shape {shape}",
+        and state.get("quant_type", "nf4") == "nf4"
+        and double == weight_format.double_quant
+        and state.keys() <= _STATE_KEYS,
+        f"{reader.files[key]}: {key} is packed with {state}; readable are NF4, blocks of {NF4.block}, nested blocks of "
+        f"{NESTED_BLOCK}, and the shape {shape}; {_UNPACKED}",
     )
+    for table, known in {"quant_map": get_4bit_type("nf4", "cpu"), "nested_quant_map": create_dynamic_map()}.items():
+        if (name := f"{key}.{table}") in reader:
+            stored = reader.read(name).cpu().float()
+            same = stored.shape == known.shape and torch.allclose(stored, known, rtol=0, atol=_SAME_TABLE)
+            require(same, f"{reader.files[name]}: {name} is another table than that of NF4; {_UNPACKED}")
     blocks = shape[0] * shape[1] // NF4.block
     packed = {
-        "weight": reader.read(key, (shape[0] * shape[1] // 2, 1)),
+        "weight": _bytes(reader, key, shape[0] * shape[1] // 2),
         "absmax": reader.read(f"{key}.absmax", (blocks,)),
     }
     if double:
@@ -258,3 +276,16 @@ def _read_nf4(
     dtype = torch.uint8 if double else torch.float32
     require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
     return packed
+
+
+def _bytes(reader: CheckpointReader, key: str, count: int) -> torch.Tensor:
+    """The codes `key` as bytes (count, 1), which bitsandbytes may store as numbers of 16 or 32 bits."""
+    stored = reader.read(key)
+    require(
+        stored.dtype in _STORAGES,
+        f"{reader.files[key]}: {key} is stored as {stored.dtype}; bnb_4bit_quant_storage may be "
+        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _STORAGES)}; {_UNPACKED}",
+    )
+    codes = stored.contiguous().flatten().view(torch.uint8).view(-1, 1)
+    reader.check_shape(key, codes.shape, (count, 1))
+    return codes

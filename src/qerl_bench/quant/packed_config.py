@@ -30,12 +30,21 @@ _READABLE = (
 )
 _REMEDY = "download or write the checkpoint again"
 _ORIGINAL = "give the unquantized model, which is packed while it is read"
+_ENTRIES = ("quantization_config", "compression_config")  # of config.json; the second is the earlier name
 _KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 _ACTIVATIONS = ("input_activations", "output_activations")
 _KNOWN = {  # fields that are read elsewhere, or say nothing about the weights
     *("quant_method", "quant_algo", "producer", "version", "format", "quantization_status", "run_compressed"),
     *("config_groups", "quantized_layers", "ignore", "exclude_modules", "targets", "weights"),
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs", "global_compression_ratio"),
+}
+_KNOWN_OF = {  # the same, of one method alone
+    "bitsandbytes": {
+        *("load_in_4bit", "_load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+        *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "llm_int8_skip_modules", "llm_int8_threshold"),
+        *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+    },
+    RELEASED: {"modules_to_not_convert", "dequantize"},
 }
 _WEIGHTS = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "strategy": ("tensor_group", "group")}
 
@@ -51,7 +60,11 @@ class PackedFormat:
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """What the checkpoint in `folder` says of its packing, without ModelOpt's nesting; None if it is plain."""
-    entry = _read(folder / "config.json").get("quantization_config")
+    config = _read(folder / "config.json")
+    entries = [
+        part.get(key) for part in (config, config.get("text_config")) for key in _ENTRIES if isinstance(part, dict)
+    ]
+    entry = next((entry for entry in entries if entry is not None), None)
     separate = folder / "hf_quant_config.json"
     if entry is None and separate.is_file():
         entry = {"quant_method": MODELOPT} | _read(separate)
@@ -88,8 +101,6 @@ def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
             requested.double_quant == double,
             f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
         )
-    if method not in (COMPRESSED, MODELOPT):
-        return PackedFormat(method, stored)
     try:
         return PackedFormat(method, stored, tuple(dict.fromkeys(_unused(folder, config, stored))))
     except (AttributeError, KeyError, TypeError) as error:
@@ -133,6 +144,7 @@ def _named(config: Mapping[str, Any], key: str, parts: str) -> dict[str, str]:
 
 def _unused(folder: Path, config: Mapping[str, Any], stored: type[BlockFormat]) -> Iterator[str]:
     """What `config` asks for beyond the weights. Raises ConfigError at a field that it does not know, or its value."""
+    known = _KNOWN | _KNOWN_OF.get(str(config.get("quant_method")), set())
     allowed = _WEIGHTS | {"group_size": (stored.block,), "format": (*PACK_FORMATS, *MIXED)}
     parts: dict[str, Any] = {"": config}
     parts |= {f"config_groups.{name}": group for name, group in (config.get("config_groups") or {}).items()}
@@ -143,7 +155,7 @@ def _unused(folder: Path, config: Mapping[str, Any], stored: type[BlockFormat]) 
                 yield key
             elif key in _ACTIVATIONS and value:
                 yield f"{key} in {value['num_bits']} bits"
-            elif value not in allowed[key] if key in allowed and value is not None else value and key not in _KNOWN:
+            elif value not in allowed[key] if key in allowed and value is not None else value and key not in known:
                 raise ConfigError(
                     f"{folder}: its quantization config has {f'{place}.{key}'.lstrip('.')}={shorten(str(value), 80)}, "
                     f"which nothing here can read and which may change what the weights mean; {_ORIGINAL}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from qerl_bench.checks import check_fields, count, require
+from qerl_bench.checks import ConfigError, check_fields, count, require
 from qerl_bench.task.chat_template import Keywords, demonstration_ids, plain_ids
 
 if TYPE_CHECKING:
@@ -64,7 +64,12 @@ class Calibration:
             f"quantizer.calibration.file={path} is not a file; give a text or .jsonl file, or null for demonstrations "
             "of the task",
         )
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"quantizer.calibration.file={path} cannot be read ({error}); give a text in UTF-8"
+            ) from None
         if path.suffix == ".jsonl":
             lines = [_text_of(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
             samples = [plain_ids(tokenizer, line)[: self.length] for line in lines]

@@ -238,7 +238,7 @@ class RunDir:
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
     def finish(self, collapse: str | None = None, best: int | None = None) -> None:
         """Write done.json, which marks the run as finished, with the last value of every metric.

@@ -116,10 +116,13 @@ def demonstration_ids(
         demonstration.completion.removeprefix(thinking_opened(prompt))
         for demonstration, prompt in zip(demonstrations, prompts, strict=True)
     ]
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the tokenizer has no end-of-text token"
-    turn = end_of_turn(tokenizer, keywords)
+    end, turn = tokenizer.eos_token_id, end_of_turn(tokenizer, keywords)
     ends = [end if turn is None or messages[0]["role"] == RENDERED else turn for messages in asked]
+    require(
+        all(isinstance(last, int) for last in ends),
+        f"the tokenizer has eos_token={tokenizer.eos_token!r}, so that demonstrations have no end to learn; set "
+        "eos_token in tokenizer_config.json",
+    )
     ids = [[*one, last] for one, last in zip(token_ids(tokenizer, completions), ends, strict=True)]
     return prompt_ids(tokenizer, asked, prompts), ids
 

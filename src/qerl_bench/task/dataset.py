@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require, text
@@ -19,7 +20,8 @@ from qerl_bench.task.grader.extract import well_formed
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
 from qerl_bench.task.prompts import format_demonstration
-from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource, normalize_question
+from qerl_bench.task.question_form import normalize_question
+from qerl_bench.task.sources import MAX_EXAMPLES, QuestionRow, QuestionSource
 
 log = logging.getLogger(__name__)
 LEAKS = ("refuse", "drop")
@@ -51,7 +53,7 @@ class DatasetTask(PromptTask):
         return self.grader_of(self.equality)
 
     def normalize(self, question: str) -> str:
-        """The question's letters and digits, without the instruction line of either split."""
+        """The question without layout and sentence punctuation, and without the instruction line of either split."""
         sources = (self.eval,) if self.train is None else (self.eval, self.train)
         return normalize_question(question, {line for source in sources if (line := source.instruction_line)})
 
@@ -93,6 +95,12 @@ class DatasetTask(PromptTask):
         """The rows of the `train` or `test` split, read once."""
         return self._train_rows if split == "train" else self._eval_rows
 
+    def without(self, forms: Container[str]) -> DatasetTask:
+        """The same task without the held-out questions whose normal form is in `forms`; it may have none left."""
+        rest = replace(self)
+        rest.__dict__["_eval_rows"] = tuple(row for row in self._eval_rows if self.normalize(row.question) not in forms)
+        return rest
+
     def _solution(self, row: QuestionRow) -> str:
         if self.train is None or self.train.marker is None:
             raise no_demonstrations(self.name)
@@ -110,7 +118,8 @@ class DatasetTask(PromptTask):
         grader = None if self.equality == "math" else self.grader  # checking LaTeX is slow; bad gold earns nothing
         rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", grader)
         held_out = {self.normalize(row.question): row for row in self._eval_rows}
-        leaked = [(row, twin) for row in rows if (twin := held_out.get(self.normalize(row.question)))]
+        forms = {question: self.normalize(question) for question in {row.question for row in rows}}  # many stand often
+        leaked = [(row, twin) for row in rows if (twin := held_out.get(forms[row.question]))]
         if not leaked:
             return rows
         examples = "; ".join(

@@ -17,7 +17,7 @@ from qerl_bench.records import Demonstration, Prompt, Reward, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.task.prompt_task import no_demonstrations
 from qerl_bench.task.prompts import PromptTemplate
-from qerl_bench.task.sources import normalize_question
+from qerl_bench.task.question_form import normalize_question
 from qerl_bench.task.split import distinct_problems
 
 if TYPE_CHECKING:

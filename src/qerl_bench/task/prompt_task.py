@@ -9,7 +9,7 @@ from qerl_bench.checks import ConfigError, check_fields, count
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.task.grader.grader import Grader
 from qerl_bench.task.prompts import PromptTemplate
-from qerl_bench.task.sources import normalize_question
+from qerl_bench.task.question_form import normalize_question
 
 if TYPE_CHECKING:
     from qerl_bench.algo.base import Algorithm
@@ -52,7 +52,7 @@ class PromptTask:
         """Works with every algorithm, evaluation and group size."""
 
     def normalize(self, question: str) -> str:
-        """The question's letters and digits."""
+        """The question without layout and sentence punctuation."""
         return normalize_question(question)
 
     def stored_prompts(self) -> list[Prompt]:

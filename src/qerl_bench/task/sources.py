@@ -6,7 +6,6 @@ All bad rows are found before anything runs and reported together: by kind, with
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from qerl_bench.checks import ConfigError, count, optional, require
 from qerl_bench.task.datafile import read_rows
-from qerl_bench.task.grader.grader import Grader, words_of
+from qerl_bench.task.grader.grader import Grader
 
 MAX_EXAMPLES = 3  # shown for each kind of bad row
 
@@ -171,14 +170,3 @@ def _hub_rows(
     rows = tuple(dict(row) for row in raw)
     require(bool(rows), f"the {split} split of {dataset_id} is empty; {remedy}")
     return rows
-
-
-def normalize_question(text: str, instructions: Iterable[str] = ()) -> str:
-    """The letters and digits of `text`, in lower case: ignores spacing, punctuation and markup.
-
-    `instructions` at its end are removed; they are not part of the question.
-    """
-    words = words_of(text)
-    for line in instructions:
-        words = words.removesuffix(f" {normalize_question(line)}")
-    return words

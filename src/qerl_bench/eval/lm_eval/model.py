@@ -21,6 +21,7 @@ from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
+from qerl_bench.model.token_ids import require_rows
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.memory import whole_or_halves
 from qerl_bench.records import RENDERED, Message, Prompt, Rollout
@@ -143,6 +144,7 @@ class EngineLM(TemplateLM):
             )
             contexts.append(context[-room:])
             continuations.append(continuation)
+        require_rows(self.policy.tokenizer, [*contexts, *continuations], self.policy.rows, "a text of lm-eval")
         batch = make_batch(contexts, continuations, self.policy.pad_id, self.policy.device)
         with torch.no_grad():
             stats = self.policy.token_stats(batch.input_ids, batch.mask, 1.0)
