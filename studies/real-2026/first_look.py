@@ -102,11 +102,11 @@ def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:
             for place, quant in enumerate(others):
                 y = row + (place - (len(others) - 1) / 2) / 3
                 rise = log_ratio(probes, quant, entropy_at("1"))
-                horizontal(left, *(100 * np.expm1([rise.value, rise.low, rise.high])), y, color(quant), "o")
+                horizontal(left, 100 * np.expm1([rise.value, rise.low, rise.high]), y, color(quant), "o")
                 for nth, (temperature, marker) in enumerate(MARKERS.items()):
                     lost = accuracy_gap(probes, quant, temperature)
                     at = y + (nth - 1) / 14
-                    horizontal(right, *(100 * np.array([lost.value, lost.low, lost.high])), at, color(quant), marker)
+                    horizontal(right, 100 * np.array([lost.value, lost.low, lost.high]), at, color(quant), marker)
         left.set_xlabel("entropy at temperature 1, % above BF16")
         right.set_xlabel("right answers minus BF16, points")
         for axes in (left, right):
@@ -119,7 +119,9 @@ def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:
         return figure
 
 
-def horizontal(axes: Any, value: float, low: float, high: float, y: float, shade: str, marker: str) -> None:
+def horizontal(axes: Any, shown: Any, y: float, shade: str, marker: str) -> None:
+    """A number and its interval, `shown` (3,)."""
+    value, low, high = shown
     axes.errorbar(value, y, xerr=[[value - low], [high - value]], color=shade, marker=marker, markersize=3.5)
 
 

@@ -120,7 +120,7 @@ def accuracy(run: Run) -> list[str]:
         f"{right[last].mean():.1%}",
         in_points(mean_ci(gain.tolist())),
         in_points(mean_ci(gain[whole].tolist())),
-        str(int(whole.sum())),
+        str(len(gain[whole])),
     ]
 
 

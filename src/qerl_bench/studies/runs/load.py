@@ -201,7 +201,7 @@ class Run:
         rows = self.answer_counts()
         if rows is None:
             return None
-        columns = ["correct", *(name for name in LATER if name in rows and rows[name].notna().all())]
+        columns = ["correct", *(name for name in LATER if name in rows and bool(rows[name].notna().all()))]
         shares = rows.assign(**{name: rows[name] / rows["samples"] for name in columns})
         return {
             (str(mode), name): of_mode.pivot(index="question", columns="step", values=name)
@@ -219,7 +219,7 @@ class Run:
         if self.kept_answers is not None or not path.is_file():
             return self.kept_answers
         rows = read_table(path, ["mode", "question", "step", "correct"], optional=LATER)
-        more = [name for name in LATER if name in rows and rows[name].notna().all()]
+        more = [name for name in LATER if name in rows and bool(rows[name].notna().all())]
         rows = rows.astype(dict.fromkeys(("correct", *more), "int64"))
         grouped = rows.groupby(["mode", "question", "step"])
         sums = {name: (name, "sum") for name in more}
