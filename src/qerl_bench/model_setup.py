@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -28,6 +29,7 @@ from qerl_bench.model.structure import NormSite, Structure, probe
 from qerl_bench.options.user_options import words_in_use
 from qerl_bench.process.children import Child, wait
 from qerl_bench.process.installation import run_command
+from qerl_bench.process.memory import shortage
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
 from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
@@ -95,7 +97,8 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     spec, train = experiment.model, experiment.train
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
-    structure = probe(model)
+    with _first_pass(f"model={spec.name}", experiment.quant.name):
+        structure = probe(model)
     recompute_blocks(model, train.recompute)
     if experiment.lora.name == "none":
         require_writable(f"model={spec.name}", *filter(None, (model.config, model.generation_config, tokenizer)))
@@ -119,6 +122,21 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     if train.recompute == "selective":
         keep_matmuls(model)
     return policy
+
+
+@contextmanager
+def _first_pass(name: str, quant: str) -> Iterator[None]:
+    """An error of a model of others in its first forward pass becomes a ConfigError."""
+    try:
+        yield
+    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+        if isinstance(error, ConfigError) or shortage(error) or "CUDA" in str(error):
+            raise
+        raise ConfigError(
+            f"{name} fails at its first text with its weights in quant={quant}: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}. Some models read the weight of a layer without calling it, which "
+            "only quant=bf16 allows; otherwise choose another model"
+        ) from error
 
 
 def build_noise(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, JambaConfig, PreTrainedTokenizerFast
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build as build_experiment
@@ -29,7 +29,7 @@ from qerl_bench.records import RENDERED, Demonstration, Message, Prompt
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.task.chat_template import demonstration_ids
 from qerl_bench.task.datafile import read_rows
-from tests.models.builds import BEGIN, PAD_ID, VOCABULARY, build
+from tests.models.builds import BEGIN, PAD_ID, VOCABULARY, build, write_tokenizer
 
 CHAT: tuple[Message, ...] = ({"role": "user", "content": "2+2?"},)
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7, 9, 66]])
@@ -514,6 +514,23 @@ def test_a_chat_template_that_cannot_be_read_is_refused_in_words(llama: Path, te
     with pytest.raises(ConfigError, match=f"chat template of model.id={llama}"):
         hub(llama).check(CHAT)
     hub(llama, template=None).check(({"role": RENDERED, "content": "2+2?"},))  # is asked without one
+
+
+# --- layers whose weight is read and not called: https://github.com/axolotl-ai-cloud/axolotl/issues/1498, ------------
+# https://github.com/axolotl-ai-cloud/axolotl/issues/3951 and https://github.com/huggingface/transformers/issues/30849
+
+
+def test_a_model_that_fails_at_its_first_text_is_refused_in_words(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
+    mamba = {"mamba_dt_rank": 16, "use_mamba_kernels": False, "num_experts_per_tok": 1}
+    ids = {"pad_token_id": PAD_ID, "bos_token_id": PAD_ID + 2, "eos_token_id": PAD_ID + 1}
+    config = JambaConfig(vocab_size=VOCABULARY, **sizes, **layers, **mamba, **ids)  # type: ignore[arg-type]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    build_policy(experiment(tmp_path, "lora.rank=4"), None, "cpu")
+    with pytest.raises(ConfigError, match=r"first text with its weights in quant=nvfp4: TypeError: .*quant=bf16"):
+        build_policy(experiment(tmp_path, "lora.rank=4", "quant=nvfp4", "quant.partial=true"), None, "cpu")
 
 
 # --- JSON Lines end with a newline and nothing else: https://github.com/wbolster/jsonlines/issues/53 -----------------

@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import json
 import logging
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -212,7 +212,8 @@ def reevaluate(
     from qerl_bench.session import evaluate, prepare_device, require_places, session
     from qerl_bench.train.shares import require_equal_weights
 
-    protocol, trained_on = without_trained(protocol, trained.task)
+    asked, trained_on = without_trained(protocol.task, getattr(protocol.eval, "questions", None), trained.task)
+    protocol = replace(protocol, task=asked)
     require_places(protocol, world, trains=False)
     device = prepare_device(protocol.device, trained.quant)
     folder = world.folder(out)

@@ -7,7 +7,6 @@ their training questions, and questions in other words.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qerl_bench.checks import ConfigError, require
@@ -15,32 +14,31 @@ from qerl_bench.task.dataset import DatasetTask
 from qerl_bench.task.sources import MAX_EXAMPLES
 
 if TYPE_CHECKING:
-    from qerl_bench.experiment_spec import Experiment
     from qerl_bench.task.base import Task
 
 log = logging.getLogger(__name__)
 
 
-def without_trained(protocol: Experiment, trained: Task) -> tuple[Experiment, dict[str, int | None]]:
-    """`protocol` without the questions that are also in the training split of `trained`, as task.leaks says; and how
-    many there were, for eval.json: None if the training split cannot be read, nothing if there is none to compare.
+def without_trained(task: Task, questions: int | None, trained: Task) -> tuple[Task, dict[str, int | None]]:
+    """`task` without the questions that are also in the training split of `trained`, as task.leaks says; and how many
+    of its first `questions` were, for eval.json: None if that split cannot be read, nothing if there is none to
+    compare.
 
     Raises ConfigError with task.leaks=refuse, and if no question is left.
     """
-    task, questions = protocol.task, getattr(protocol.eval, "questions", None)
     if _data(task) == _data(trained):
-        return protocol, {}
+        return task, {}
     try:
         learned = {trained.normalize(prompt.question): prompt for prompt in trained.stored_prompts()}
     except ConfigError as error:
         log.warning("the questions are not compared with those that the run trained on: %s", error)
-        return protocol, {"trained_on": None}
+        return task, {"trained_on": None}
     if not learned:
-        return protocol, {}
+        return task, {}
     held_out = task.eval_prompts(questions)
     seen = [(prompt, twin) for prompt in held_out if (twin := learned.get(task.normalize(prompt.question)))]
     if not seen:
-        return protocol, {"trained_on": 0}
+        return task, {"trained_on": 0}
     examples = "; ".join(f"{one.id} = {twin.id}: {one.question[:60]!r}" for one, twin in seen[:MAX_EXAMPLES])
     summary = (
         f"{len(seen)} of {len(held_out)} held-out questions of task={task.name} are also in the training split of the "
@@ -48,7 +46,7 @@ def without_trained(protocol: Experiment, trained: Task) -> tuple[Experiment, di
     )
     if not isinstance(task, DatasetTask):
         log.warning("%s (%s)", summary, examples)
-        return protocol, {"trained_on": len(seen)}
+        return task, {"trained_on": len(seen)}
     require(
         task.leaks == "drop",
         f"{summary} ({examples}): their accuracy would measure memory. Leave them out with task.leaks=drop, or "
@@ -57,7 +55,7 @@ def without_trained(protocol: Experiment, trained: Task) -> tuple[Experiment, di
     rest = task.without(learned)
     require(bool(rest.rows("test")), f"{summary} ({examples}): no question is left; evaluate on other questions")
     log.warning("%s and are left out (%s)", summary, examples)
-    return replace(protocol, task=rest), {"trained_on": len(seen)}
+    return rest, {"trained_on": len(seen)}
 
 
 def _data(task: Task) -> object:
