@@ -28,6 +28,7 @@ from qerl_bench.model.structure import NormSite, Structure, probe
 from qerl_bench.options.user_options import words_in_use
 from qerl_bench.process.children import Child, wait
 from qerl_bench.process.installation import run_command
+from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
 from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
@@ -96,6 +97,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
     structure = probe(model)
+    rounding = round_inputs(model, experiment.quant.activations, f"model={spec.name}")
     recompute_blocks(model, train.recompute)
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
     if like is not None:
@@ -111,6 +113,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
         packing=train.packing,
         train_norms=experiment.lora.train_norms and like is None,
         template=spec.template,
+        rounding=rounding,
     )
     if like is not None:
         policy.base_scales = like.base_scales

@@ -122,27 +122,32 @@ def session(
 
 @contextmanager
 def on_base_in(
-    key: str, name: str | None, experiment: Experiment, policy: Policy, engine: RolloutEngine
+    key: str,
+    name: str | None,
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    activations: str | None = None,
 ) -> Iterator[tuple[Policy, RolloutEngine]]:
     """The policy on its base in the weight format `name`, and an engine that samples from it.
 
-    They are `policy` and `engine` if that is the format of training. Otherwise packed layers are made for as long as
-    the context lasts, and everything else is that of `policy`, as it is at each moment. Raises ConfigError, which names
-    `key`, if a check of `model/preflight.py` fails.
+    `activations` is that of `Experiment.in_format`. They are `policy` and `engine` if training has both. Otherwise
+    packed layers are made for as long as the context lasts, and everything else is that of `policy`, as it is at each
+    moment. Raises ConfigError, which names `key`, if a check of `model/preflight.py` fails.
     """
-    other = experiment.in_format(key, name)
+    other = experiment.in_format(key, name, activations)
     if other is experiment:
         yield policy, engine
         return
     device = policy.device.type
     reason = other.quant.unsupported_reason(device)
-    require(reason is None, f"{key}={name} cannot run here: {reason}")
+    require(reason is None, f"{key}={other.quant.name} cannot run here: {reason}")
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     devices = [policy.device] if device == "cuda" else []
-    with phase(f"packing {experiment.model.name} in {name}"), torch.random.fork_rng(devices):
+    with phase(f"packing {experiment.model.name} in {other.quant.name}"), torch.random.fork_rng(devices):
         copy = build_policy(other, base, device, policy)
     with copy.without_adapter():  # the checks are of the base
-        preflight(copy, other.quant, f"model={experiment.model.name} with {key}={name}")
+        preflight(copy, other.quant, f"model={experiment.model.name} with {key}={other.quant.name}")
     with closing(experiment.engine.build(copy)) as built:
         copy.kept["shortages"] = shortages_of(policy)
         shared = isinstance(engine, SharedEngine)

@@ -38,12 +38,13 @@ from qerl_bench.quantizer.gptq import GPTQ
 from qerl_bench.quantizer.mse import BlockScaleSearch
 from qerl_kernels import grouped
 from tests.models.builds import build, config_of, draw_weights, known
+from tests.weight_formats import PLAIN
 
 FORMATS = {
-    "nvfp4": NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False),
-    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", partial=False),
-    "nf4": NF4(name="nf4", double_quant=False, backend="own", partial=False),
-    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", partial=False),
+    "nvfp4": NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN),
+    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", **PLAIN),
+    "nf4": NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
+    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
 }
 MIXTURES = [
     "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoehybrid", "gpt_oss", "deepseek_v3", "glm4_moe",

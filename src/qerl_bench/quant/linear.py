@@ -45,15 +45,16 @@ class PackedWeight:
 
     def __init__(self, layer: PackedLinear) -> None:
         tensor = next(layer.buffers())
-        self.device, self.dtype = tensor.device, tensor.dtype
+        # PEFT would make its adapter in a dtype of floats
+        self.device, self.dtype = tensor.device, torch.uint8 if tensor.is_floating_point() else tensor.dtype
         self.shape = torch.Size((layer.out_features, layer.in_features))
         self._format_name = layer.weight_format.name
 
     @property
     def data(self) -> torch.Tensor:
         raise ConfigError(
-            f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding back to "
-            "4 bits loses most of an adapter's update; keep the adapter separate, or merge it into an unquantized model"
+            f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding it "
+            "again loses most of an adapter's update; keep the adapter separate, or merge it into an unquantized model"
         )
 
 
@@ -79,6 +80,7 @@ class PackedLinear(torch.nn.Linear):
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
     owns_memory = False  # set by `quant.placement`: nobody else reads the packed tensors, which may be overwritten
+    rounding: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the input: `quant.activations`
     _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype: `operands_kept`, `keep_operand`
 
     def __init__(
@@ -194,6 +196,9 @@ class PackedLinear(torch.nn.Linear):
         """x (..., K) to (..., N), plus the output of `adapter`; the decode kernel takes a single one."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        if self.rounding is not None:
+            assert not adapter  # which reads the input as it is
+            input = self.rounding(input)
         if self.uses_bitsandbytes:
             assert isinstance(self.weight_format, NF4) and adapter is None  # PEFT applies the adapter
             shape = (self.out_features, self.in_features)
