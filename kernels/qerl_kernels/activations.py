@@ -9,19 +9,13 @@ otherwise, and scales from calibration.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from qerl_kernels import e2m1, mxfp4, nvfp4, symmetric
 
-
-@dataclass(frozen=True)
-class Kind:
-    """`encoded(x)` gives the grid values of blocks (M, K/B, B) and their units, FP32 (M, K/B), for rows x (M, K)."""
-
-    block: int  # inputs that must divide K
-    encoded: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Rows x (M, K) to the grid values of their blocks (M, K/B, B), and the units of these, FP32 (M, K/B).
+Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +35,7 @@ def _mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return e2m1.nearest(blocks / unit.unsqueeze(-1)), unit
 
 
-def _symmetric(name: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+def _symmetric(name: str) -> Encode:
     codes = symmetric.CODES[name]
 
     def encoded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,18 +46,21 @@ def _symmetric(name: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.
     return encoded
 
 
-KINDS = {
-    "nvfp4": Kind(nvfp4.BLOCK, _nvfp4),
-    "mxfp4": Kind(mxfp4.BLOCK, _mxfp4),
-    "fp8": Kind(1, _symmetric("fp8")),
-    "int8": Kind(1, _symmetric("int8")),
+KINDS: dict[str, Encode] = {
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
+    "fp8": _symmetric("fp8"),
+    "int8": _symmetric("int8"),
 }
 
 
 def round_blocks(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x (..., K) rounded to the format `kind`, a key of `KINDS`, in the dtype of x; K is a multiple of its block."""
+    """x (..., K) rounded to the format `kind`, a key of `KINDS`, in the dtype of x.
+
+    K is a multiple of 16 for nvfp4, and of 32 for mxfp4.
+    """
     if x.numel() == 0:
         return x
-    values, unit = KINDS[kind].encoded(x.reshape(-1, x.shape[-1]))
+    values, unit = KINDS[kind](x.reshape(-1, x.shape[-1]))
     rounded = (values * unit.unsqueeze(-1)).view(x.shape).to(x.dtype)
     return torch.where(x.isfinite(), rounded, x)

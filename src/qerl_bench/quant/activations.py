@@ -18,7 +18,7 @@ from qerl_bench.checks import require
 from qerl_bench.quant.base import NOT_ROUNDED
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.linear import PackedLinear
-from qerl_kernels.activations import KINDS, round_blocks
+from qerl_kernels.activations import round_blocks
 
 log = logging.getLogger(__name__)
 REASON = "the inputs of packed layers are rounded"  # why a fused path is not taken
@@ -69,26 +69,19 @@ class _StraightThrough(torch.autograd.Function):
 def round_inputs(model: torch.nn.Module, kind: str, where: str) -> Rounding | None:
     """Let the packed layers of `model` round their inputs to the format `kind`; None for none.
 
-    Raises ConfigError, which names the model `where`, if it has packed experts, or a width does not fit the format.
+    Raises ConfigError, which names the model `where`, if it has packed experts.
     """
     if kind == NOT_ROUNDED:
         return None
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     experts = next((name for name, module in model.named_modules() if isinstance(module, PackedExperts)), None)
     require(
         experts is None,
         f"activations={kind} rounds the inputs of linear layers, and the experts of {where} ({experts}) would read "
         "theirs as they are. Use quant.activations=none and rollout.activations=none, or a dense model",
     )
-    block = KINDS[kind].block
-    wide = next((name for name, layer in layers.items() if layer.in_features % block), None)
-    require(
-        wide is None,
-        f"activations={kind} rounds blocks of {block} inputs, which do not divide the input width of {wide} in "
-        f"{where}. Use activations=fp8 or int8, which have a scale for each token, or none",
-    )
     rounding = Rounding(kind, next(model.parameters()).device)
-    for layer in layers.values():
+    for layer in layers:
         layer.rounding = rounding
     log.info(
         "the inputs of %d packed layers are rounded to %s; fused blocks and recorded passes are off", len(layers), kind

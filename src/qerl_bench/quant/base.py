@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 NOT_ROUNDED = "none"
-ACTIVATIONS = (NOT_ROUNDED, "nvfp4", "mxfp4", "fp8", "int8")
+ACTIVATIONS = {NOT_ROUNDED: 1, "nvfp4": 16, "mxfp4": 32, "fp8": 1, "int8": 1}  # inputs that must divide a width
 
 
 class WeightFormat:
@@ -26,7 +26,7 @@ class WeightFormat:
     name: str
     bits_per_weight: float | None = None  # resident, scales included; None if the layers stay as they are
     kernel_layout: str | None = None  # name of the format in `qerl_kernels.layout`; None without fused kernels
-    activations: str = NOT_ROUNDED
+    activations: str  # what the inputs of packed layers are rounded to: one of ACTIVATIONS
 
     def unsupported_reason(self, device: str) -> str | None:
         """Why this format cannot run on `device` ("cpu" or "cuda") on this machine, or None if it can."""
@@ -41,10 +41,10 @@ class BlockFormat(WeightFormat, ABC):
     """A format that packs W (N, K): a low-bit code per weight, and a scale per block of neighboring inputs."""
 
     name: str
+    activations: str
     partial: bool  # whether a run may leave more than 5 % of the blocks' weights unpacked
     keep_first: float  # share of the transformer blocks, from the first one on, that stay in 16 bits
     keep_last: float  # the same from the last one back
-    activations: str  # what the inputs of packed layers are rounded to: one of ACTIVATIONS
 
     block_rows = 1  # rows that share their scales
 
@@ -81,6 +81,12 @@ class BlockFormat(WeightFormat, ABC):
             in_features % block == 0,
             f"{name}: {type(self).__name__} quantizes blocks of {block} inputs, which do not divide this layer's "
             f"input width {in_features}; choose a model whose widths are multiples of {block}, or quant=bf16",
+        )
+        inputs = ACTIVATIONS[self.activations]
+        require(
+            in_features % inputs == 0,
+            f"{name}: activations={self.activations} rounds blocks of {inputs} inputs, which do not divide this "
+            f"layer's input width {in_features}; use activations=fp8 or int8, with a scale for each token, or none",
         )
 
     def require_finite(self, weight: torch.Tensor) -> None:
