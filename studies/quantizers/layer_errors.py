@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = build(compose([*given.options, "quant=nvfp4", "quantizer=awq"])).quantizer.calibration
     assert text is not None
     tables = []
-    for quant, quantizer in product(("nvfp4", "mxfp4", "nf4", "int4", "int8", "fp8"), ("rtn", "mse", "awq", "gptq")):
+    for quant, quantizer in product(("nvfp4", "mxfp4", "nf4"), ("rtn", "mse", "awq", "gptq")):
         experiment = build(compose([*given.options, f"quant={quant}", f"quantizer={quantizer}"]))
         base = base_checkpoint(experiment.model, experiment.task, experiment.root)
         with_text: Any = WithText(experiment.quantizer, text)

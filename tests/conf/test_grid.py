@@ -426,6 +426,7 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
             "quant=nvfp4 quant.activations=mxfp4 model.hidden_size=48",
             "activations=mxfp4 .*32 .* 48; use activations=fp8",
         ),
+        ("aqn=format_error aqn.format.activations=fp8", "aqn=format_error .*leave aqn.format.activations"),
         ("engine=vllm quant=nvfp4 quant.activations=fp8", "quant.activations=fp8 .*engine=vllm.*engine=hf"),
         ("engine=vllm quant=nvfp4 rollout.activations=fp8", "rollout.activations=fp8 .*engine=vllm.*engine=hf"),
         ("algo=sft quant=nvfp4 rollout.activations=fp8", "rollout.activations=fp8 .*algo=sft.*Leave"),

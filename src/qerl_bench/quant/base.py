@@ -49,13 +49,24 @@ class BlockFormat(WeightFormat, ABC):
     block_rows = 1  # rows that share their scales
 
     def __post_init__(self) -> None:
-        part = number(0, below=1)
-        check_fields(self, "quant", partial=flag, keep_first=part, keep_last=part, activations=one_of(*ACTIVATIONS))
+        check_fields(
+            self,
+            "quant",
+            activations=one_of(*ACTIVATIONS),
+            partial=flag,
+            keep_first=number(0, below=1),
+            keep_last=number(0, below=1),
+        )
         require(
             self.keep_first + self.keep_last < 1,
             f"quant.keep_first={self.keep_first} and quant.keep_last={self.keep_last} keep every transformer block in "
             "16 bits, so that nothing is packed. Make one of them smaller, or use quant=bf16",
         )
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether weights are rounded in all blocks, and nothing else."""
+        return (self.activations, self.keep_first, self.keep_last) == (NOT_ROUNDED, 0, 0)
 
     def kept(self, blocks: int) -> set[int]:
         """The numbers of the transformer blocks that stay in 16 bits, of `blocks`: shares, rounded to whole blocks.
