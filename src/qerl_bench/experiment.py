@@ -2,7 +2,7 @@
 
 With engine=hf one model samples and trains, so syncing the weights means only putting noise into norm scales or adapter
 before the rollout and taking it out afterwards. An engine with its own copy of the weights gets adapter and noise then.
-With `rollout.quant` a second model samples, which shares all but its packed layers with the first.
+With `rollout.quant` or `rollout.activations` a second model samples, which shares all but its packed layers.
 Every random draw is seeded by (run seed, purpose, step), so a resumed run repeats an uninterrupted one.
 """
 
@@ -111,12 +111,13 @@ def run_steps(
         log.info("continuing after step %d", first)
     require_equal_weights(policy.model, world)
     make_mirror = experiment.logger.mirror if world.first else no_mirror
-    sampled_in = experiment.rollout.quant
+    rollout = experiment.rollout
     with (
         make_mirror(run.path, run.metrics(), config) as mirror,
-        on_base_in("rollout.quant", sampled_in, experiment, policy, engine) as (_, sampler),
+        on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (_, sampler),
     ):
-        weights = {"quant": sampled_in or experiment.quant.name} | (
+        sampled = experiment.in_format("rollout.quant", rollout.quant, rollout.activations).quant
+        weights = {"quant": sampled.name, "activations": sampled.activations} | (
             {} if sampler is engine else {"copies_of_weights": 2}
         )
         run.write("engine.json", json.dumps(sampler.record() | weights, indent=1))
@@ -192,7 +193,12 @@ def train_step(
         columns: dict[int, TokenColumns] = {}
         try:
             with timer("train"):
+                if policy.rounding is not None:
+                    policy.rounding.take()  # what was sampled since
                 step_metrics |= update(experiment, policy, optimizer, batch, run, step, world, columns)
+                if policy.rounding is not None:
+                    counts = world.gather(policy.rounding.take())
+                    step_metrics["activations/underflow"] = metrics.ratio(counts)
         finally:  # whoever looks into a step that failed needs its completions too
             shown = groups[: experiment.train.kept_groups]
             advantages = batch.advantages.tolist()

@@ -35,7 +35,7 @@ from qerl_bench.options import user_options
 from qerl_bench.options.files import options_of
 from qerl_bench.options.names import option
 from qerl_bench.parallel import ParallelSpec
-from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.base import NOT_ROUNDED, BlockFormat, WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.reward.base import RewardSource
 from qerl_bench.task.base import Task
@@ -123,7 +123,7 @@ class Experiment:
         packed, full_training = self.quant.bits_per_weight is not None, self.lora.rank == 0
         require(
             not (full_training and packed),
-            f"lora=none trains every weight, but the 4-bit weights of quant={self.quant.name} cannot be trained. Use "
+            f"lora=none trains every weight, but the packed weights of quant={self.quant.name} cannot be trained. Use "
             "lora=default, or quant=bf16",
         )
         require(
@@ -143,8 +143,8 @@ class Experiment:
         )
         require(
             packed or self.quantizer.name == "rtn",
-            f"quantizer={self.quantizer.name} chooses 4-bit codes, but quant={self.quant.name} stores none. Leave "
-            "quantizer=rtn, or use quant=nvfp4, mxfp4 or nf4",
+            f"quantizer={self.quantizer.name} chooses codes, but quant={self.quant.name} stores none. Leave "
+            "quantizer=rtn, or use a format that packs, such as quant=nvfp4",
         )
         require(
             self.train.updates_per_batch == 1 or full_training or self.lora.dropout == 0,
@@ -195,18 +195,28 @@ class Experiment:
 
     def _check_other_formats(self) -> None:
         """Formats that evaluations or rollouts have of their own."""
-        for key, name in {"eval.quant": self.served_in, "rollout.quant": self.rollout.quant}.items():
+        rollout, engine_is_own = self.rollout, self.engine.name == "hf"
+        rounds = {"quant.activations": self.quant.activations, "rollout.activations": rollout.activations}
+        for key, kind in rounds.items():
             require(
-                self.in_format(key, name) is self or self.engine.name == "hf",
+                kind in (None, NOT_ROUNDED) or engine_is_own,
+                f"{key}={kind} rounds the inputs of layers, which only engine=hf does while sampling, got "
+                f"engine={self.engine.name}. Use engine=hf, or {key}=none",
+            )
+        for key, name in {"eval.quant": self.served_in, "rollout.quant": rollout.quant}.items():
+            require(
+                self.in_format(key, name, rollout.activations if key == "rollout.quant" else None) is self
+                or engine_is_own,
                 f"{key}={name} samples from a copy of the policy with other weights, which only engine=hf makes, got "
                 f"engine={self.engine.name}. Use engine=hf, or leave {key} out; a finished run can be evaluated in "
                 f"another format with any engine: qerl-bench eval RUN eval.quant=nvfp4",
             )
-        require(
-            self.rollout.quant is None or self.algo.on_policy,
-            f"rollout.quant={self.rollout.quant} is of what samples, and algo={self.algo.name} trains on "
-            "demonstrations. Leave rollout.quant out",
-        )
+        for key, value in {"rollout.quant": rollout.quant, "rollout.activations": rollout.activations}.items():
+            require(
+                value is None or self.algo.on_policy,
+                f"{key}={value} is of what samples, and algo={self.algo.name} trains on demonstrations. Leave {key} "
+                "out",
+            )
 
     def _check_evaluations(self) -> None:
         late = [step for step in getattr(self.eval, "at", ()) if step >= self.steps]
@@ -221,13 +231,16 @@ class Experiment:
         """The weight format that evaluations ask for; None for that of training."""
         return getattr(self.eval, "quant", None)
 
-    def in_format(self, key: str, name: str | None) -> Experiment:
+    def in_format(self, key: str, name: str | None, activations: str | None = None) -> Experiment:
         """This experiment on a base in the weight format `name`, without noise; itself if that is its format.
 
-        Raises ConfigError, naming `key`, if that cannot be.
+        The inputs of packed layers are rounded to `activations`; None: as in training. Raises ConfigError, naming
+        `key`, if that cannot be.
         """
         if name in (None, self.quant.name):
-            return self
+            return (
+                self if activations in (None, self.quant.activations) else self._on_base(key, self.quant, activations)
+            )
         formats = options_of(user_options.folders(), "quant")
         require(name in formats, f"{key} must be null or one of {', '.join(sorted(formats))}, got {name!r}")
         require(
@@ -235,16 +248,25 @@ class Experiment:
             f"{key}={name} puts the adapter on another base, and quantizer={self.quantizer.name} moves scales between "
             f"the layers that the adapter was trained on. Use quantizer=rtn, mse or gptq, or leave {key} out",
         )
-        quant: WeightFormat = option("quant", str(name))
+        return self._on_base(key, option("quant", str(name)), activations)
+
+    def _on_base(self, key: str, quant: WeightFormat, activations: str | None) -> Experiment:
+        if isinstance(quant, BlockFormat):
+            quant = replace(quant, activations=activations or self.quant.activations)
+        require(
+            activations in (None, quant.activations),
+            f"rollout.activations={activations} rounds the inputs of packed layers, and quant={quant.name} packs none. "
+            "Sample from packed weights, rollout.quant=..., or leave rollout.activations out",
+        )
         quantizer = self.quantizer if quant.bits_per_weight is not None else option("quantizer", "rtn")
         own_eval = {} if self.served_in is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
         try:
-            rollout = replace(self.rollout, quant=None)
+            rollout = replace(self.rollout, quant=None, activations=None)
             return replace(
                 self, quant=quant, quantizer=quantizer, aqn=option("aqn", "none"), rollout=rollout, **own_eval
             )
         except ConfigError as error:
-            raise ConfigError(f"{key}={name}: {error}") from error
+            raise ConfigError(f"{key}={quant.name}: {error}") from error
 
     def _check_lengths(self, context: int | None) -> None:
         """Completions must fit the context of the model, as far as it is known."""

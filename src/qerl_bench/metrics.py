@@ -92,6 +92,12 @@ ENGINE_HF = {  # with engine=hf on a GPU, if it decodes from CUDA graphs
     "memory/cache_gib": Metric("GiB", "keys and values: pages that were reserved"),
     "memory/cache_used_gib": Metric("GiB", "keys and values: the most pages that held some at a time"),
 }
+ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
+    "activations/underflow": Metric(
+        "share", "inputs of packed layers, not zero themselves, that are rounded to zero, in the passes of training"
+    ),
+    "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
+}
 NOISE_DOSE = {  # of the first step with noise: dose.py
     "aqn/dose_kl": Metric(
         "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
@@ -252,6 +258,7 @@ TABLES = {  # what makes a run write them: the metrics
     "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
+    "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
     "GPU": GPU_MEMORY,
     "vLLM on a GPU": VLLM_MEMORY,
     "CUDA graphs of `engine=hf` on a GPU": ENGINE_HF,
@@ -424,6 +431,12 @@ def repeats_itself(ids: Sequence[int | str]) -> bool:
     if windows < LOOP_WINDOW or 2 * len({*ids[:windows]}) >= windows:  # windows that begin differently differ
         return False
     return 2 * len({tuple(ids[i : i + LOOP_WINDOW]) for i in range(windows)}) < windows
+
+
+def ratio(counts: Sequence[tuple[int, int]]) -> float:
+    """Of pairs (part, whole): all parts over all wholes; 0 of nothing."""
+    part, whole = (sum(column) for column in zip(*counts, strict=True))
+    return part / whole if whole else 0.0
 
 
 def mean(values: list[float]) -> float:

@@ -30,6 +30,7 @@ from qerl_bench.options.user_options import words_in_use
 from qerl_bench.process.children import Child, wait
 from qerl_bench.process.installation import run_command
 from qerl_bench.process.memory import shortage
+from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import routers
 from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
@@ -99,6 +100,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     model.eval()
     with _first_pass(f"model={spec.name}", experiment.quant.name):
         structure = probe(model)
+    rounding = round_inputs(model, experiment.quant.activations, f"model={spec.name}")
     recompute_blocks(model, train.recompute)
     if experiment.lora.name == "none":
         require_writable(f"model={spec.name}", *filter(None, (model.config, model.generation_config, tokenizer)))
@@ -116,6 +118,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
         packing=train.packing,
         train_norms=experiment.lora.train_norms and like is None,
         template=spec.template,
+        rounding=rounding,
     )
     if like is not None:
         policy.base_scales = like.base_scales

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,8 @@ def checked_engine(
     if known is None:
         source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
         try:
-            with phase("comparing the engine with plain transformers"):
+            exact = nullcontext() if policy.rounding is None else policy.rounding.off()
+            with phase("comparing the engine with plain transformers"), exact:
                 checked |= sampled_check(policy, built, source, where)
         except BaseException:
             built.close()
@@ -178,27 +179,32 @@ def checked_engine(
 
 @contextmanager
 def on_base_in(
-    key: str, name: str | None, experiment: Experiment, policy: Policy, engine: RolloutEngine
+    key: str,
+    name: str | None,
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    activations: str | None = None,
 ) -> Iterator[tuple[Policy, RolloutEngine]]:
     """The policy on its base in the weight format `name`, and an engine that samples from it.
 
-    They are `policy` and `engine` if that is the format of training. Otherwise packed layers are made for as long as
-    the context lasts, and everything else is that of `policy`, as it is at each moment. Raises ConfigError, which names
-    `key`, if a check of `model/preflight.py` fails.
+    `activations` is that of `Experiment.in_format`. They are `policy` and `engine` if training has both. Otherwise
+    packed layers are made for as long as the context lasts, and everything else is that of `policy`, as it is at each
+    moment. Raises ConfigError, which names `key`, if a check of `model/preflight.py` fails.
     """
-    other = experiment.in_format(key, name)
+    other = experiment.in_format(key, name, activations)
     if other is experiment:
         yield policy, engine
         return
     device = policy.device.type
     reason = other.quant.unsupported_reason(device)
-    require(reason is None, f"{key}={name} cannot run here: {reason}")
+    require(reason is None, f"{key}={other.quant.name} cannot run here: {reason}")
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     devices = [policy.device] if device == "cuda" else []
-    with phase(f"packing {experiment.model.name} in {name}"), torch.random.fork_rng(devices):
+    with phase(f"packing {experiment.model.name} in {other.quant.name}"), torch.random.fork_rng(devices):
         copy = build_policy(other, base, device, policy)
     copy.digest = policy.digest
-    where = f"model={experiment.model.name} with {key}={name}"
+    where = f"model={experiment.model.name} with {key}={other.quant.name}"
     with copy.without_adapter():  # the checks are of the base
         checked = checked_engine(other, experiment.engine, copy, base, where)
     with closing(checked) as built:

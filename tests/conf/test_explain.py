@@ -83,7 +83,7 @@ def test_explain_is_about_the_chosen_options_and_needs_no_torch() -> None:
         (["task.eval.marker", "task=gsm8k"], ('task.eval.marker = "####"', "separates")),
         (["task=shape", "eval=none"], ("task = shape;", "eval = none;", "task.lengths = fixed")),
         (["experiment"], ("experiment = null;", "  tiny/main ")),
-        ([], ("usage: ", "  quant       bf16 mxfp4", "--explain KEY")),
+        ([], ("usage: ", "  quant       bf16 fp8", "--explain KEY")),
     ],
 )
 def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
@@ -128,7 +128,7 @@ def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
         ("optm.lr=1", r"Did you mean optim.lr\?"),
         ("stes=3", r"Did you mean steps\?"),
         ("optim={lrr:1}", r"Did you mean optim.lr\?"),
-        ("quant=nvfp", r"Did you mean quant=nvfp4\? Choose quant=bf16\|mxfp4\|nf4\|nvfp4$"),
+        ("quant=nvfp", r"Did you mean quant=nvfp4\? Choose quant=bf16\|fp8\|int4\|int8\|mxfp4\|nf4\|nvfp4$"),
         ("model=qwen3-4c", r"there is no model=qwen3-4c. Did you mean model=qwen3-4b .* All of them: --explain model"),
         ("experiment=tiny/rank", r"Did you mean experiment=tiny/ranks"),
         ("recipe=shipped", "renamed to recipe=as_released"),

@@ -10,6 +10,7 @@ import torch
 
 from qerl_kernels import decode, grouped, layout
 from qerl_kernels.grouped import SortedRows, grouped_gemm, grouped_reference, sort_rows, sort_rows_reference
+from tests.weight_formats import PLAIN
 
 FORMATS = (*layout.BLOCK, "bf16")
 
@@ -187,7 +188,7 @@ def test_packed_experts_run_through_it(architecture: str, interpreter: None, mon
     experts, generator = kind(config), torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
         parameter.data.normal_(generator=generator)
-    weight_format = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", partial=False)
+    weight_format = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", **PLAIN)
     packed = {}
     for name in ("gate_up_proj", "down_proj"):
         matrices = list(matrices_of(experts, experts.get_parameter(name)))

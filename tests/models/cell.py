@@ -295,8 +295,9 @@ def check_recorded(policy: Policy) -> str | None:
     policy.fused = True
     reason = eager_reason(policy)
     policy.fused = False
-    packed = any(isinstance(module, PackedLinear) for module in policy.model.modules())
-    if reason is not None and not (packed and reason in ONLY_ON_A_CPU):
+    formats = [module.weight_format for module in policy.model.modules() if isinstance(module, PackedLinear)]
+    has_kernels = any(weight_format.kernel_layout is not None for weight_format in formats)
+    if reason is not None and not (has_kernels and reason in ONLY_ON_A_CPU):
         return reason
     prompts = [[7, 8, 9, 10], list(range(20, 40)), [5]]
     sampling = Sampling(samples=2, temperature=1.0, max_tokens=16, seed=1)

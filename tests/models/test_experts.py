@@ -38,13 +38,18 @@ from qerl_bench.quantizer.gptq import GPTQ
 from qerl_bench.quantizer.mse import BlockScaleSearch
 from qerl_kernels import grouped
 from tests.models.builds import build, config_of, draw_weights, known
+from tests.weight_formats import PLAIN, symmetric
 
 FORMATS = {
-    "nvfp4": NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False),
-    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", partial=False),
-    "nf4": NF4(name="nf4", double_quant=False, backend="own", partial=False),
-    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", partial=False),
+    "nvfp4": NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN),
+    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", **PLAIN),
+    "nf4": NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
+    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
+    "fp8": symmetric("fp8", "row"),
+    "int8": symmetric("int8", "row"),
+    "int4": symmetric("int4", 32),
 }
+IN_4_BITS = ["nvfp4", "mxfp4", "nf4", "nf4-double"]
 MIXTURES = [
     "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoehybrid", "gpt_oss", "deepseek_v3", "glm4_moe",
     "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text", "llama4_text", "minimax_m2", "nemotron_h",
@@ -93,7 +98,7 @@ def _dequantized(name: str, packed: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", list(FORMATS))
+@pytest.mark.parametrize("kind", IN_4_BITS)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_packed_experts_compute_with_the_dequantized_weights(name: str, kind: str) -> None:
     model = copy.deepcopy(_base(name))
@@ -386,13 +391,16 @@ def test_a_checkpoint_that_lacks_tensors_is_refused_before_anything_is_read(tmp_
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4"])
 def test_exported_experts_come_back_bit_for_bit(name: str, kind: str, tmp_path: Path) -> None:
     model = placed(_packed(name, kind), "cpu", torch.bfloat16)
     export(model, _Tokenizer(), FORMATS[kind], tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     block, leaf, rows = ("block_sparse_moe", "w1", 128) if name == "mixtral" else ("mlp", "gate_proj", 64)
-    assert stored[f"model.layers.1.{block}.experts.3.{leaf}.weight_packed"].shape == (rows, 32)
+    codes, width = {"fp8": ("weight", 64), "int8": ("weight_packed", 16), "int4": ("weight_packed", 8)}.get(
+        kind, ("weight_packed", 32)
+    )
+    assert stored[f"model.layers.1.{block}.experts.3.{leaf}.{codes}"].shape == (rows, width)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert {"lm_head", f"model.layers.1.{block}.gate"} <= set(ignored)
     found = read_packed(tmp_path / "out", FORMATS[kind], torch.bfloat16, "cpu").state_dict()

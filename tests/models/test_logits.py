@@ -28,6 +28,7 @@ from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.train.batch import Batch, make_batch
 from tests.models.builds import PAD_ID, WINDOW, config_of, draw_weights, known
+from tests.weight_formats import PLAIN
 
 # Heads that do more than multiply by a matrix.
 SCALED = {"granite", "granitemoe", "granitemoehybrid", "cohere2", "falcon_h1", "gemma2", "gemma4_text", "nanochat"}
@@ -169,7 +170,7 @@ def test_only_the_adapters_dropout_is_on_in_training(name: str) -> None:
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", **PLAIN)
 SAMPLES, SAMPLING = 3, Sampling(samples=3, temperature=1.0, max_tokens=3 * WINDOW, seed=1)
 KEYS = list(range(3 * SAMPLES))
 PROMPTS = [_sequences()[0][:13], _sequences()[1][:1], _sequences()[2][:7]]

@@ -365,7 +365,7 @@ def test_the_weights_of_w4a4_are_those_of_compressed_tensors(
     ("change", "message"),
     [
         ({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config=.*hadamard"),
-        ({"format": "float-quantized"}, "by compressed-tensors as float-quantized; readable are"),
+        ({"format": "float-quantized"}, "as float-quantized, .*quant=nvfp4; use quant=fp8"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config=.*sparse-24-bitmask"),
     ],
 )
@@ -387,5 +387,5 @@ def test_a_group_in_another_format_is_refused_by_name(compressed: tuple[Path, An
     with pytest.raises(ConfigError, match=r"config_groups\.group_1\.format=float-quantized"):
         _load(folder)
     _configure(folder, entry | {"format": "mixed-precision"})
-    with pytest.raises(ConfigError, match=r"as float-quantized in config_groups\.group_1"):
+    with pytest.raises(ConfigError, match="mixes nvfp4-pack-quantized and float-quantized"):
         _load(folder)

@@ -28,13 +28,17 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quantizer.apply import quantize_model
+from tests.weight_formats import PLAIN, symmetric
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN)
 SPECS = {
     "nvfp4": NVFP4_SPEC,
-    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", partial=False),
-    "nf4": NF4(name="nf4", double_quant=False, backend="own", partial=False),
-    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", partial=False),
+    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", **PLAIN),
+    "nf4": NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
+    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
+    "fp8": symmetric("fp8", "row"),
+    "int8": symmetric("int8", "row"),
+    "int4": symmetric("int4", 32),
 }
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])
 
@@ -114,6 +118,17 @@ def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
         "weight_global_scale": ((1,), torch.float32),
     }
     assert layers["mxfp4"] == {"weight_packed": ((128, 32), torch.uint8), "weight_scale": ((128, 2), torch.uint8)}
+    assert layers["fp8"] == {"weight": ((128, 64), torch.float8_e4m3fn), "weight_scale": ((128, 1), torch.bfloat16)}
+    shape = {"weight_shape": ((2,), torch.int64)}
+    rows, groups = (128, 1), (128, 2)
+    assert layers["int8"] == shape | {
+        "weight_packed": ((128, 16), torch.int32),
+        "weight_scale": (rows, torch.bfloat16),
+    }
+    assert layers["int4"] == shape | {
+        "weight_packed": ((128, 8), torch.int32),
+        "weight_scale": (groups, torch.bfloat16),
+    }
     assert set(layers["nf4"]) == {"weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"}
     assert set(layers["nf4-double"]) - set(layers["nf4"]) == {"weight.nested_absmax", "weight.nested_quant_map"}
     assert layers["nf4-double"]["weight.absmax"] == ((128,), torch.uint8)
@@ -121,7 +136,7 @@ def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
 
 @pytest.mark.peers
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4"])
 def test_transformers_and_compressed_tensors_read_the_same_weights(tmp_path: Path, kind: str, tied: bool) -> None:
     model = _packed(SPECS[kind], tied)
     export(model, byte_tokenizer(), SPECS[kind], tmp_path / "out")
@@ -292,7 +307,8 @@ def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format="int-quantized"), "by compressed-tensors as int-quantized; readable are"),
+        (lambda c: c.update(format="marlin-24"), "by compressed-tensors as marlin-24; readable are"),
+        (lambda c: c.update(format="int-quantized"), "as int-quantized, .*quant=nvfp4; use quant=int8"),
         (lambda c: c.update(quant_method="gptq"), "by gptq"),
         (lambda c: c.update(format="mxfp4-pack-quantized"), "use quant=mxfp4"),
     ],

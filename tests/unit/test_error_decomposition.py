@@ -27,9 +27,10 @@ from qerl_bench.quantizer.apply import RTN, quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.studies.figures.error_decomposition import draw, one_of_each
 from tests.scripts import script
+from tests.weight_formats import PLAIN, symmetric
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False)
-NF4_SPEC = NF4(name="nf4", double_quant=True, backend="own", partial=False)
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", **PLAIN)
+NF4_SPEC = NF4(name="nf4", double_quant=True, backend="own", **PLAIN)
 DIAL_ROW = r"(?m)^\| (\d[\d.]*)(?:, [^|]*)? \| (0\.\d+) \| (0\.\d+) \|$"
 
 
@@ -64,8 +65,8 @@ def test_a_pure_shrink_is_all_scale_bias_and_zeros_are_no_error() -> None:
 def test_the_parts_add_up(dtype: torch.dtype, scale: float) -> None:
     weight = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
     mxfp4, nf4 = (
-        MXFP4(name="mxfp4", scale_rule="floor", partial=False),
-        NF4(name="nf4", double_quant=True, backend="own", partial=False),
+        MXFP4(name="mxfp4", scale_rule="floor", **PLAIN),
+        NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
     )
     for spec in (NVFP4_SPEC, mxfp4, nf4):
         linear = torch.nn.Linear(256, 64, bias=False, dtype=dtype)
@@ -93,11 +94,16 @@ def test_pieces_of_a_large_layer_are_put_together(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("spec", "squared_error"),
     [
-        (NF4(name="nf4", double_quant=False, backend="own", partial=False), 0.0085),
+        (NF4(name="nf4", double_quant=False, backend="own", **PLAIN), 0.0085),
         (NVFP4_SPEC, 0.0090),
-        (MXFP4(name="mxfp4", scale_rule="even", partial=False), 0.0126),
-        (MXFP4(name="mxfp4", scale_rule="floor", partial=False), 0.0130),
-        (MXFP4(name="mxfp4", scale_rule="rceil", partial=False), 0.0140),
+        (MXFP4(name="mxfp4", scale_rule="even", **PLAIN), 0.0126),
+        (MXFP4(name="mxfp4", scale_rule="floor", **PLAIN), 0.0130),
+        (MXFP4(name="mxfp4", scale_rule="rceil", **PLAIN), 0.0140),
+        (symmetric("int4", 32), 0.0090),
+        (symmetric("int4", 128), 0.0122),
+        (symmetric("fp8", "row"), 0.00070),
+        (symmetric("fp8", "128x128"), 0.00070),
+        (symmetric("int8", "row", "float32"), 0.0000615),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

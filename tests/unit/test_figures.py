@@ -30,7 +30,7 @@ from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import Study
 
 REPOSITORY = Path(__file__).parents[2]
-FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4")
+FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "fp8", "int8", "int4")
 
 
 def write_run(
@@ -103,12 +103,12 @@ def reward_run(folder: Path, steps: int = 40, **options: Any) -> Path:
 
 def test_each_format_has_a_color_of_its_own_and_an_unknown_one_keeps_to_other_colors() -> None:
     assert tuple(style.FORMAT_COLORS) == FORMATS
-    assert len({style.color(name) for name in FORMATS}) == 4
+    assert len({style.color(name) for name in FORMATS}) == len(FORMATS)
     assert not set(style.OTHER_COLORS) & set(style.FORMAT_COLORS.values())
-    for name in ("fp8", "int4", "q4_k_m"):
+    for name in ("hif4", "awq", "q4_k_m"):
         assert style.color(name) == style.color(name)
     # The same in every process: text hashes differ between processes, this number does not.
-    assert style.color("fp8") == style.OTHER_COLORS[zlib.crc32(b"fp8") % len(style.OTHER_COLORS)]
+    assert style.color("hif4") == style.OTHER_COLORS[zlib.crc32(b"hif4") % len(style.OTHER_COLORS)]
 
 
 def test_only_runs_without_noise_are_dashed() -> None:
@@ -206,14 +206,14 @@ def test_a_number_that_was_not_finite_leaves_a_gap_in_the_mean(tmp_path: Path, s
 def test_settings_come_in_one_order_with_their_own_marks(tmp_path: Path) -> None:
     runs = [
         reward_run(tmp_path / f"{quant}-{aqn}", quant=quant, aqn=aqn)
-        for quant, aqn in product(("fp8", *reversed(FORMATS)), ("exp", "none"))
+        for quant, aqn in product(("hif4", *reversed(FORMATS)), ("exp", "none"))
     ]
     _, lines = curve(runs, "accuracy")
     assert [line.get_label() for line in lines] == [
-        f"{quant.upper()}{noise}" for quant in (*FORMATS, "fp8") for noise in ("", ", AQN exp")
+        f"{quant.upper()}{noise}" for quant in (*FORMATS, "hif4") for noise in ("", ", AQN exp")
     ]
     marks = {(line.get_color(), line.get_linestyle()) for line in lines}
-    assert len(marks) == 10 and {line.get_marker() for line in lines} == {"None"}
+    assert len(marks) == 2 * (len(FORMATS) + 1) and {line.get_marker() for line in lines} == {"None"}
 
 
 def test_where_no_arm_has_noise_lines_are_solid(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_the_comparison_says_what_its_bands_and_lines_are(tmp_path: Path) -> Non
         legend.get_title().get_text()
         == "mean and each of 2 seeds of one base model (tiny) on arithmetic, smoothed over 3 steps"
     )
-    assert len(legend.get_texts()) == 4
+    assert len(legend.get_texts()) == len(FORMATS)
     single = figures.comparison(Study(runs.runs[:1]), ["accuracy"])
     assert single.legends[0].get_title().get_text() == "a seed of tiny on arithmetic"
 

@@ -17,12 +17,13 @@ from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_kernels import e2m1, mxfp4, nvfp4
+from tests.weight_formats import PLAIN
 
 NAMES = ("bf16", "nf4", "mxfp4", "nvfp4")
 E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
-MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even", partial=False)
-NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own", partial=False)
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN)
+MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even", **PLAIN)
+NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own", **PLAIN)
 SPECS = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC]
 packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 
@@ -54,12 +55,12 @@ def test_specs_import_without_torch() -> None:
     ("build", "message"),
     [
         (
-            lambda: NVFP4(name="nvfp4", compute_dtype="float64", convention="compressed-tensors", partial=False),
+            lambda: NVFP4(name="nvfp4", compute_dtype="float64", convention="compressed-tensors", **PLAIN),
             "bfloat16, float16, float32, got 'float64'",
         ),
-        (lambda: MXFP4(name="mxfp4", scale_rule="ceil", partial=False), "even, floor, rceil, got 'ceil'"),
+        (lambda: MXFP4(name="mxfp4", scale_rule="ceil", **PLAIN), "even, floor, rceil, got 'ceil'"),
         (
-            lambda: NF4(name="nf4", double_quant=False, backend="marlin", partial=False),
+            lambda: NF4(name="nf4", double_quant=False, backend="marlin", **PLAIN),
             "quant.backend .* own, bitsandbytes.*'marlin'",
         ),
     ],
@@ -99,7 +100,7 @@ def test_weights_that_are_not_finite_are_refused(spec: Any, value: float) -> Non
 def test_weights_that_overflow_the_compute_dtype_are_refused() -> None:
     weight = torch.full((1, 16), 70000.0)
     with pytest.raises(ConfigError, match=r"16 of 16 .* as torch\.float16"):
-        NVFP4(name="nvfp4", compute_dtype="float16", convention="compressed-tensors", partial=False).pack(weight)
+        NVFP4(name="nvfp4", compute_dtype="float16", convention="compressed-tensors", **PLAIN).pack(weight)
 
 
 def test_bf16_packs_nothing_and_fits_every_layer() -> None:
@@ -175,7 +176,7 @@ def test_nvfp4_shares_one_tensor_scale_when_asked() -> None:
 def test_nvfp4_compute_dtype_rounds_the_weight_first_and_changes_bytes() -> None:
     weight = _weights(64, 256, torch.float32)
     in_bf16 = NVFP4_SPEC.pack(weight)
-    in_fp32 = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False).pack(
+    in_fp32 = NVFP4(name="nvfp4", compute_dtype="float32", convention="compressed-tensors", **PLAIN).pack(
         weight.bfloat16()
     )
     rounded_before = NVFP4_SPEC.pack(weight.bfloat16())
@@ -236,7 +237,7 @@ def test_mxfp4_floor_saturates_and_rceil_does_not() -> None:
     weight = torch.zeros(1, 32)
     weight[0, 0] = 7.9
     largest = {
-        rule: float(_restored(MXFP4(name="m", scale_rule=rule, partial=False), weight)[0, 0]) for rule in mxfp4.ROUND_UP
+        rule: float(_restored(MXFP4(name="m", scale_rule=rule, **PLAIN), weight)[0, 0]) for rule in mxfp4.ROUND_UP
     }
     assert largest == {"even": 8.0, "floor": 6.0, "rceil": 8.0}
 
@@ -340,8 +341,8 @@ def test_bytes_recorded_from_compressed_tensors() -> None:
         (NF4_SPEC, 0.0085),
         (NVFP4_SPEC, 0.0090),
         (MXFP4_SPEC, 0.0126),
-        (MXFP4(name="mxfp4", scale_rule="floor", partial=False), 0.0130),
-        (MXFP4(name="mxfp4", scale_rule="rceil", partial=False), 0.0140),
+        (MXFP4(name="mxfp4", scale_rule="floor", **PLAIN), 0.0130),
+        (MXFP4(name="mxfp4", scale_rule="rceil", **PLAIN), 0.0140),
     ],
     ids=lambda value: getattr(value, "scale_rule", getattr(value, "name", None)),
 )
@@ -394,7 +395,7 @@ def test_packing_what_was_unpacked_changes_nothing(spec: Any, shape: tuple[int, 
     n, blocks, seed, exponent = shape
     if spec.name == "nvfp4":
         spec = NVFP4(
-            name="nvfp4", compute_dtype="float32", convention="compressed-tensors", partial=False
+            name="nvfp4", compute_dtype="float32", convention="compressed-tensors", **PLAIN
         )  # a BF16 tensor scale moves by a step of its own
     weight = (_weights(n, 64 * blocks, seed=seed) * 4.0**exponent).float()
     once = _restored(spec, weight)

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from qerl_bench.quant.export import _packed_tensors
 from qerl_bench.quant.nf4 import NF4
 from qerl_kernels import e2m1, mxfp4, nvfp4
+from qerl_kernels import symmetric as kernel
+from qerl_kernels.activations import round_blocks
+from tests.weight_formats import BLOCKS, PLAIN, symmetric
 
 pytestmark = pytest.mark.peers
 
@@ -169,7 +173,7 @@ def test_torchao_decodes_its_convention_to_our_weights() -> None:
 @pytest.mark.parametrize("double", [False, True])
 def test_nf4_bytes_are_those_of_bitsandbytes(dtype: torch.dtype, double: bool) -> None:
     functional = _peer("bitsandbytes.functional")
-    spec = NF4(name="nf4", double_quant=double, backend="own", partial=False)
+    spec = NF4(name="nf4", double_quant=double, backend="own", **PLAIN)
     for seed in range(5):
         for scale in (1e-4, 0.02, 30.0):
             weight = _adversarial(dtype, scale, seed)
@@ -182,3 +186,153 @@ def test_nf4_bytes_are_those_of_bitsandbytes(dtype: torch.dtype, double: bool) -
                 assert float(ours["nested_offset"]) == float(state.offset)
             theirs = functional.dequantize_4bit(codes, state)
             assert torch.equal(spec.operand(ours, (48, 256), dtype), theirs)
+
+
+# --- symmetric formats ------------------------------------------------------------------------------------------------
+
+
+def _scheme(name: str, block: int | str) -> Any:
+    quantization = _peer("compressed_tensors.quantization")
+    size: dict[str, Any] = {"group_size": block} if isinstance(block, int) else {}
+    if block == "128x128":
+        size = {"block_structure": [128, 128]}
+    arguments = quantization.QuantizationArgs(
+        num_bits=4 if name == "int4" else 8,
+        type="float" if name == "fp8" else "int",
+        symmetric=True,
+        dynamic=False,
+        strategy={"row": "channel", "128x128": "block"}.get(str(block), "group"),
+        **size,
+    )
+    return quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+
+
+def _compressed(name: str, block: int | str, weight: torch.Tensor, in_float32: bool) -> dict[str, torch.Tensor]:
+    """With scales in the dtype of the weight; `in_float32` divides in FP32, as the library's kernel for GPUs does."""
+    helpers = _peer("compressed_tensors.quantization.utils.helpers")
+    kind = "naive_quantized" if name == "fp8" else "pack_quantized"
+    base = _peer(f"compressed_tensors.compressors.{kind}.base")
+    scheme = _scheme(name, block)
+    if block == "128x128":
+        rows = -(-len(weight) // 128)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, 128 * rows - len(weight)))
+        blocks = padded.view(rows, 128, -1, 128).transpose(1, 2).flatten(2)
+    else:
+        blocks = weight.unflatten(-1, (-1, block if isinstance(block, int) else weight.shape[1]))
+    scale, _ = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
+    if in_float32:
+        weight, used = weight.float(), scale.float()
+    else:
+        used = scale
+    compressor = "FloatQuantizationCompressor" if name == "fp8" else "PackedQuantizationCompressor"
+    state = getattr(base, compressor).compress({"weight": weight, "weight_scale": used}, scheme)
+    return state | {"weight_scale": scale}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-3, 0.02, 30.0])
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_symmetric_bytes_are_those_of_compressed_tensors(
+    name: str, block: int | str, scale: float, dtype: torch.dtype
+) -> None:
+    spec = symmetric(name, block, str(dtype).removeprefix("torch."))
+    for seed in range(5):
+        weight = _adversarial(dtype, scale, seed)
+        if dtype == torch.float16 and scale == 30.0:
+            weight[4] = 0  # beyond its range
+        ours = dict(_packed_tensors("", spec, spec.pack(weight), (48, 256)))
+        _assert_same_bytes(
+            {key.removeprefix("."): tensor for key, tensor in ours.items()}, _compressed(name, block, weight, True)
+        )
+        if dtype == torch.float32:
+            assert all(
+                torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
+                for tensor, other in zip(
+                    _compressed(name, block, weight, True).values(),
+                    _compressed(name, block, weight, False).values(),
+                    strict=True,
+                )
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_symmetric_weights_are_those_that_compressed_tensors_restores(
+    name: str, block: int | str, dtype: torch.dtype
+) -> None:
+    base = _peer(f"compressed_tensors.compressors.{'naive_quantized' if name == 'fp8' else 'pack_quantized'}.base")
+    compressor = "FloatQuantizationCompressor" if name == "fp8" else "PackedQuantizationCompressor"
+    spec, weight = symmetric(name, block, str(dtype).removeprefix("torch.")), _adversarial(dtype, 0.02, 0)
+    packed = spec.pack(weight)
+    tensors = {key.removeprefix("."): tensor for key, tensor in _packed_tensors("", spec, packed, (48, 256))}
+    theirs = getattr(base, compressor).decompress(tensors, _scheme(name, block))["weight"]
+    assert theirs.dtype == dtype
+    assert torch.equal(spec.operand(packed, (48, 256), dtype), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_symmetric_bytes_are_those_of_torchao(name: str, block: int | str, dtype: torch.dtype) -> None:
+    spec = symmetric(name, block, str(dtype).removeprefix("torch."), "torchao")
+    granularity = _peer("torchao.quantization.granularity")
+    workflows = "torchao.quantization.quantize_.workflows"
+    for seed in range(5):
+        weight = _adversarial(dtype, 0.02, seed).repeat(8, 1)[:256]
+        if name == "fp8":
+            weight[(weight == 0).all(1)] = 0.01  # NaN there
+            kind = granularity.PerBlock([128, 128]) if block == "128x128" else granularity.PerRow()
+            theirs = _peer(f"{workflows}.float8.float8_tensor").Float8Tensor.from_hp(weight, granularity=kind)
+        elif name == "int8":
+            theirs = _peer(f"{workflows}.int8.int8_tensor").Int8Tensor.from_hp(weight, granularity.PerRow())
+        else:
+            module = _peer(f"{workflows}.intx.intx_unpacked_to_int8_tensor")
+            theirs = module.IntxUnpackedToInt8Tensor.from_hp(weight, (1, block), torch.int4)
+        packed = spec.pack(weight)
+        codes = kernel.values(packed, spec.codes, torch.float32)
+        assert torch.equal(codes, theirs.qdata.float())
+        assert packed["weight_scale"].dtype == theirs.scale.dtype
+        assert torch.equal(packed["weight_scale"], theirs.scale.view(packed["weight_scale"].shape))
+        if name == "fp8":
+            assert torch.equal(spec.operand(packed, (256, 256), dtype), theirs.dequantize())
+
+
+# --- rounded activations ----------------------------------------------------------------------------------------------
+
+
+def _activations(dtype: torch.dtype) -> torch.Tensor:
+    """(32, 256): tokens of very different size, one with an outlier."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 256, generator=generator) * torch.logspace(-3, 2, 32)[:, None]
+    x[7, 9] = 500.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nvfp4_activations_are_torchao_s_of_each_token(dtype: torch.dtype) -> None:
+    module = _peer("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = _activations(dtype)
+    for row, found in zip(x, round_blocks(x, "nvfp4"), strict=True):
+        of_token = module.per_tensor_amax_to_scale(row.abs().max())
+        theirs = module.NVFP4Tensor.to_nvfp4(row[None], per_tensor_scale=of_token)
+        torch.testing.assert_close(found[None], theirs.dequantize(dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_mxfp4_activations_are_those_of_torchao(dtype: torch.dtype) -> None:
+    module = _peer("torchao.prototype.mx_formats.mx_tensor")
+    even = _peer("torchao.prototype.mx_formats.config").ScaleCalculationMode.EVEN
+    x = _activations(dtype)
+    theirs = module.MXTensor.to_mx(x, torch.float4_e2m1fn_x2, mxfp4.BLOCK, even)
+    assert torch.equal(round_blocks(x, "mxfp4"), theirs.dequantize(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_activations_in_8_bits_are_those_of_torchao(kind: str, dtype: torch.dtype) -> None:
+    row, x = _peer("torchao.quantization.granularity").PerRow(), _activations(dtype)
+    workflows = "torchao.quantization.quantize_.workflows"
+    if kind == "fp8":
+        theirs = _peer(f"{workflows}.float8.float8_tensor").Float8Tensor.from_hp(x, granularity=row)
+    else:
+        theirs = _peer(f"{workflows}.int8.int8_tensor").Int8Tensor.from_hp(x, row)
+    assert torch.equal(round_blocks(x, kind), theirs.dequantize())

@@ -20,12 +20,15 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.placement import place
 from qerl_bench.quantizer.apply import quantize_model
+from tests.weight_formats import PLAIN, symmetric
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", partial=False)
-MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even", partial=False)
-NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own", partial=False)
+NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN)
+MXFP4_SPEC = MXFP4(name="mxfp4", scale_rule="even", **PLAIN)
+NF4_SPEC = NF4(name="nf4", double_quant=False, backend="own", **PLAIN)
 SPECS = [NVFP4_SPEC, MXFP4_SPEC, NF4_SPEC]
-packing = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+INTS = [symmetric("fp8", "row"), symmetric("int8", "row"), symmetric("int4", 32)]
+packing = pytest.mark.parametrize("spec", [*SPECS, *INTS], ids=lambda spec: spec.name)
+in_4_bits = pytest.mark.parametrize("spec", [*SPECS, INTS[2]], ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -189,6 +192,7 @@ def test_state_dict_carries_the_tensor_scale(spec: Any, assign: bool) -> None:
         assert source.output_scale == _fp32(1 / float(state["weight_global_scale"]))
     expected = {"nf4": {"weight", "absmax"}, "mxfp4": {"weight_packed", "weight_scale"}}
     expected["nvfp4"] = expected["mxfp4"] | {"weight_global_scale"}
+    expected |= {"fp8": {"weight", "weight_scale"}, "int8": {"weight", "weight_scale"}, "int4": expected["mxfp4"]}
     assert set(state) == expected[spec.name] | {"bias"}
     target.load_state_dict(state, assign=assign)
     x = torch.randn(3, 64)
@@ -242,7 +246,9 @@ def test_resident_bytes_are_within_one_per_cent_of_the_promise(spec: Any) -> Non
         size += resident_bytes(layer)
         weights += k * n
         assert 8 * resident_bytes(layer) / (k * n) == pytest.approx(spec.bits_per_weight, rel=0.01)
-    assert 8 * size / weights == pytest.approx({"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}[spec.name], rel=0.01)
+    assert 8 * size / weights == pytest.approx(
+        {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5, "fp8": 8, "int8": 8, "int4": 4.5}[spec.name], rel=0.01
+    )
     assert resident_bytes(torch.nn.Linear(896, 896, dtype=torch.bfloat16)) == 2 * 896 * 896
 
 
@@ -257,7 +263,7 @@ def test_bf16_leaves_layers_alone() -> None:
     assert (report.bytes, report.bits_per_weight, report.relative_error) == (2 * 64 * 64, 16.0, 0.0)
 
 
-@packing
+@in_4_bits
 def test_a_bad_layer_is_refused_by_name(spec: Any) -> None:
     with pytest.raises(ConfigError, match=r"^mlp\.up_proj: .* blocks of"):
         pack_linear("mlp.up_proj", torch.nn.Linear(72, 8), spec)
@@ -288,8 +294,10 @@ def test_quantize_model_packs_all_but_the_head_and_frees_the_originals(spec: Any
     assert sum(reference() is not None for reference in originals) == 2  # the two heads inside the blocks
     for name, report in reports.items():
         assert report.bytes == resident_bytes(model.get_submodule(name))
-        assert report.bits_per_weight == pytest.approx(spec.bits_per_weight, rel=0.01)
-        assert 0.05 < report.relative_error < 0.12
+        scales = 16 / 64 if spec.bits_per_weight == 8 else 0  # of rows as short as these
+        assert report.bits_per_weight == pytest.approx(spec.bits_per_weight + scales, rel=0.01)
+        least, most = {"fp8": (0.02, 0.03), "int8": (0.004, 0.01)}.get(spec.name, (0.05, 0.12))
+        assert least < report.relative_error < most
 
 
 def test_relative_error_by_hand() -> None:
@@ -365,7 +373,7 @@ def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatc
 
 # --- concatenated layers ----------------------------------------------------------------------------------------------
 
-TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", partial=False)
+TORCHAO_SPEC = NVFP4(name="nvfp4", compute_dtype="float32", convention="torchao", **PLAIN)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, TORCHAO_SPEC], ids=["nvfp4", "mxfp4", "nf4", "torchao"])
@@ -494,7 +502,7 @@ def test_lora_trains_over_packed_layers_as_over_plain_ones(spec: Any) -> None:
     assert _bits(packed.base_model.model.q_proj.base_layer) == bits
 
 
-@packing
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_merge_would_round_a_small_update_away(spec: Any) -> None:
     """Why adapters stay apart: of an update of one per cent of the weights' size, packing again keeps at most 2 %."""
     generator = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ from qerl_bench.aqn.base import OpenLoop, Schedule, SigmaController
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.norm_errors import NormErrors
 from qerl_bench.checks import require
-from qerl_bench.quant.base import WeightFormat
+from qerl_bench.quant.base import BlockFormat, WeightFormat
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,12 @@ class FormatError(Schedule):
         require(
             self.format.bits_per_weight is not None,
             f"aqn.format={self.format.name} makes no error; choose a 4-bit format, for example quant@aqn.format=nvfp4",
+        )
+        whole = not isinstance(self.format, BlockFormat) or self.format.weights_alone
+        require(
+            whole,
+            "aqn=format_error imitates the error of weights in all blocks; leave aqn.format.activations, "
+            "aqn.format.keep_first and aqn.format.keep_last out",
         )
 
     @property

@@ -231,7 +231,7 @@ def reevaluate(
 
 
 def _without_training(cfg: DictConfig) -> DictConfig:
-    """`cfg` without weight formats of evaluations and rollouts, which its engine may lack.
+    """`cfg` without formats of weights and inputs in evaluations and rollouts, which its engine may lack.
 
     And without what training alone asks of a task: demonstrations, and answers that fit a micro-batch.
     """
@@ -239,8 +239,7 @@ def _without_training(cfg: DictConfig) -> DictConfig:
     cfg.train.micro_batch_tokens = None
     cfg.algo, cfg.rollout.group_size = load_option(user_options.folders(), "algo", "grpo"), 2
     for part in (cfg.eval, cfg.rollout):
-        if "quant" in part:
-            part.quant = None
+        part.update({key: None for key in ("quant", "activations") if key in part})
     return cfg
 
 

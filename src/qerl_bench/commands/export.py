@@ -1,8 +1,8 @@
 """Write a packed model for other programs.
 
-Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nvfp4 and mxfp4 are written as
-compressed-tensors checkpoints, which transformers and vLLM read; nf4 as bitsandbytes checkpoints. The folder gets its
-name only when it is complete. Experts are written one linear layer after the other, under the names that checkpoints of
+Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nf4 is written as a bitsandbytes
+checkpoint, the other formats as those of compressed-tensors, which transformers and vLLM read. The folder gets its name
+only when it is complete. Experts are written one linear layer after the other, under the names that checkpoints of
 the model have, as llm-compressor does. Left out: experts without such layers (gpt-oss, Llama 4, Granite), and in nf4.
 """
 
@@ -16,7 +16,7 @@ from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.quant.export import check_new_folder, config_entry, export
 
-USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
+USAGE = "usage: qerl-bench export model=PATH_OR_ID quant=fp8|int8|int4|nvfp4|mxfp4|nf4 out=DIR [option=value ...]"
 
 
 def parse_words(words: list[str]) -> tuple[list[str], Path]:

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from qerl_bench import metrics
 from qerl_bench.checks import TrainingStopped, check_fields, count, flag, number, optional, positive
 from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_rollouts, require_room
 from qerl_bench.engine.rollout_queue import Limits
@@ -114,7 +115,12 @@ class HFEngine:
         return {}
 
     def sleep(self) -> dict[str, float]:
-        """Release 16-bit copies, and all else that does not fit into `kept_gib`. Returns ENGINE_HF metrics."""
+        """Release 16-bit copies, and all else that does not fit into `kept_gib`. Returns ENGINE_HF metrics.
+
+        If inputs are rounded, it is the share that became zero since the last call.
+        """
+        if self.policy.rounding is not None:
+            return {"activations/underflow_rollout": metrics.ratio([self.policy.rounding.take()])}
         return {} if self.sampler is None else self.sampler.sleep()
 
     def record(self) -> dict[str, Any]:

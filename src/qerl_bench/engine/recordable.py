@@ -7,6 +7,7 @@ from typing import Any
 
 from qerl_bench.model.lm_head import decoder_of
 from qerl_bench.model.policy import Policy
+from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.linear import PackedLinear
 
 
@@ -41,6 +42,8 @@ def eager_reason(policy: Policy) -> str | None:
     config: Any = decoder_of(policy.model).config
     if not policy.fused:
         return "without fused kernels sampling is the reference"
+    if policy.rounding is not None:
+        return ROUNDED
     if config.model_type not in FAMILIES or activation_of(config) not in ACTIVATIONS:
         return f"the captured step is not written for {config.model_type} with {activation_of(config)}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:

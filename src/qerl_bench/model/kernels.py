@@ -216,11 +216,16 @@ def choose_kernels(model: torch.nn.Module, layers: Iterable[str], kernel: str) -
         module, base = _layer_and_base(model, name)
         choices[name] = _kernel_of(base, kernel, next(model.parameters()).dtype)
         if isinstance(module, LoRALinear):
-            module.fused = choices[name] not in (REFERENCE, BITSANDBYTES)
+            module.fused = choices[name] not in (REFERENCE, BITSANDBYTES) and not rounds(base)
     for choice in dict.fromkeys(choices.values()):
         names = [name for name in choices if choices[name] == choice]
         log.info("kernel of %d layers (%s ... %s): %s", len(names), names[0], names[-1], choice)
     return choices
+
+
+def rounds(base: object) -> bool:
+    """Whether a layer rounds its input, which its adapter reads as it is: then they are no single operation."""
+    return isinstance(base, PackedLinear) and base.rounding is not None
 
 
 def _layer_and_base(model: torch.nn.Module, name: str) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from qerl_bench.checks import require
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.shape import RandomModel, RandomWeights
 from qerl_bench.model.token_ids import require_rows
+from qerl_bench.quant.base import BlockFormat
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.error_decomposition import LayerReport, unpacked_report
 from qerl_bench.quant.linear import PackedLinear, resident_bytes
@@ -60,6 +61,11 @@ def load_packed(
             quantizer.name == "rtn",
             f"{folder} is packed already, so quantizer={quantizer.name} cannot choose its codes; leave quantizer=rtn, "
             "or give the unquantized model",
+        )
+        require(
+            not (isinstance(quant, BlockFormat) and (quant.keep_first or quant.keep_last)),
+            f"{folder} is packed already, so quant.keep_first and quant.keep_last cannot keep blocks in 16 bits; leave "
+            "both at 0, or give the unquantized model",
         )
         model = read_packed(folder, quant, getattr(torch, spec.dtype), device, spec.trust_remote_code)
         layers = {

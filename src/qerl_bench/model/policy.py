@@ -30,6 +30,8 @@ from qerl_bench.model.routing import chosen_experts
 from qerl_bench.model.sharing import why_not_shared
 from qerl_bench.model.structure import Structure, routed_experts
 from qerl_bench.model.token_ids import padding, require_rows, with_rows
+from qerl_bench.quant.activations import REASON as ROUNDED
+from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
 from qerl_bench.quant.share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
@@ -55,7 +57,7 @@ class Policy:
     """A causal LM with a packed base. `model` includes the adapter's modules; `adapter` is PEFT's wrapper, or None.
 
     `layers` reports on the packing of each layer, and `kernels` names the kernel each of them runs. `fused` tells
-    whether loss head and sampling run fused kernels.
+    whether loss head and sampling run fused kernels. `rounding` is that of the inputs of packed layers.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Policy:
         packing: bool,
         train_norms: bool,
         template: Keywords | None,
+        rounding: Rounding | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -78,6 +81,7 @@ class Policy:
         self.layers = layers
         self.structure = structure
         self.noise = noise
+        self.rounding = rounding
         self.adapter = adapter
         self.head = head_of(model)
         self.packing = prepare_attention(decoder_of(model)) and packing
@@ -101,6 +105,7 @@ class Policy:
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
+        reason = reason or (ROUNDED if rounding else None)
         reason = reason or why_not_fused_blocks(kernel, model) or fuse_blocks(decoder_of(model))
         log.info("blocks in training: %s", "triton" if reason is None else f"modules of transformers ({reason})")
         reason = why_not_shared(decoder_of(model), self.packing, bool(self.experts))

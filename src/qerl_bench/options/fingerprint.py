@@ -31,6 +31,12 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "eval.quant": None,
     "eval.at": [],
     "rollout.quant": None,
+    "rollout.activations": None,
+    **{
+        f"{group}.{key}": value
+        for group in ("quant", "aqn.format")
+        for key, value in {"keep_first": 0.0, "keep_last": 0.0, "activations": "none"}.items()
+    },
     "noise.where": "norms",
     "optim.beta2": 0.99,
     "train.autocast": False,
@@ -57,7 +63,7 @@ def with_effect(tree: dict[str, Any]) -> dict[str, Any]:
     def left(key: str, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: part for name, part in value.items() if matters(f"{key}.{name}", part)}
+        return {name: left(f"{key}.{name}", part) for name, part in value.items() if matters(f"{key}.{name}", part)}
 
     parts = {key: left(key, value) for key, value in tree.items() if key not in NO_EFFECT}
     return {key: part for key, part in parts.items() if part or not tree[key]}

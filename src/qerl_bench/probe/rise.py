@@ -24,7 +24,8 @@ def sigma_of_rise(
     noise, are measured with as many others.
     """
     search, check = (experiment.task.train_prompts(step, prompts, derive("dose")) for step in (1, 2))
-    with on_base_in("rollout.quant", experiment.rollout.quant, experiment, policy, engine) as (_, sampler):
+    rollout = experiment.rollout
+    with on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (_, sampler):
         (quiet,) = curve(experiment, policy, sampler, search, [0.0], range(draws))
 
         def reached(sigma: float) -> float:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import ConfigError, check_fields, flag, number, one_of, require
 
 if TYPE_CHECKING:
     import torch
+
+NOT_ROUNDED = "none"
+ACTIVATIONS = {NOT_ROUNDED: 1, "nvfp4": 16, "mxfp4": 32, "fp8": 1, "int8": 1}  # inputs that must divide a width
 
 
 class WeightFormat:
@@ -22,6 +26,7 @@ class WeightFormat:
     name: str
     bits_per_weight: float | None = None  # resident, scales included; None if the layers stay as they are
     kernel_layout: str | None = None  # name of the format in `qerl_kernels.layout`; None without fused kernels
+    activations: str  # what the inputs of packed layers are rounded to: one of ACTIVATIONS
 
     def unsupported_reason(self, device: str) -> str | None:
         """Why this format cannot run on `device` ("cpu" or "cuda") on this machine, or None if it can."""
@@ -31,21 +36,72 @@ class WeightFormat:
         """Raise ConfigError if blocks do not divide the input width of the layer `name`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class BlockFormat(WeightFormat, ABC):
-    """A format that packs W (N, K): a low-bit code per weight, and a scale per `block` neighboring inputs."""
+    """A format that packs W (N, K): a low-bit code per weight, and a scale per block of neighboring inputs."""
 
-    block: int
+    name: str
+    activations: str
     partial: bool  # whether a run may leave more than 5 % of the blocks' weights unpacked
+    keep_first: float  # share of the transformer blocks, from the first one on, that stay in 16 bits
+    keep_last: float  # the same from the last one back
+
+    block_rows = 1  # rows that share their scales
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "quant",
+            activations=one_of(*ACTIVATIONS),
+            partial=flag,
+            keep_first=number(0, below=1),
+            keep_last=number(0, below=1),
+        )
+        require(
+            self.keep_first + self.keep_last < 1,
+            f"quant.keep_first={self.keep_first} and quant.keep_last={self.keep_last} keep every transformer block in "
+            "16 bits, so that nothing is packed. Make one of them smaller, or use quant=bf16",
+        )
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether weights are rounded in all blocks, and nothing else."""
+        return (self.activations, self.keep_first, self.keep_last) == (NOT_ROUNDED, 0, 0)
+
+    def kept(self, blocks: int) -> set[int]:
+        """The numbers of the transformer blocks that stay in 16 bits, of `blocks`: shares, rounded to whole blocks.
+
+        Raises ConfigError if no block is left.
+        """
+        first, last = (math.floor(share * blocks + 0.5) for share in (self.keep_first, self.keep_last))
+        require(
+            first + last < blocks or blocks == 0,
+            f"quant.keep_first={self.keep_first} and quant.keep_last={self.keep_last} keep {first} and {last} of "
+            f"{blocks} transformer blocks in 16 bits, so that nothing is packed. Make one of them smaller, or use "
+            "quant=bf16",
+        )
+        return {*range(first), *range(blocks - last, blocks)}
+
+    @abstractmethod
+    def block_of(self, in_features: int) -> int:
+        """How many inputs of a row of `in_features` share a scale."""
 
     def check_width(self, name: str, in_features: int) -> None:
+        block = self.block_of(in_features)
         require(
-            in_features % self.block == 0,
-            f"{name}: {type(self).__name__} quantizes blocks of {self.block} inputs, which do not divide this layer's "
-            f"input width {in_features}; choose a model whose widths are multiples of {self.block}, or quant=bf16",
+            in_features % block == 0,
+            f"{name}: {type(self).__name__} quantizes blocks of {block} inputs, which do not divide this layer's "
+            f"input width {in_features}; choose a model whose widths are multiples of {block}, or quant=bf16",
+        )
+        inputs = ACTIVATIONS[self.activations]
+        require(
+            in_features % inputs == 0,
+            f"{name}: activations={self.activations} rounds blocks of {inputs} inputs, which do not divide this "
+            f"layer's input width {in_features}; use activations=fp8 or int8, with a scale for each token, or none",
         )
 
     def require_finite(self, weight: torch.Tensor) -> None:
-        """Raise ConfigError if a weight is NaN or infinite, which no 4-bit code can express."""
+        """Raise ConfigError if a weight is NaN or infinite, which no code can express."""
         low, high = weight.aminmax()  # several times faster than isfinite; NaN if any weight is NaN
         if math.isfinite(float(low)) and math.isfinite(float(high)):
             return

@@ -41,7 +41,7 @@ def _concat_packed(layers: Sequence[PackedLinear]) -> PackedLinear | None:
             layer._buffers[name] = view
     shape = (sum(layer.out_features for layer in layers), first.in_features)
     whole = PackedLinear(first.weight_format, buffers, shape, _concat_bias(layers)).train(first.training)
-    whole._scale_offset = offset
+    whole._scale_offset, whole.rounding = offset, first.rounding
     whole.row_scales, start = [], 0
     for layer in layers:
         for rows, scale in layer.row_scales:

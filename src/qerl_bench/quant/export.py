@@ -1,6 +1,6 @@
 """Packed models as checkpoints of other programs.
 
-nvfp4 and mxfp4 are written in the format of compressed-tensors, nf4 in that of bitsandbytes. Left out: experts that no
+All formats are written as in compressed-tensors, but nf4 as in bitsandbytes. Left out: experts that no
 checkpoint holds as linear layers (gpt-oss, Llama 4, Granite), and experts in nf4.
 """
 
@@ -21,10 +21,11 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4, quant_state
-from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.packed_config import scheme_of
 from qerl_bench.quant.share import persistent_buffers, unpacked_parameters
+from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
+from qerl_kernels.symmetric import swap_sign
 
 SHARD_BYTES = 5 * 10**9
 
@@ -97,7 +98,7 @@ def _experts_tensors(model: torch.nn.Module, name: str, matrices: PackedMatrices
     """The tensors of the linear layers that make up the packed experts parameter `name`."""
     rows_of_layer = rows_in_checkpoint(model, name, (matrices.experts, matrices.out_features))
     require(
-        bool(rows_of_layer) and not isinstance(matrices.weight_format, NF4),
+        bool(rows_of_layer) and not isinstance(matrices.weight_format, NF4) and matrices.weight_format.block_rows == 1,
         f"the experts {name} of {type(model).__name__} cannot be exported as {matrices.weight_format.name}: "
         "checkpoints hold no linear layer for each of them that this format could pack. Use quant=nvfp4 or mxfp4, and "
         "a model such as Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 or GLM-4-MoE",
@@ -120,6 +121,11 @@ def _packed_tensors(
         for key, tensor in state.as_dict(packed=True).items():
             yield f"{name}.weight.{key}", tensor
         return
+    if isinstance(weight_format, Symmetric) and not isinstance(weight_format, FP8):
+        yield f"{name}.weight_shape", torch.tensor(shape)
+    if isinstance(weight_format, INT8):
+        tensors = dict(tensors)
+        yield f"{name}.weight_packed", swap_sign(tensors.pop("weight")).view(torch.int32)
     for key, tensor in tensors.items():
         if key == "weight_scale_2":  # torchao's multiplier; compressed-tensors stores the divisor
             yield f"{name}.weight_global_scale", tensor.reciprocal()
@@ -140,19 +146,9 @@ def config_entry(weight_format: WeightFormat, ignore: list[str], dtype: str) -> 
             "bnb_4bit_quant_storage": "uint8",
             "llm_int8_skip_modules": ignore,
         }
-    if not isinstance(weight_format, NVFP4 | MXFP4):
-        raise ConfigError(f"quant={weight_format.name} packs nothing to export; use quant=nvfp4, mxfp4 or nf4")
-    nvfp4 = isinstance(weight_format, NVFP4)
-    pack_format = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "tensor_group" if nvfp4 else "group",
-        "group_size": weight_format.block,
-        "dynamic": False,
-        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
-    }
+    if not isinstance(weight_format, BlockFormat):
+        raise ConfigError(f"quant={weight_format.name} packs nothing to export; use a format that does: quant=nvfp4")
+    pack_format, weights = scheme_of(weight_format)
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": pack_format}
     return {
         "quant_method": "compressed-tensors",

@@ -60,6 +60,7 @@ class PackedLinear(torch.nn.Linear):
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
     owns_memory = False  # set by `quant.placement`: nobody else reads the packed tensors, which may be overwritten
+    rounding: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the input: `quant.activations`
     _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype: `operands_kept`, `keep_operand`
 
     def __init__(
@@ -175,6 +176,9 @@ class PackedLinear(torch.nn.Linear):
         """x (..., K) to (..., N), plus the output of `adapter`; the decode kernel takes a single one."""
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
+        if self.rounding is not None:
+            assert not adapter  # which reads the input as it is
+            input = self.rounding(input)
         if self.uses_bitsandbytes:
             assert isinstance(self.weight_format, NF4) and adapter is None  # PEFT applies the adapter
             shape = (self.out_features, self.in_features)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, flag, one_of
+from qerl_bench.checks import check_fields, one_of
 from qerl_bench.quant.base import BlockFormat
 
 if TYPE_CHECKING:
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 class MXFP4(BlockFormat):
     """E2M1 codes and a power-of-two scale per 32 inputs. `scale_rule` picks the power from a block's maximum."""
 
-    name: str
     scale_rule: str
-    partial: bool
 
     block = 32
     bits_per_weight = 4 + 8 / block
     kernel_layout = "mxfp4"
 
     def __post_init__(self) -> None:
-        check_fields(self, "quant", scale_rule=one_of("even", "floor", "rceil"), partial=flag)
+        super().__post_init__()
+        check_fields(self, "quant", scale_rule=one_of("even", "floor", "rceil"))
+
+    def block_of(self, in_features: int) -> int:
+        return self.block
 
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0

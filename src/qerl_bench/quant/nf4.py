@@ -30,15 +30,14 @@ class NF4(BlockFormat):
     `double_quant`, `absmax` is uint8, and `nested_absmax` FP32 (N*K/16384,) and `nested_offset` FP32 (1,) decode it.
     """
 
-    name: str
     double_quant: bool
     backend: str
-    partial: bool
 
     block = 64
 
     def __post_init__(self) -> None:
-        check_fields(self, "quant", double_quant=flag, backend=one_of("own", "bitsandbytes"), partial=flag)
+        super().__post_init__()
+        check_fields(self, "quant", double_quant=flag, backend=one_of("own", "bitsandbytes"))
 
     @property
     def bits_per_weight(self) -> float:
@@ -53,6 +52,9 @@ class NF4(BlockFormat):
         if find_spec("bitsandbytes") is None:
             return lacking("bitsandbytes", "quant=nf4", "bitsandbytes")
         return None
+
+    def block_of(self, in_features: int) -> int:
+        return self.block
 
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0

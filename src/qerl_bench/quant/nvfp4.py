@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, flag, one_of, require
+from qerl_bench.checks import check_fields, one_of, require
 from qerl_bench.quant.base import BlockFormat
 
 if TYPE_CHECKING:
@@ -21,28 +21,29 @@ class NVFP4(BlockFormat):
     names the library whose arithmetic is followed; torchao and ModelOpt always compute in float32.
     """
 
-    name: str
     compute_dtype: str
     convention: str
-    partial: bool
 
     block = 16
     bits_per_weight = 4 + 8 / block
     kernel_layout = "nvfp4"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(
             self,
             "quant",
             compute_dtype=one_of("bfloat16", "float16", "float32"),
             convention=one_of("compressed-tensors", "torchao"),
-            partial=flag,
         )
         require(
             self.convention != "torchao" or self.compute_dtype == "float32",
             "quant.convention=torchao computes its scales in float32, got "
             f"quant.compute_dtype={self.compute_dtype}; add quant.compute_dtype=float32",
         )
+
+    def block_of(self, in_features: int) -> int:
+        return self.block
 
     def scales(
         self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from qerl_bench.quant.conversion import rows_in_checkpoint, sources_of
 from qerl_bench.quant.experts import expert_modules, expert_parameters, is_transposed, matrix_shape, pack_experts
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
+from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_config import MODELOPT, packing_of
 from qerl_bench.quant.share import is_linear
+from qerl_bench.quant.symmetric import FP8, INT4, INT8, Symmetric
+from qerl_kernels.symmetric import swap_sign
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,7 @@ _STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float
 _REMEDY = "download or write the checkpoint again"
 _UNPACKED = "give the unquantized model, which is packed while it is read"
 _SAME_TABLE = 1e-6  # tables of earlier versions differ in the last bit
+CODES = {NVFP4: "U8", FP8: "F8_E4M3", INT8: "I8"}  # dtype in files of what is called `weight`
 _MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
 
 
@@ -98,19 +103,25 @@ class _PackedSource:
     weight_format: BlockFormat
     method: str
 
-    @property
+    @cached_property
     def stored_names(self) -> dict[str, str]:
-        """The name in the checkpoint by the name here; ModelOpt's `weight` holds codes if its dtype is uint8."""
+        """The name in the checkpoint by the name here; `weight` holds codes if its dtype is that of CODES."""
         if self.method == MODELOPT:
             return {"weight_packed": "weight", "weight_scale": "weight_scale", "weight_scale_2": "weight_scale_2"}
+        if isinstance(self.weight_format, FP8 | INT8):
+            in_words = any(name.endswith(".weight_packed") for name in self.reader.files)
+            return {"weight": "weight_packed" if in_words else "weight", "weight_scale": "weight_scale"}
         scale = {"weight_global_scale": "weight_global_scale"} if isinstance(self.weight_format, NVFP4) else {}
         return {"weight_packed": "weight_packed", "weight_scale": "weight_scale"} | scale
 
     def is_packed(self, layer: str) -> bool:
         if isinstance(self.weight_format, NF4):
             return f"{layer}.weight{_STATE}" in self.reader
-        codes = f"{layer}.{self.stored_names['weight_packed']}"
-        return codes in self.reader and (self.method != MODELOPT or self.reader.headers[codes]["dtype"] == "U8")
+        leaf = next(iter(self.stored_names.values()))
+        codes = f"{layer}.{leaf}"
+        return codes in self.reader and (
+            leaf != "weight" or self.reader.headers[codes]["dtype"] == CODES[type(self.weight_format)]
+        )
 
     def check_names(self, model: Any, experts_layers: Mapping[str, Mapping[str, torch.Tensor]]) -> list[str]:
         """How many tensors of which name, or of which module that `model` lacks, are unused.
@@ -154,7 +165,8 @@ class _PackedSource:
             if UNUSED.fullmatch(leaf):
                 unused[leaf] += 1
                 continue
-            packed = {"weight"} if isinstance(self.weight_format, NF4) else {*self.stored_names.values()}
+            stored = {*self.stored_names.values(), "weight_shape"}
+            packed = {"weight"} if isinstance(self.weight_format, NF4) else stored
             known = {*packed, "bias"} if self.is_packed(owner) else own[owner]
             require(
                 leaf in known,
@@ -176,7 +188,10 @@ class _PackedSource:
         self.weight_format.check_width(layer, shape[1])
         if isinstance(self.weight_format, NF4):
             return _read_nf4(self.reader, layer, shape, self.weight_format)
+        if isinstance(self.weight_format, Symmetric):
+            return self._read_symmetric(layer, shape, self.weight_format)
         nvfp4 = isinstance(self.weight_format, NVFP4)
+        assert isinstance(self.weight_format, NVFP4 | MXFP4)
         wanted = {
             "weight_packed": ((shape[0], shape[1] // 2), torch.uint8),
             "weight_scale": (
@@ -197,6 +212,23 @@ class _PackedSource:
             require(ok, f"{layer} has a scale that is zero, negative, infinite or not a number; {_REMEDY}")
         return packed
 
+    def _read_symmetric(self, layer: str, shape: tuple[int, int], fmt: Symmetric) -> dict[str, torch.Tensor]:
+        codes = self.stored_names.get("weight", "weight_packed")
+        dtype = torch.int32 if codes == "weight_packed" else torch.float8_e4m3fn if isinstance(fmt, FP8) else torch.int8
+        width = shape[1] * fmt.bits // 32 if dtype == torch.int32 else shape[1]
+        scales = -(-shape[0] // fmt.block_rows), shape[1] // fmt.block_of(shape[1])
+        stored = self.reader.read(f"{layer}.{codes}", (shape[0], width))
+        scale = self.reader.read(f"{layer}.weight_scale", scales)
+        require(stored.dtype == dtype, f"{layer}.{codes} is stored as {stored.dtype}, not as {dtype}; {_REMEDY}")
+        finite = scale.isfinite().all() and (dtype != torch.float8_e4m3fn or stored.float().isfinite().all())
+        require(
+            scale.dtype in (torch.bfloat16, torch.float16, torch.float32) and bool(finite),
+            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers; {_REMEDY}",
+        )
+        if isinstance(fmt, INT4):
+            return {"weight_packed": stored, "weight_scale": scale}
+        return {"weight": swap_sign(stored.view(torch.int8)) if dtype == torch.int32 else stored, "weight_scale": scale}
+
 
 def _read_experts(
     source: _PackedSource, name: str, shape: tuple[int, int, int], layers: Mapping[str, torch.Tensor]
@@ -208,6 +240,11 @@ def _read_experts(
     packed = [layer for layer in layers if source.is_packed(layer)]
     if not packed:
         return None
+    require(
+        source.weight_format.block_rows == 1,
+        f"{source.reader.folder}: the layers of {name} have scales for squares of weights, which one parameter of all "
+        f"experts cannot keep; {_UNPACKED}",
+    )
     plain = next((layer for layer in layers if layer not in packed), None)
     require(plain is None, f"{source.reader.folder}: {plain} is not packed, unlike other experts; {_REMEDY}")
     parts = [(rows, source.read(layer, (len(rows), shape[2]))) for layer, rows in layers.items()]

@@ -19,9 +19,16 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
+from qerl_bench.quant.symmetric import FP8, INT4, INT8, SQUARE, Symmetric
 
 COMPRESSED, MODELOPT, RELEASED = "compressed-tensors", "modelopt", "mxfp4"  # quant_method; the last one of gpt-oss
-PACK_FORMATS = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}  # of compressed-tensors
+PACK_FORMATS: dict[str, type[BlockFormat]] = {  # of compressed-tensors
+    "nvfp4-pack-quantized": NVFP4,
+    "mxfp4-pack-quantized": MXFP4,
+    "float-quantized": FP8,
+    "int-quantized": INT8,
+    "pack-quantized": INT4,  # or INT8, as `num_bits` says
+}
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # of ModelOpt
 MIXED = "MIXED_PRECISION", "mixed-precision"  # then groups or layers say more
 _READABLE = (
@@ -46,7 +53,6 @@ _KNOWN_OF = {  # the same, of one method alone
     },
     RELEASED: {"modules_to_not_convert", "dequantize"},
 }
-_WEIGHTS = {"num_bits": (4,), "type": ("float",), "symmetric": (True,), "strategy": ("tensor_group", "group")}
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,11 @@ def packing_of(folder: Path, requested: WeightFormat) -> PackedFormat:
             requested.double_quant == double,
             f"{folder} has bnb_4bit_use_double_quant={double}; use quant.double_quant={str(double).lower()}",
         )
+    assert isinstance(requested, BlockFormat)
     try:
-        return PackedFormat(method, stored, tuple(dict.fromkeys(_unused(folder, config, stored))))
+        if isinstance(requested, Symmetric):
+            _require_block(folder, config, requested)
+        return PackedFormat(method, stored, tuple(dict.fromkeys(_unused(folder, config, requested))))
     except (AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its quantization config is not of {method} ({error}); {_ORIGINAL}") from None
 
@@ -112,6 +121,8 @@ def _stored(folder: Path, method: str, config: Mapping[str, Any]) -> tuple[str, 
     readable: Mapping[str, type[BlockFormat]] = {}
     if method == COMPRESSED:
         named, readable = _named(config, "format", "config_groups"), PACK_FORMATS
+        if any(weights.get("num_bits") == 8 for weights in _weights(config)):
+            readable = PACK_FORMATS | {"pack-quantized": INT8}
     elif method == MODELOPT:
         named, readable = _named(config, "quant_algo", "quantized_layers"), {name: NVFP4 for name in ALGORITHMS}
     elif method == RELEASED:
@@ -142,10 +153,64 @@ def _named(config: Mapping[str, Any], key: str, parts: str) -> dict[str, str]:
     return {"": str(whole)}
 
 
-def _unused(folder: Path, config: Mapping[str, Any], stored: type[BlockFormat]) -> Iterator[str]:
+def _weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What compressed-tensors says of the weights, for each group of layers."""
+    groups = config.get("config_groups")
+    parts = groups.values() if isinstance(groups, Mapping) else ()
+    return [part["weights"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("weights"), dict)]
+
+
+def _require_block(folder: Path, config: Mapping[str, Any], requested: Symmetric) -> None:
+    for weights in _weights(config):
+        size = weights.get("group_size")
+        block = {"channel": "row", "block": SQUARE}.get(str(weights.get("strategy")), size)
+        require(
+            block == requested.block or not requested.blocks.allowed(block),
+            f"{folder} has scales for blocks of another size; use quant.block={block}",
+        )
+
+
+def scheme_of(weight_format: BlockFormat) -> tuple[str, dict[str, Any]]:
+    """How compressed-tensors describes the format: its name there, and the arguments of its weights."""
+    if isinstance(weight_format, Symmetric):
+        strategy = {"row": "channel", SQUARE: "block"}.get(str(weight_format.block), "group")
+        return "float-quantized" if isinstance(weight_format, FP8) else "pack-quantized", {
+            "num_bits": weight_format.bits,
+            "type": "float" if isinstance(weight_format, FP8) else "int",
+            "symmetric": True,
+            "strategy": strategy,
+            "group_size": weight_format.block if strategy == "group" else None,
+            "block_structure": [128, 128] if strategy == "block" else None,
+            "dynamic": False,
+        }
+    nvfp4 = isinstance(weight_format, NVFP4)
+    assert isinstance(weight_format, NVFP4 | MXFP4)
+    return "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized", {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group" if nvfp4 else "group",
+        "group_size": weight_format.block,
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if nvfp4 else "torch.uint8",
+    }
+
+
+def _allowed(requested: BlockFormat) -> dict[str, tuple[Any, ...]]:
+    """The values that what compressed-tensors says of weights can have if they are in the format `requested`."""
+    scheme = {key: value for key, value in scheme_of(requested)[1].items() if key not in _KNOWN and value is not False}
+    allowed: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in scheme.items()}
+    own = (name for name, stored in PACK_FORMATS.items() if isinstance(requested, stored))
+    allowed["format"] = (*own, *(("pack-quantized",) if isinstance(requested, INT8) else ()), *MIXED)
+    if scheme["strategy"] == "tensor_group":
+        allowed["strategy"] = ("tensor_group", "group")
+    return allowed
+
+
+def _unused(folder: Path, config: Mapping[str, Any], requested: BlockFormat) -> Iterator[str]:
     """What `config` asks for beyond the weights. Raises ConfigError at a field that it does not know, or its value."""
     known = _KNOWN | _KNOWN_OF.get(str(config.get("quant_method")), set())
-    allowed = _WEIGHTS | {"group_size": (stored.block,), "format": (*PACK_FORMATS, *MIXED)}
+    allowed = {} if isinstance(requested, NF4) else _allowed(requested)
     parts: dict[str, Any] = {"": config}
     parts |= {f"config_groups.{name}": group for name, group in (config.get("config_groups") or {}).items()}
     parts |= {f"{place}.weights": part["weights"] for place, part in parts.items() if place and part.get("weights")}

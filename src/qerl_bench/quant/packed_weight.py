@@ -25,7 +25,8 @@ class PackedWeight:
 
     def __init__(self, layer: Any) -> None:
         tensor = next(layer.buffers())
-        self.device, self.dtype = tensor.device, tensor.dtype
+        # PEFT would make its adapter in a dtype of floats
+        self.device, self.dtype = tensor.device, torch.uint8 if tensor.is_floating_point() else tensor.dtype
         self.shape = torch.Size((layer.out_features, layer.in_features))
         self._format_name = layer.weight_format.name
         self._layer = layer
@@ -39,6 +40,6 @@ class PackedWeight:
     @property
     def data(self) -> torch.Tensor:
         raise ConfigError(
-            f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding back to "
-            "4 bits loses most of an adapter's update; keep the adapter separate, or merge it into an unquantized model"
+            f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding it "
+            "again loses most of an adapter's update; keep the adapter separate, or merge it into an unquantized model"
         )

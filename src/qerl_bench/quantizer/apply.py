@@ -18,6 +18,7 @@ import torch
 from qerl_bench.checks import require
 from qerl_bench.process.progress import bar
 from qerl_bench.quant.base import BlockFormat, WeightFormat
+from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.error_decomposition import LayerReport, experts_report, layer_report, unpacked_report
 from qerl_bench.quant.experts import (
     PackedExperts,
@@ -43,6 +44,7 @@ from qerl_bench.quantizer.calibration import batches
 from qerl_bench.quantizer.rtn import RoundToNearest
 
 RTN = RoundToNearest(name="rtn")
+UNPACKED = BF16(name="bf16")  # of transformer blocks that stay in 16 bits
 
 
 class ParameterSource(Protocol):
@@ -64,7 +66,8 @@ def quantize_model(
 ) -> dict[str, LayerReport]:
     """Pack the linear layers and experts of `model` in place, freeing each original.
 
-    Returns a report by layer name, in the model's order; the name of an experts parameter stands for all its matrices.
+    Blocks that the format keeps (`BlockFormat.kept`) stay as they are. Returns a report by layer name, in the model's
+    order; the name of an experts parameter stands for all its matrices.
     A layer is skipped if an entry of `skip` is its name, a part of its dotted path, or several adjacent parts. Layers
     that engines fuse (`FUSED_SIBLINGS`) share one tensor scale. `sequences` are the token ids of the calibration text.
     Raises ConfigError if the format cannot run here, a width does not fit it, a weight is not finite, or the model has
@@ -72,8 +75,9 @@ def quantize_model(
     """
     prefix, blocks = decoder_blocks(model)
     layers = _layers_to_pack(model, skip, prefix.rpartition(".")[0])
-    packs = isinstance(weight_format, BlockFormat)
-    if packs:
+    kept: set[int] = set()
+    if packs := isinstance(weight_format, BlockFormat):
+        kept = weight_format.kept(len(blocks))
         _check_layers(model, weight_format, [name for name, *_ in layers])
     calibrated = packs and quantizer.calibration is not None
     require(
@@ -100,7 +104,7 @@ def quantize_model(
         if source is not None:
             source.fill(model, [f"{name}.{parameter}" for parameter, _ in block.named_parameters()])
         second_moments: dict[str, torch.Tensor] = {}
-        if packs and calibrated:
+        if packs and calibrated and index not in kept:
             owners = {layer.removeprefix(f"{name}."): _owner(model, layer) for layer, *_ in names}
             linears = {layer: owner for layer, owner in owners.items() if isinstance(owner, torch.nn.Linear)}
             groups = group_by_input(block, index, inputs, linears)
@@ -108,7 +112,8 @@ def quantize_model(
             quantizer.prepare(groups, weight_format)
             require_same_output(before, run_block(block, index, inputs[0]), name)
             second_moments = {f"{name}.{layer}": group.second_moment for group in groups for layer in group.layers}
-        reports |= _pack_layers(model, weight_format, quantizer, names, second_moments)
+        own = UNPACKED if index in kept else weight_format
+        reports |= _pack_layers(model, own, quantizer, names, second_moments)
         packed = {layer: owner for layer, *_ in names if isinstance(owner := _owner(model, layer), PackedLinear)}
         if any(buffer.is_cuda for layer in packed.values() for buffer in layer.buffers()):
             place(packed)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from qerl_bench.quant.base import BlockFormat
 
-CHUNK = 128  # inputs between two corrections of the rest of the matrix, for speed; a multiple of every block size
+CHUNK = (
+    128  # inputs between two corrections of the rest of the matrix, for speed; a multiple of all blocks but whole rows
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +53,14 @@ class GPTQ(Quantizer):
         rounded = torch.empty_like(corrected)
         scales: list[dict[str, torch.Tensor]] = []
         rows, width = corrected.shape
+        inputs = weight_format.block_of(width)
         for start in range(0, width, CHUNK):
             stop = min(start + CHUNK, width)
             errors = torch.empty(rows, stop - start, device=corrected.device)
             for column in range(start, stop):
-                if column % weight_format.block == 0:
-                    block = corrected[:, column : column + weight_format.block]
-                    scales.append(weight_format.scales(block, amax))
-                    unit = weight_format.unit(scales[-1], (rows, weight_format.block))[:, 0]
+                if column % inputs == 0:
+                    scales.append(weight_format.scales(corrected[:, column : column + inputs], amax))
+                    unit = weight_format.unit(scales[-1], (rows, inputs))[:, 0]
                     unit = torch.where(unit == 0, 1.0, unit)
                 value = corrected[:, column]
                 rounded[:, column] = weight_format.nearest(value / unit) * unit

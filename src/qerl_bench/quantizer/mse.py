@@ -45,13 +45,17 @@ class BlockScaleSearch(Quantizer):
         import torch
 
         shape = (weight.shape[0], weight.shape[1])
-        blocks = weight.to(torch.float32).unflatten(-1, (-1, weight_format.block))  # (N, K/B, B)
+        inputs, rows = weight_format.block_of(shape[1]), weight_format.block_rows
+        blocks = weight.to(torch.float32).unflatten(-1, (-1, inputs))  # (N, K/B, B)
 
         def block_errors(scales: dict[str, torch.Tensor]) -> torch.Tensor:
             unit = weight_format.unit(scales, shape).unsqueeze(-1)
             # A block of zeros may have the scale zero (NF4); its error is zero under any scale.
             restored = weight_format.nearest(blocks / torch.where(unit == 0, 1.0, unit)) * unit
-            return (restored - blocks).square().sum(-1)  # (N, K/B)
+            errors = (restored - blocks).square().sum(-1)  # (N, K/B)
+            if rows == 1:
+                return errors
+            return torch.nn.functional.pad(errors, (0, 0, 0, -shape[0] % rows)).unflatten(0, (-1, rows)).sum(1)
 
         best = weight_format.scales(weight, tensor_amax)
         least = block_errors(best)
@@ -65,7 +69,7 @@ class BlockScaleSearch(Quantizer):
 
 
 def _where_better(better: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new` where `better` (N, K/B), else `old`. Tensor scales, which do not depend on the multiplier, stay."""
+    """`new` where `better` (a flag per block), else `old`. Tensor scales, which know no multiplier, stay."""
     import torch
 
     if old.numel() != better.numel():

@@ -20,6 +20,7 @@ from qerl_bench.checks import (
     temperature,
     text,
 )
+from qerl_bench.quant.base import ACTIVATIONS
 
 MAX_UPDATES = 1_000  # on one batch
 
@@ -32,6 +33,7 @@ class RolloutSpec:
     group_size: int
     temperature: float
     quant: str | None
+    activations: str | None
 
     def __post_init__(self) -> None:
         check_fields(
@@ -41,6 +43,7 @@ class RolloutSpec:
             group_size=count(),
             temperature=temperature,
             quant=optional(text),
+            activations=optional(one_of(*ACTIVATIONS)),
         )
         require_completions("rollout.prompts_per_step x rollout.group_size", self.prompts_per_step, self.group_size)
 

@@ -22,6 +22,7 @@ from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.process.device import peak_bytes
 from qerl_bench.process.memory import shortage
+from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.train.batch import Batch
 from qerl_bench.train.objective import objective
 from qerl_bench.train.specs import Specs
@@ -41,6 +42,7 @@ def why_not(specs: Specs, policy: Policy) -> str | None:
         "there is no GPU": policy.device.type != "cuda",
         "the model keeps a GPU busy without": not is_small(policy.model),
         "train.packing is off": not policy.packing,
+        ROUNDED: policy.rounding is not None,
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",
         f"train.updates_per_batch={train.updates_per_batch}": train.updates_per_batch > 1,

@@ -26,7 +26,16 @@ ONE_FORMAT = Filter(
 IN_NORMS = Filter(
     "noise.where", among=("norms", None), excuse="with noise on adapters, which is not QeRL's: leave noise.where out"
 )
-USUAL = (GRADED, AS_TRAINED, ONE_FORMAT, IN_NORMS)
+WEIGHTS_ALONE = tuple(  # of all blocks
+    Filter(key, among=(None,), excuse=f"with {what}: leave {key} out")
+    for key, what in {
+        "quant.activations": "rounded inputs of layers",
+        "rollout.activations": "rounded inputs of layers while sampling",
+        "quant.keep_first": "transformer blocks in 16 bits",
+        "quant.keep_last": "transformer blocks in 16 bits",
+    }.items()
+)
+USUAL = (GRADED, AS_TRAINED, ONE_FORMAT, IN_NORMS, *WEIGHTS_ALONE)
 NO_NOISE = Filter("aqn.name", among=("none",))
 RANK_32 = Filter("lora.rank", among=(32,))
 GRPO = Filter("algo.name", among=("grpo",))

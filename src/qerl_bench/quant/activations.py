@@ -1,0 +1,89 @@
+"""Rounding the inputs of packed layers: `quant.activations` and `rollout.activations`.
+
+A layer multiplies its packed weight by the rounded input; the adapter reads the input as it is, and gradients pass
+straight through. Fused paths know nothing of it, so blocks run the modules of transformers and PEFT. Left out: experts,
+which are refused, and the head, which is not packed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from qerl_bench.checks import require
+from qerl_bench.quant.base import NOT_ROUNDED
+from qerl_bench.quant.experts import PackedExperts
+from qerl_bench.quant.linear import PackedLinear
+from qerl_kernels.activations import round_blocks
+
+log = logging.getLogger(__name__)
+REASON = "the inputs of packed layers are rounded"  # why a fused path is not taken
+
+
+class Rounding:
+    """Rounds inputs x (..., K) to the format `kind`, straight-through, and counts what becomes zero."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        self.kind, self.on = kind, True
+        self.counts = torch.zeros(2, dtype=torch.long, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.on:
+            return x
+        rounded: Any = _StraightThrough.apply(x, self.kind)
+        with torch.no_grad():
+            inputs = x != 0
+            self.counts += torch.stack([(inputs & (rounded == 0)).sum(), inputs.sum()])
+        return rounded
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Context in which inputs stay as they are."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    def take(self) -> tuple[int, int]:
+        """How many inputs became zero, of how many that were not, since the last call. Waits for the device."""
+        lost, inputs = self.counts.tolist()
+        self.counts.zero_()
+        return lost, inputs
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        return round_blocks(x, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return grads[0], None
+
+
+def round_inputs(model: torch.nn.Module, kind: str, where: str) -> Rounding | None:
+    """Let the packed layers of `model` round their inputs to the format `kind`; None for none.
+
+    Raises ConfigError, which names the model `where`, if it has packed experts.
+    """
+    if kind == NOT_ROUNDED:
+        return None
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    experts = next((name for name, module in model.named_modules() if isinstance(module, PackedExperts)), None)
+    require(
+        experts is None,
+        f"activations={kind} rounds the inputs of linear layers, and the experts of {where} ({experts}) would read "
+        "theirs as they are. Use quant.activations=none and rollout.activations=none, or a dense model",
+    )
+    rounding = Rounding(kind, next(model.parameters()).device)
+    for layer in layers:
+        layer.rounding = rounding
+    log.info(
+        "the inputs of %d packed layers are rounded to %s; fused blocks and recorded passes are off", len(layers), kind
+    )
+    return rounding

@@ -1,0 +1,122 @@
+"""quant=fp8, int8 and int4: codes times a floating-point scale, the formats that most packed checkpoints have.
+
+Bytes are those of compressed-tensors, or of torchao; the rule and its variants are in `qerl_kernels.symmetric`. Left
+out: fused kernels (each matmul rebuilds the weight by the reference), and INT4 with offsets, as AWQ and GPTQ store it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+from qerl_bench.checks import Check, check_fields, one_of
+from qerl_bench.quant.base import BlockFormat
+
+if TYPE_CHECKING:
+    import torch
+
+    from qerl_kernels.symmetric import Codes
+
+SQUARE = "128x128"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Symmetric(BlockFormat):
+    """A code per weight, and a scale per row (`block=row`), per `block` inputs, or per square of weights.
+
+    `compute_dtype` is the dtype in which the scales are computed, and stored unless `convention` stores them in FP32;
+    llm-compressor uses the dtype of the checkpoint.
+    """
+
+    block: int | str
+    compute_dtype: str
+    convention: str
+
+    kind: ClassVar[str]  # a key of `qerl_kernels.symmetric.CODES`
+    bits: ClassVar[int]
+    blocks: ClassVar[Check]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(
+            self,
+            "quant",
+            block=self.blocks,
+            compute_dtype=one_of("bfloat16", "float16", "float32"),
+            convention=one_of("compressed-tensors", "torchao"),
+        )
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Without the scales of rows, which add 16 or 32 bits to a row."""
+        scale = 32 if self.compute_dtype == "float32" or (self.convention == "torchao" and self.bits == 8) else 16
+        weights = {"row": float("inf"), SQUARE: 128 * 128}.get(str(self.block)) or float(self.block)
+        return self.bits + scale / weights
+
+    @property
+    def block_rows(self) -> int:
+        return 128 if self.block == SQUARE else 1
+
+    def block_of(self, in_features: int) -> int:
+        return {"row": in_features, SQUARE: 128}.get(str(self.block)) or int(self.block)
+
+    def scales(
+        self, weight: torch.Tensor, tensor_amax: float | None = None, stretch: float = 1.0
+    ) -> dict[str, torch.Tensor]:
+        from qerl_kernels import symmetric
+
+        rounded = weight.to(self._dtype)
+        self.require_finite(rounded)
+        block = self.block_rows, self.block_of(weight.shape[1])
+        return symmetric.scales(rounded, self.codes, block, self._dtype, self.convention, stretch)
+
+    def unit(self, scales: dict[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+        from qerl_kernels import symmetric
+
+        return symmetric.unit(scales["weight_scale"], shape[0], self.block_rows)
+
+    def nearest(self, values: torch.Tensor) -> torch.Tensor:
+        from qerl_kernels import symmetric
+
+        return symmetric.nearest(values, self.codes)
+
+    def encode(self, weight: torch.Tensor, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from qerl_kernels import symmetric
+
+        return symmetric.encode(weight, scales, self.codes, self.block_rows, self._dtype, self.convention)
+
+    def operand(self, packed: dict[str, torch.Tensor], shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        from qerl_kernels import symmetric
+
+        return symmetric.operand(packed, self.codes, self.block_rows, shape, dtype)
+
+    @cached_property
+    def codes(self) -> Codes:
+        from qerl_kernels.symmetric import CODES
+
+        return CODES[self.kind]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.compute_dtype)
+
+
+class FP8(Symmetric):
+    """E4M3 floats, a scale per row or per 128 x 128 weights."""
+
+    kind, bits, blocks = "fp8", 8, one_of("row", SQUARE)
+
+
+class INT8(Symmetric):
+    """Integers from -128 to 127, a scale per row."""
+
+    kind, bits, blocks = "int8", 8, one_of("row")
+
+
+class INT4(Symmetric):
+    """Integers from -8 to 7, a scale per 32 or 128 inputs."""
+
+    kind, bits, blocks = "int4", 4, Check(lambda value: value in (32, 128), "32 or 128")
