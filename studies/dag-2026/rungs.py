@@ -25,7 +25,8 @@ from qerl_bench.config import build, compose
 from qerl_bench.seeding import derive
 from qerl_bench.studies.conduct.probing import probed
 from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import NO_SUCCESS, PASS_AT_1, PASS_AT_K, Probe, pass_at
+from qerl_bench.studies.design.limits import NO_SUCCESS, PASS_AT_1, PASS_AT_K
+from qerl_bench.studies.design.readings import Probe, pass_at
 from qerl_bench.task.dag import Dag, operations_needed
 
 Rung = Mapping[str, float]  # what a base does with problems of so many operations

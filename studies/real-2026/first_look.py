@@ -10,7 +10,6 @@ of many answers groups.md. And sizes.svg, all formats of both sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +24,7 @@ from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.statistics import Estimate, found_among, mean_ci
 from qerl_bench.studies.conduct.packing import ANSWERS
+from qerl_bench.studies.design.readings import mixed_group
 from qerl_bench.studies.design.sessions import read_probes
 from qerl_bench.studies.figures.style import FULL_WIDTH, color, panels, paper_style, save
 from qerl_bench.studies.probes.numbers import PARTS
@@ -85,12 +85,6 @@ def groups_page(probes: Sequence[Record]) -> str:
             mixed = [fmean(mixed_group(count, samples, size) for count in right) for size in GROUPS]
             lines.append([str(one["base"]), quant, *(f"{share:.1%}" for share in (*passed, *mixed))])
     return f"# Groups\n\n{rows_of(heads, lines)}\n"
-
-
-def mixed_group(right: int, samples: int, size: int) -> float:
-    """The chance that `size` of the answers to a question, drawn without replacement, are neither all right nor all
-    wrong."""
-    return 1 - (comb(right, size) + comb(samples - right, size)) / comb(samples, size)
 
 
 def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:

@@ -18,7 +18,7 @@ from qerl_bench.checks import require
 from qerl_bench.commands.exits import guarded
 from qerl_bench.statistics import mean_ci, t_quantile
 from qerl_bench.studies.design.design import Arm
-from qerl_bench.studies.design.gates import by_base, final
+from qerl_bench.studies.design.readings import by_base, final
 from qerl_bench.studies.design.sessions import Sessions, read_study
 
 

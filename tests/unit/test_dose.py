@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from qerl_bench.studies.design.gates import by_base, final
+from qerl_bench.studies.design.readings import by_base, final
 from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.figures.dose import dose_response
 from qerl_bench.studies.figures.effects import PlottedArm

@@ -28,12 +28,6 @@ def test_pages_come_out_again(name: str) -> None:
     assert pages.get("probes.md") == markdown(probes)
 
 
-def test_few_copies_of_many_answers_have_mixed_groups() -> None:
-    mixed = script("studies/real-2026/first_look.py").mixed_group
-    assert mixed(0, 64, 8) == mixed(64, 64, 8) == 0 and mixed(1, 8, 8) == 1
-    assert mixed(2, 4, 2) == pytest.approx(2 / 3)  # of six pairs two are alike
-
-
 @pytest.mark.parametrize("name", [name for name in SESSIONS if (LOOK / "data" / name / ANSWERS).is_file()])
 def test_answers_are_those_that_probes_count(name: str) -> None:
     rows: Any = pd.read_parquet(LOOK / "data" / name / ANSWERS)

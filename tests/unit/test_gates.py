@@ -34,7 +34,8 @@ from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
 from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import Result, Runs, between, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.gates import Result, between, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.readings import Runs
 from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.sweep import sweep as module

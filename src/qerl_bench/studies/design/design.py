@@ -9,6 +9,7 @@
       nvfp4-noise: {tier: 1, words: [quant=nvfp4, aqn=matched]}
     probe: {questions: 256, samples: 64}     # of a base, before any arm; more of it: sizes.py
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
+    gates: {pass_at_1: [0.15, 0.65]}         # which are asked, and their limits, if not those of worlds (limits.py)
 
 Tier 1 is run on all bases before tier 2 begins. A control shows that the world has a gain to be had (`gain`), or that
 more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
@@ -37,6 +38,7 @@ from qerl_bench.checks import (
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.rundir.checkpoints import is_finished
+from qerl_bench.studies.design.limits import Limits, read_limits
 from qerl_bench.studies.design.sizes import DoseSize, ProbeSize, probe_size
 from qerl_bench.studies.design.units import Unit, read_seeds, read_units
 from qerl_bench.sweep.points import Point
@@ -84,6 +86,7 @@ class Design:
     arms: tuple[Arm, ...]
     probe: ProbeSize
     dose: DoseSize
+    limits: Limits
 
     def __post_init__(self) -> None:
         check_words("common", self.common)
@@ -208,6 +211,7 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     require(path.is_file(), f"there is no study {path}; give its YAML file")
     written: Any = yaml.safe_load(path.read_text())
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
+    limits = read_limits(written.pop("gates", None) if isinstance(written, dict) else None)
     content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})
     units = read_units(content)
     set_by_units = {word.partition("=")[0] for unit in units.values() for word in unit.words}
@@ -225,6 +229,7 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
         arms=tuple(_arm(name, entry) for name, entry in arms.items()),
         probe=probe_size(content["probe"]),
         dose=DoseSize(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
+        limits=limits,
     )
 
 

@@ -15,29 +15,26 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import Any, Literal
 
-import numpy as np
-
-from qerl_bench.statistics import mean_ci, pass_at_k
+from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.design.controls import EFFECT, level, one_passes
-from qerl_bench.studies.design.design import Arm, Design
+from qerl_bench.studies.design.design import Design
+from qerl_bench.studies.design.limits import Limits
+from qerl_bench.studies.design.readings import (
+    Probe,
+    Runs,
+    above_half_time,
+    by_unit,
+    final,
+    gain_on_longest,
+    gain_where_complete,
+    late_rise,
+    lenient_gap,
+    mixed_groups,
+    pass_at,
+)
 from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.runs.measure import LATE, held_out
-
-PASS_AT_1 = (0.10, 0.40)
-PASS_AT_K = 0.80  # of as many samples as the probe draws, 64 in a study
-NO_SUCCESS = (0.20, 0.50)  # groups in which no completion is right
-RISE = (0.05, 0.15)  # of the entropy, by matched noise
-KL = (0.01, 0.10)  # nats a token between the sampler with matched noise and the trainer
-HEADROOM = 0.15  # between the reference's end and the ceiling, which is 1: every problem has an answer
-SKILL = 0.05  # that the reference gains on the longest questions
-LONGEST = 0.25  # the share of the held-out questions that count as the longest, at least
-
-Probe = Mapping[str, Any]
-Runs = Mapping[tuple[str, int, int], Run]  # by arm, base and seed
-
 
 Word = Literal["yes", "no", "neither", "open", "measured", "no such arm"]
 
@@ -73,39 +70,65 @@ class Result:
 
 def gates(design: Design, probes: Sequence[Probe], runs: Runs) -> list[Result]:
     """The results of all gates of a study, those of its bases first."""
-    everything = tuple(arm.name for arm in design.arms)
-    reference = design.format_of(design.reference)
-    samples, group = design.probe.samples, design.samples_per_group
-    results = [
-        between("pass@1 of the base", *PASS_AT_1, [pass_at(one, reference, 1) for one in probes], everything),
-        between(f"pass@{samples}", PASS_AT_K, 1.0, [pass_at(one, reference, samples) for one in probes], everything),
-        between(
-            f"groups of {group} without success",
-            *NO_SUCCESS,
-            [1 - pass_at(one, reference, group) for one in probes],
-            everything,
-        ),
-    ]
+    everything, limits = tuple(arm.name for arm in design.arms), design.limits
+    return [*of_bases(design, probes, limits, everything), *of_training(design, runs, limits, everything)]
+
+
+def of_bases(design: Design, probes: Sequence[Probe], limits: Limits, everything: tuple[str, ...]) -> list[Result]:
+    """What bases and the doses that were found for them must show before any arm is trained."""
+    reference, samples, group = design.format_of(design.reference), design.probe.samples, design.samples_per_group
+
+    def of_reference(number: Callable[[Probe, str, int], float], k: int) -> list[float]:
+        return [number(one, reference, k) for one in probes]
+
+    results: list[Result] = []
+    if limits.pass_at_1:
+        results.append(between("pass@1 of the base", *limits.pass_at_1, of_reference(pass_at, 1), everything))
+    if limits.pass_at_k:
+        results.append(between(f"pass@{samples}", limits.pass_at_k, 1.0, of_reference(pass_at, samples), everything))
+    if limits.no_success:
+        failed = [1 - share for share in of_reference(pass_at, group)]
+        results.append(between(f"groups of {group} without success", *limits.no_success, failed, everything))
+    if limits.mixed_groups:
+        mixed = of_reference(mixed_groups, group)
+        results.append(between(f"mixed groups of {group}", limits.mixed_groups, 1.0, mixed, everything))
+    for quant in design.formats_of_arms if limits.strict_lenient else ():
+        gaps = [gap for one in probes if (gap := lenient_gap(one, quant)) is not None]
+        most = limits.strict_lenient or 0.0
+        results.append(between(f"lenient minus strict, {quant}", -most, most, gaps, everything))
     for quant in design.formats[1:]:
         lost = [pass_at(one, reference, 1) - pass_at(one, quant, 1) for one in probes if quant in one["formats"]]
         results.append(Result(gate=f"damage by {quant}", limit="none", word="measured", **_numbers(lost)))
     for arm in (arm for arm in design.arms if arm.dosed):
         found = [one["doses"][arm.name] for one in probes if arm.name in one["doses"]]
-        for name, limits in (("rise", RISE), ("kl", KL)):
-            what = {"rise": "rise of entropy", "kl": "KL, nats"}[name]
+        for name, what, span in (("rise", "rise of entropy", limits.rise), ("kl", "KL, nats", limits.kl)):
             values = [one[name] if one["sigma"] is not None else math.nan for one in found]
-            results.append(between(f"{what}, {arm.name}", *limits, values, (arm.name,)))
-    ends = by_unit(design, runs, design.reference, final)
-    rises = by_unit(design, runs, design.reference, late_rise)
-    skills = by_unit(design, runs, design.reference, gain_on_longest)
-    return [
-        *results,
-        between("headroom", HEADROOM, 1.0, [1 - value for value in ends.values()], everything),
-        between("rise in the last fifth", 0.0, 1.0, list(rises.values()), everything, must=True),
-        between("gain on the longest questions", SKILL, 1.0, list(skills.values()), everything, must=True),
-        *controls(design, runs, "gain", tuple(arm.name for arm in design.arms if arm.dosed)),
-        *controls(design, runs, "exploration"),
-    ]
+            if span:
+                results.append(between(f"{what}, {arm.name}", *span, values, (arm.name,)))
+    return results
+
+
+def of_training(design: Design, runs: Runs, limits: Limits, everything: tuple[str, ...]) -> list[Result]:
+    """What the reference must show by training, and the controls."""
+
+    def of_reference(number: Callable[[Run], float]) -> list[float]:
+        return [*by_unit(design, runs, design.reference, number).values()]
+
+    results: list[Result] = []
+    if limits.headroom is not None:
+        left = of_reference(lambda run: 1 - final(run))
+        results.append(between("headroom", limits.headroom, 1.0, left, everything))
+    if limits.gain is not None:
+        results.append(between("gain where complete", limits.gain, 1.0, of_reference(gain_where_complete), everything))
+    for gate, limit, number in (
+        ("rise in the last fifth", limits.late_rise, late_rise),
+        ("gain on the longest questions", limits.longest, gain_on_longest),
+        ("end above half time", limits.above_half_time, above_half_time),
+    ):
+        if limit is not None:
+            results.append(between(gate, limit, 1.0, of_reference(number), everything, must=True))
+    dosed = tuple(arm.name for arm in design.arms if arm.dosed)
+    return [*results, *controls(design, runs, "gain", dosed), *controls(design, runs, "exploration")]
 
 
 def between(
@@ -158,52 +181,6 @@ def _differences(treated: Mapping[int, float], reference: Mapping[int, float]) -
     """By base; none if fewer than two bases have both."""
     found = [value - reference[base] for base, value in treated.items() if base in reference]
     return found if len(found) > 1 else []
-
-
-def pass_at(probe: Probe, quant: str, k: int) -> float:
-    """pass@k of a base in a weight format; pass@1 is the share of right answers."""
-    counts = probe["formats"][quant]
-    rows = [[1.0] * correct + [0.0] * (counts["samples"] - correct) for correct in counts["correct"]]
-    return pass_at_k(rows, min(k, counts["samples"])).value
-
-
-def by_unit(design: Design, runs: Runs, arm: Arm, number: Callable[[Run], float]) -> dict[int, float]:
-    """A number of the runs of an arm, by base or, in a design of one model, by seed."""
-    if len(design.units) > 1:
-        return by_base(runs, arm, number)
-    return {seed: number(run) for (name, _, seed), run in runs.items() if name == arm.name}
-
-
-def by_base(runs: Runs, arm: Arm, number: Callable[[Run], float]) -> dict[int, float]:
-    """The mean over seeds of a number of the runs of an arm, by base."""
-    found: dict[int, list[float]] = {}
-    for (name, base, _), run in runs.items():
-        if name == arm.name:
-            found.setdefault(base, []).append(number(run))
-    return {base: fmean(values) for base, values in found.items()}
-
-
-def final(run: Run) -> float:
-    """Held-out accuracy after training."""
-    return float(np.mean(np.asarray(held_out("sampled")(run))))
-
-
-def late_rise(run: Run) -> float:
-    """How much the accuracy of rollouts rises over the last fifth of the steps, by a straight line."""
-    accuracy = run.series("train", "accuracy").dropna()
-    late = accuracy.iloc[-max(2, round(LATE * len(accuracy))) :]
-    return float(np.polyfit(late.index.to_numpy(), late.to_numpy(), 1)[0] * (late.index[-1] - late.index[0]))
-
-
-def gain_on_longest(run: Run) -> float:
-    """The gain of held-out accuracy on the questions with the most words, which ask for the most steps.
-
-    They are chosen by length, not by the answers, so that luck at the start does not look like a gain.
-    """
-    answers = run.answers("sampled")
-    words = answers.index.to_series().str.count(" ")
-    longest = answers[words >= words.quantile(1 - LONGEST)]
-    return float(np.mean((longest[run.option("steps")] - longest[0]).to_numpy()))
 
 
 def override(results: Iterable[Result], despite: Sequence[str]) -> list[Result]:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qerl_bench.statistics import found_among, mean_ci
-from qerl_bench.studies.design.gates import pass_at
+from qerl_bench.studies.design.readings import pass_at
 from qerl_bench.studies.design.sessions import Sessions
 from qerl_bench.studies.figures.effects import PlottedArm
 from qerl_bench.studies.figures.paired import ENTROPY, SAMPLED, average_seeds, by_cell, differences

@@ -33,7 +33,8 @@ from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.literature import REGISTRIES, page_table
 from qerl_bench.studies.claims.specification import specifications
 from qerl_bench.studies.design.design import Arm, read_design
-from qerl_bench.studies.design.gates import by_base, gates, override, pass_at, render
+from qerl_bench.studies.design.gates import gates, override, render
+from qerl_bench.studies.design.readings import by_base, pass_at
 from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.figures.curves import ENTROPY, REWARD, paired_curves
 from qerl_bench.studies.figures.dose import dose_response
