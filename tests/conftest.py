@@ -77,6 +77,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""
     monkeypatch.setattr(user_options, "_in_use", [])
+    monkeypatch.setattr(user_options, "_loaded", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     _, *folders = user_options.folders()

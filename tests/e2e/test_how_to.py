@@ -67,7 +67,11 @@ def test_own_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_own_task_and_reward(tmp_path: Path) -> None:
-    (run,) = follow("own-task.md", tmp_path)
+    brief, run = sorted(
+        follow("own-task.md", tmp_path), key=lambda run: "name: spelling" in (run / "config.yaml").read_text()
+    )
+    assert all(record["reward/mean"] < 0 for record in trained(brief))  # wrong, and longer than nothing
+    assert [*json.loads((brief / "env.json").read_text())["own_code"]] == ["brief.py"]
     assert "-spelling-" not in run.name and "name: spelling" in (run / "config.yaml").read_text()
     groups = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert groups[0]

@@ -76,6 +76,7 @@ def check(cfg: DictConfig) -> Experiment:
     experiment = build(cfg)
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
+    experiment.reward.check(experiment.task)
     if not experiment.algo.on_policy:
         experiment.task.demonstrations(step=1, count=1, seed=experiment.seed)  # a task may have none
     experiment.check_model()
