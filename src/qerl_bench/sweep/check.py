@@ -74,6 +74,7 @@ def warn_of_single_point(hydra: HydraConf) -> None:
 def check(cfg: DictConfig) -> Experiment:
     """Build the specs of a composed config and check that all they need is there. Raises ConfigError."""
     experiment = build(cfg)
+    experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
     experiment.reward.check(experiment.task)
