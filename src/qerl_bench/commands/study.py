@@ -1,7 +1,7 @@
 """Run a study within a time: bases and their probes, gates, then arms in order of priority.
 
     qerl-bench study studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
-    qerl-bench study init=FOLDER model=... task=... contrast=aqn=none,exp minutes=240 run_minutes=6   # writes a design
+    qerl-bench study init=FOLDER model=... task=... contrast=aqn=none,exp ...   # writes a design
 
 Every base is pretrained and probed first, `slots` processes at a time, each on a GPU if there are any; no run begins
 before the last of them, because gates are about all bases. The gates then stop the arms that could
