@@ -125,7 +125,7 @@ def draft(arguments: Sequence[str]) -> None:
     first = words_of(options.model[0], known)
     for level in levels:
         Composer().tree([*first, *words, f"{key}={level}", *search_path])
-    budget = budget_of(options, key, len(levels))
+    budget, measured = budget_of(options, key, len(levels))
     content = {
         "title": options.init.name,
         "folder": options.init,
@@ -134,7 +134,7 @@ def draft(arguments: Sequence[str]) -> None:
         "key": key,
         "arms": [(level.replace("/", "-"), f"{key}={level}") for level in levels],
         "budget": budget,
-        "measured": bool(options.runs),
+        "measured": measured,
         "probe": PROBE,
         "dose": DOSE,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -158,9 +158,9 @@ def draft(arguments: Sequence[str]) -> None:
     )
 
 
-def budget_of(options: Namespace, key: str, arms: int) -> Budget:
-    """The budget; of finished runs their median time, and the largest spread of a contrast in `key`."""
-    run_minutes, sd = options.run_minutes, options.sd
+def budget_of(options: Namespace, key: str, arms: int) -> tuple[Budget, bool]:
+    """The budget, and whether its spread is that of finished runs: the largest of a contrast in `key`."""
+    run_minutes, sd, spreads = options.run_minutes, options.sd, []
     if options.runs:
         runs = [run for run in load_runs(options.runs) if run.finished]
         walls = [run.done["wall_s"] for run in runs if "wall_s" in run.done]
@@ -168,7 +168,6 @@ def budget_of(options: Namespace, key: str, arms: int) -> Budget:
             bool(walls), f"no run in {', '.join(map(str, options.runs))} is finished, so none tells how long one takes"
         )
         run_minutes = run_minutes or median(walls) / 60
-        spreads = []
         for one in own_contrasts(group_by_setting(runs)):
             common = sorted(one.treated.by_cell.keys() & one.control.by_cell.keys())
             found = paired(one.treated.by_cell, one.control.by_cell, common, "eval", "eval/accuracy_sampled")
@@ -178,7 +177,7 @@ def budget_of(options: Namespace, key: str, arms: int) -> Budget:
     if run_minutes is None:
         raise ConfigError("how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run")
     given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
-    return Budget(**given, run_minutes=run_minutes, models=len(options.model), arms=arms, sd=sd)
+    return Budget(**given, run_minutes=run_minutes, models=len(options.model), arms=arms, sd=sd), bool(spreads)
 
 
 def _rendered(name: str, content: dict[str, object]) -> str:

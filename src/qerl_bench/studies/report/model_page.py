@@ -52,4 +52,5 @@ def shown(record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[
         and row["sample"] == 0
     ]
     lowest = min((row["temperature"] for row in kept), default=None)
-    return [row for row in kept if row["temperature"] == lowest][:MOST_ANSWERS]
+    by_question = {row["question"]: row for row in kept if row["temperature"] == lowest}  # asked in formats, and again
+    return [*by_question.values()][:MOST_ANSWERS]
