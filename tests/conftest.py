@@ -85,6 +85,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""
     monkeypatch.setattr(user_options, "_in_use", [])
+    monkeypatch.setattr(user_options, "_loaded", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     _, *folders = user_options.folders()

@@ -33,7 +33,7 @@ from qerl_bench.model.remembered import key_of, recall, remember
 from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
-from qerl_bench.process.device import device_name, resolve_device
+from qerl_bench.process.device import device_name, multiplies_bf16, resolve_device
 from qerl_bench.process.gpu_share import keep_to_share
 from qerl_bench.process.memory import memory_for
 from qerl_bench.process.progress import phase
@@ -117,6 +117,11 @@ def session(
     run.write_environment(device, digest, experiment.model.remote_code(), world.size, origin)
     if origin is not None and (rounded := told(origin)):
         log.info(rounded)
+    if device == "cpu" and experiment.model.dtype == "bfloat16" and multiplies_bf16() is False:
+        log.warning(
+            "this processor has no instructions for BF16, so model.dtype=bfloat16 may take several times as long as "
+            "model.dtype=float32 does here"
+        )
     torch.manual_seed(derive(experiment.seed, "torch"))  # for adapter dropout; every other draw has a seed of its own
     with memory_for("setup"):
         with phase(f"loading {experiment.model.name}"):

@@ -12,6 +12,7 @@ import yaml
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
+from qerl_bench.metrics import definitions
 from qerl_bench.options.explain import AXES, SEVERAL, explain
 from qerl_bench.options.files import option_fields, options_of, read_option
 from qerl_bench.options.fingerprint import as_dict, flat
@@ -185,3 +186,17 @@ def test_the_suggested_option_of_another_folder(tmp_path: Path) -> None:
 )
 def test_the_default_warm_up_fits_short_runs(words: list[str], warmup: int) -> None:
     assert build(compose(words)).optim.warmup_steps == warmup
+
+
+@pytest.mark.parametrize("key", ["mismatch/kl", "grad_norm", "mismatch", "entropy"])
+def test_metrics_are_explained_too(key: str) -> None:
+    said = " ".join(explain([key]).split())
+    known = {name: text for name, text in definitions().items() if name == key or name.startswith(f"{key}/")}
+    assert known
+    for name, text in known.items():
+        assert name in said and " ".join(text.partition(": ")[2].split()) in said
+
+
+def test_what_is_neither_option_nor_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mismatch/kx"):
+        explain(["mismatch/kx"])

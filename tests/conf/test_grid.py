@@ -218,8 +218,8 @@ def _refusal(row: dict[str, str]) -> str | None:
         return "task=even_characters .*worked solutions.*sft"
     if row.get("task") == "shape" and row.get("eval") != "none":
         return f"task=shape .*eval={row.get('eval', 'task')} "
-    if row.get("reward") == "random" and row["algo"] == "sft":
-        return "reward=random .*algo=sft .*reward=task"
+    if row.get("reward") in ("random", "function") and row["algo"] == "sft":
+        return f"reward={row['reward']} .*algo=sft .*reward=task"
     return None
 
 

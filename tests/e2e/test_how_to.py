@@ -7,28 +7,48 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from qerl_bench.studies.conduct.draft import Budget
 from tests.models import builds
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "how-to"
 
 
-def follow(page: str, folder: Path) -> list[Path]:
-    """Do what the page says in `folder`: write the files, then run the commands. Returns the runs, sorted by name."""
+SMALL = {  # words of a page -> words of its test
+    "model=MODEL": "model=tiny_untrained experiment=smoke",
+    "task=gsm8k": "task=even_characters device=cpu",
+    "steps=100": "steps=2 save_every=2 eval.questions=4",
+    "formats=nvfp4,bf16": "formats=nvfp4,bf16 questions=4 samples=2 temperatures=0,1 rise=0",
+    "minutes=240 runs": "minutes=4 run_minutes=1 runs",
+    "aqn=none,matched": "aqn=none,exp",  # random weights have no entropy left to raise
+    "minutes=240 out": "slots=2 with_changes=true despite=pass,groups,rise,KL,headroom,gain out",
+}
+
+
+def follow(page: str, folder: Path, changed: Mapping[str, str] | None = None) -> list[Path]:
+    """Do what the page says in `folder`: write the files, then run the commands. Returns the runs, sorted by name.
+
+    Words in `changed` are replaced before.
+    """
     text = (PAGES / page).read_text()
+    for words, others in (changed or {}).items():
+        assert words in text
+        text = text.replace(words, others)
     files = re.findall(r"`(mine/\S+)`:\n\n```\w+\n(.*?)```", text, flags=re.DOTALL)
     commands = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    assert files and commands and len(files) + len(commands) == text.count("```") // 2
+    assert commands and len(files) + len(commands) == text.count("```") // 2
     for name, content in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     program = folder / "bin" / "qerl-bench"
-    program.parent.mkdir()
+    program.parent.mkdir(parents=True)
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m qerl_bench "$@"\n')
     program.chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "QERL_ROOT"} | {
@@ -50,7 +70,8 @@ def trained(run: Path) -> list[dict[str, Any]]:
 
 
 def test_every_page_is_tested() -> None:
-    assert [page.name for page in sorted(PAGES.iterdir())] == ["own-model.md", "own-schedule.md", "own-task.md"]
+    names = ["does-it-help.md", "own-model.md", "own-schedule.md", "own-task.md"]
+    assert [page.name for page in sorted(PAGES.iterdir())] == names
 
 
 @pytest.mark.slow
@@ -67,7 +88,11 @@ def test_own_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_own_task_and_reward(tmp_path: Path) -> None:
-    (run,) = follow("own-task.md", tmp_path)
+    brief, run = sorted(
+        follow("own-task.md", tmp_path), key=lambda run: "name: spelling" in (run / "config.yaml").read_text()
+    )
+    assert all(record["reward/mean"] < 0 for record in trained(brief))  # wrong, and longer than nothing
+    assert [*json.loads((brief / "env.json").read_text())["own_code"]] == ["brief.py"]
     assert "-spelling-" not in run.name and "name: spelling" in (run / "config.yaml").read_text()
     groups = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert groups[0]
@@ -83,3 +108,20 @@ def test_own_model(tmp_path: Path) -> None:
     assert run.name.startswith("mini-nvfp4-exp-grpo-")
     assert all(record["grad_norm"] > 0 for record in trained(run))
     assert trained(run)[-1]["aqn/norms_perturbed"] > 0
+
+
+@pytest.mark.slow
+def test_does_it_help(tmp_path: Path) -> None:
+    runs = follow("does-it-help.md", tmp_path, SMALL)
+    design = yaml.safe_load((tmp_path / "noise" / "study.yaml").read_text())
+    assert [*design["arms"]] == ["none", "exp"] and (tmp_path / "probe" / "probe.html").is_file()
+    assert len(runs) == len(design["arms"]) * design["seeds"]  # the first run is one of them
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<td>exp - none</td>" in page and page.index("exp - none") < page.index('id="verdicts"')
+
+
+def test_the_table_of_what_seeds_find_is_computed() -> None:
+    rows = re.findall(r"^\| (\d+) \| (\S+) points \|$", (PAGES / "does-it-help.md").read_text(), re.MULTILINE)
+    assert [seeds for seeds, _ in rows] == ["4", "8", "16", "32"]
+    budget = Budget(minutes=1, run_minutes=0.1, slots=1, models=1, arms=2, margin=1, sd=3)
+    assert [f"{budget.detectable(int(seeds)):.1f}" for seeds, _ in rows] == [found for _, found in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,9 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
         cwd=tmp_path,
     )
     assert alone.returncode == 0, alone.stderr
+    page = (tmp_path / "alone" / "probe.html").read_text()
+    assert "<svg" in page and 'class="completion"' in page and "Write anything about the number" in page
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:|//)""", page)
     record = json.loads((tmp_path / "alone" / "probe.json").read_text())
     assert [*record["formats"]] == ["bf16", "nvfp4"] and any("something to learn" in line for line in record["advice"])
     rows = pd.read_parquet(tmp_path / "alone" / "answers.parquet")

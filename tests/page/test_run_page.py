@@ -32,7 +32,7 @@ def test_a_group_stands_side_by_side_with_rewards_and_advantages(page: Browser) 
     for text, one in zip(texts, completions, strict=True):
         assert f"reward {one['reward']}" in text and f"advantage {one['advantage']}" in text
         assert all(f"{name} " in text for name in one["parts"])
-    tokens = page.value("[...document.querySelector('.tokens').children].map((one) => one.textContent)")
+    tokens = page.value("[...document.querySelector('.completion .tokens').children].map((one) => one.textContent)")
     assert tokens == completions[0]["tokens"]
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from tokenizers import processors
+from transformers import LlamaConfig
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.engine.base import Sampling, make_rollouts
-from qerl_bench.model.policy import Policy, stop_ids
+from qerl_bench.model.policy import Policy
+from qerl_bench.model.token_ids import stop_ids
 from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.records import RENDERED, Demonstration, Message, Prompt
@@ -101,7 +103,7 @@ def test_lm_eval_scores_texts_with_bos(begins: bool) -> None:
     assert lm.tok_encode("4", add_special_tokens=False) == base("4", add_special_tokens=False)["input_ids"]
     scored: list[Any] = []
     lm._loglikelihood_tokens = lambda requests, **_: scored.extend(requests) or [(0.0, True)] * len(requests)  # type: ignore[method-assign]
-    lm.policy.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=99))  # type: ignore[assignment]
+    lm.policy.model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=99))  # type: ignore[assignment]
     lm.loglikelihood_rolling([SimpleNamespace(arguments=("2+2=4",))])  # type: ignore[list-item]
     ((_, prefix, rest),) = scored
     assert [*prefix, *rest] == [BEGIN, *base("2+2=4", add_special_tokens=False)["input_ids"]]  # once

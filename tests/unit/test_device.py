@@ -124,3 +124,20 @@ def test_the_gpu_is_synchronised_at_every_border(monkeypatch: pytest.MonkeyPatch
         calls.append("work")
     assert calls == ["reset", "wait", "work", "wait", "read"]
     assert timer.peak_gib == {"train": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("model name\t: x\nflags\t\t: fpu avx2 avx512f avx512_bf16 sse\n", True),
+        ("flags\t\t: fpu amx_tile amx_bf16\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("flags\t\t: fpu avx2 avx512f\n", False),
+        ("model name: bf16\n", None),
+        (None, None),
+    ],
+)
+def test_whether_a_processor_multiplies_bf16(content: str | None, found: bool | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "cpuinfo").write_text(content)
+    assert device.multiplies_bf16(tmp_path / "cpuinfo") is found

@@ -23,6 +23,7 @@ from qerl_bench.studies.probes.over_units import (
     without_error,
 )
 from qerl_bench.studies.probes.simex import extrapolated
+from qerl_bench.studies.report.model_page import model_page, shown
 from qerl_bench.studies.report.probe_page import figures, markdown
 
 
@@ -124,3 +125,44 @@ def test_a_format_is_compared_over_the_units_that_have_it() -> None:
     page, (figure,) = markdown(units), figures(units).values()
     assert page is not None and "| bf16 | 3 | 1 |" in page and "| nvfp4 | 2 | 1 |" in page and "| nf4 | 1 | 1 |" in page
     assert any("nf4 of 1" in text.get_text() for text in figure.texts)
+
+
+def probed() -> dict[str, Any]:
+    """What probe.json holds of one model, asked in two weight formats."""
+    formats = unit([], {"bf16": [2, 0, 1], "nvfp4": [2, 0, 0]}, {"bf16": 0.5, "nvfp4": 0.6})["formats"]
+    for one in formats.values():
+        one |= {"tokens_per_s": 9.0, "weights_gib": 0.1, "memory_gib": 1.0}
+    return {
+        "model": "a/<b>", "task": "arithmetic", "words": [], "options": {"questions": 3, "split": "train"}, "group": 2,
+        "max_completion_tokens": 8, "answer_format": "boxed", "answer_formats": {}, "formats": formats,
+        "environment": {"gpu": None, "cpu": "x"}, "advice": ["task.answer_format=boxed"], "prompt": "<|user|>How?",
+    }  # fmt: skip
+
+
+def answered(quant: str, temperature: float, sample: int, text: str | None) -> dict[str, Any]:
+    return {
+        "quant": quant, "answer_format": "boxed", "temperature": temperature, "sample": sample, "completion": text,
+        "question": "q", "correct": True, "lenient": False, "answer": "1", "finished": False, "tokens": 3,
+    }  # fmt: skip
+
+
+def test_the_page_of_a_model_has_advice_prompt_tables_a_drawing_and_answers() -> None:
+    rows = [
+        answered("bf16", 1.0, 0, "hot"),
+        answered("bf16", 0.0, 0, "</div>greedy"),
+        answered("bf16", 0.0, 1, "second"),
+        answered("nvfp4", 0.0, 0, "other"),
+        answered("bf16", 0.0, 0, None),
+    ]
+    assert [row["completion"] for row in shown(probed(), rows)] == ["</div>greedy"]
+    page = model_page(probed(), rows)
+    for part in (
+        "Probe of a/&lt;b&gt;",
+        "task.answer_format=boxed",
+        "&lt;|user|&gt;How?",
+        "<svg",
+        "&lt;/div&gt;greedy",
+    ):
+        assert part in page
+    assert page.count("<td>nvfp4</td>") == 1 + 1 + 3 and "http-equiv" not in page and "cut off; 3 tokens" in page
+    assert "<h2>Answers" not in model_page(probed(), []).replace(' id="answers"', "")

@@ -115,6 +115,30 @@ def test_a_line_after_a_silence_names_all_that_goes_on(clock: Clock, capsys: pyt
     assert said == "evaluation, sampling 25 of 100 completions: 0:19 so far, about 0:13 left\n"
 
 
+def test_tokens_of_a_batch_move_the_count_and_the_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with phase("evaluation"), phase("sampling", 8, "completions") as sampling:
+        sampling.next = 4
+        clock.now += 20
+        progress.within(0.5, "token 40 of 80")  # 2 of 8 in 20 s
+        progress.watch.tell()
+        sampling.advance(4)
+        assert sampling.begun == 0 and "token" not in str(sampling)
+    assert "sampling 0 of 8 completions, token 40 of 80: 0:20 so far, about 1:00 left" in capsys.readouterr().err
+    progress.within(0.5, "nothing goes on")
+
+
+def test_what_is_overdue_promises_no_end(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with phase("sampling", 2) as sampling:
+        clock.now += 10
+        sampling.advance()
+        assert sampling.left_s == 10
+        clock.now += 60
+        progress.watch.tell()
+        sampling.advance()
+        assert sampling.left_s == 0
+    assert "left" not in capsys.readouterr().err
+
+
 def test_a_thread_of_its_own_breaks_the_silence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,7 +188,7 @@ def test_token_ids_in_chatml(chatml: Any, instruction: str) -> None:
 
 def test_the_stop_tokens_are_the_tokenizers_and_the_models(make_policy: Any, chatml: Any) -> None:
     """As with Qwen2.5: the turn ends with <|im_end|>, and the generation config adds the end of text."""
-    from qerl_bench.model.policy import stop_ids
+    from qerl_bench.model.token_ids import stop_ids
 
     model = make_policy().model
     model.generation_config.eos_token_id = [END_ID, chatml.eos_token_id]

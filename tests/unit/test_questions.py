@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import compose
+from qerl_bench.config import build, compose
 from qerl_bench.config import spec as build_spec
 from qerl_bench.task import datafile, sources
 from qerl_bench.task.datafile import epoch_order, read_rows, training_indices
@@ -363,6 +363,22 @@ def test_a_missing_column_is_refused_with_those_that_are_there(tmp_path: Path) -
         spec(file, TINY).check()
 
 
+def test_the_words_to_type_for_foreign_columns_work(tmp_path: Path) -> None:
+    rows = [{"prompt": f"How many? {number}", "solution": "1", "other": "x"} for number in (1, 2)]
+    train, test = (write(tmp_path / name, row) for name, row in zip("ab", rows, strict=True))
+    words = ["task=gsm8k", f"task.train_file={train}", f"task.eval_file={test}"]
+    for _ in range(4):  # columns, then the marker, of each split
+        with pytest.raises(ConfigError) as refused:
+            build(compose(words)).task.check()
+        said = re.findall(r"task\.(?:train|eval)\.\w+=[^\s',]+", str(refused.value))
+        assert said and not {*said} & {*words}, refused.value
+        words += said
+    assert [row.question for row in build(compose(words)).task.rows("train")] == ["How many? 1"]
+    (tmp_path / "c").write_text('{"a": "x", "b": "y"}')
+    with pytest.raises(ConfigError, match=r"'task\.eval\.question=\[NAME\]' 'task\.eval\.answer=\[NAME\]'"):
+        build(compose(["task=gsm8k", f"task.eval_file={tmp_path / 'c'}"])).task.eval_prompts(None)
+
+
 def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> None:
     words = ["task=bigmath", "task.train.max_question_characters=9", "task.train.instruction_line='Box it.'"]
     file = write(
@@ -487,7 +503,7 @@ def test_without_files_the_rows_come_from_the_hub_once(monkeypatch: pytest.Monke
         (ConnectionError("unreachable"), "from the hub: unreachable; check the network"),
         (FileNotFoundError("no such data set"), "from the hub: no such data set"),
         (ValueError("unknown config"), "from the hub: unknown config"),
-        ({"test": [{"text": "a"}]}, "has a column 'question'; the columns are 'text'"),
+        ({"test": [{"text": "a"}]}, "has a column 'question' .*the columns are 'text'"),
         ({"test": [{"question": "How many?", "answer": None}]}, "1 with no 'answer'"),
         ({"test": [{"question": "How many?", "answer": "3"}]}, "openai/gsm8k, split test: 1 rows, .* no ####"),
         ({"test": []}, "the test split of openai/gsm8k is empty"),

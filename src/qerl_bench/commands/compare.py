@@ -3,35 +3,36 @@
     qerl-bench compare runs/FIRST runs/SECOND
     qerl-bench compare 'runs/*-nvfp4-none-*' 'runs/*-bf16-none-*'     # two arms: quote the patterns
 
-Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences are
-taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of one
-base. Of a single pair only held-out accuracies have an interval, over questions.
+First the numbers that one looks at first, even if both arms have the same, then these by step, then all others that
+differ. Numbers of training are means over the last fifth of the steps, those of evaluations the last ones. Differences
+are taken between runs of one base model and seed; their 95 % interval is Student's t over bases, or over the seeds of
+one base. Of a single pair only held-out accuracies have an interval, over questions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import require
 from qerl_bench.metrics import definitions
 from qerl_bench.options.fingerprint import flat, scientific
 from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.statistics import Estimate, mean_ci, mean_ci_crossed
-from qerl_bench.studies.figures.paired import average_seeds, by_cell
+from qerl_bench.statistics import Estimate
+from qerl_bench.studies.figures.headline import HEADLINES, Headline, by_step, mean_of, paired, value_of
 from qerl_bench.studies.runs.committed import find_study
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import Cell, Run, load_run
-from qerl_bench.studies.runs.measure import last_fifth_mean
 
 Arm = dict[Cell, Run]
 KINDS = ("train", "eval")  # of records that have numbers to compare
+CURVES = [one for one in HEADLINES if one.kind == "train"]
+SHOWN_STEPS = 6
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,22 +79,31 @@ def arm_of(pattern: str, runs: Sequence[Run]) -> Arm:
 
 
 def comparison(names: tuple[str, str], first: Arm, second: Arm) -> str:
-    """Both tables, and what has to be known about them."""
-    numbers = number_rows(first, second)
+    """The tables, and what has to be known about them."""
     options = option_rows(first, second)
     parts = [f"first   {names[0]}  ({_count(first)})", f"second  {names[1]}  ({_count(second)})", ""]
     parts += [_table(("option", "first", "second"), options)] if options else ["no option differs"]
     header = ("number", "first", "second", "first - second", "95 % interval")
-    parts += ["", _table(header, numbers) if numbers else "no number differs", *notes(first, second)]
-    return "\n".join(parts)
+    chosen, others = number_rows(first, second)
+    parts += ["", _table(header, chosen)] if chosen else []
+    parts += [f"\n{table}" for one in CURVES if (table := step_table(one, first, second))]
+    parts += ["", _table(header, others)] if others else []
+    if not others and all(row[1] == row[2] for row in chosen):
+        parts += ["", "no number differs"]
+    return "\n".join([*parts, *notes(first, second)])
 
 
 def option_rows(first: Arm, second: Arm) -> list[tuple[str, ...]]:
-    """Config keys that decide numbers, base, seed and machine, with their values where the arms differ."""
+    """Config keys that decide numbers, base, seed and machine, with their values where the arms differ.
+
+    Keys that only one of two options has come with the option, and are left out.
+    """
     columns = [_options(arm) for arm in (first, second)]
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [(key, *(", ".join(column.get(key, ("-",))) for column in columns)) for key in keys]
-    return [row for row in rows if row[1] != row[2] and not row[0].endswith("_target_")]
+    differ = [row for row in rows if row[1] != row[2] and not row[0].endswith("_target_")]
+    axes = {row[0].removesuffix("name") for row in differ if row[0].endswith(".name")}
+    return [row for row in differ if "-" not in row[1:] or not row[0].startswith((*axes,))]
 
 
 def _options(arm: Arm) -> dict[str, tuple[str, ...]]:
@@ -105,63 +115,47 @@ def _options(arm: Arm) -> dict[str, tuple[str, ...]]:
     return {key: tuple(sorted(texts)) for key, texts in values.items()}
 
 
-def number_rows(first: Arm, second: Arm) -> list[tuple[str, ...]]:
-    """The numbers that differ, in the order of metrics.py; those that only one arm has stand there with a dash."""
+def number_rows(first: Arm, second: Arm) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The rows of HEADLINES, and those of other numbers that differ, in the order of metrics.py.
+
+    What only one arm has stands there with a dash.
+    """
     written = {(kind, str(name)) for arm in (first, second) for run in arm.values() for kind, name in _written(run)}
     order = {name: place for place, name in enumerate(definitions())}
     common = sorted(first.keys() & second.keys())
-    rows = []
-    for kind, name in sorted(written, key=lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair)):
-        means = [fmean(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)]
+    leading = [(one.kind, one.metric) for one in HEADLINES if (one.kind, one.metric) in written]
+    rest = sorted(written - {*leading}, key=lambda pair: (pair[0] != "eval", order.get(pair[1], len(order)), pair))
+    chosen, others = [], []
+    for kind, name in (*leading, *rest):
+        means = [mean_of(arm, lambda run, kind=kind, name=name: value_of(run, kind, name)) for arm in (first, second)]
         difference = paired(first, second, common, kind, name)
-        if means[0] == means[1] and (difference is None or difference.value == 0):
-            continue
         shown = [f"{mean:.4g}" if math.isfinite(mean) else "-" for mean in means]
-        rows.append((name, *shown, *_difference(difference)))
-    return rows
+        row = (name, *shown, *_difference(difference))
+        if (kind, name) in leading:
+            chosen.append(row)
+        elif means[0] != means[1] or (difference is not None and difference.value != 0):
+            others.append(row)
+    return chosen, others
+
+
+def step_table(headline: Headline, first: Arm, second: Arm) -> str:
+    """The means of both arms at some steps that both have; empty without one."""
+    curves = [dict(by_step([*arm.values()], headline.kind, headline.metric)) for arm in (first, second)]
+    common = sorted(curves[0].keys() & curves[1].keys())
+    if not common:
+        return ""
+    places = sorted({*np.linspace(0, len(common) - 1, SHOWN_STEPS).round().astype(int).tolist()})
+    steps = [common[place] for place in places]
+    rows = [
+        (name, *(f"{curve[step].value:.4g}" for step in steps))
+        for name, curve in zip(("first", "second"), curves, strict=True)
+    ]
+    return _table((f"{headline.metric} at step", *(f"{step:g}" for step in steps)), rows)
 
 
 def _written(run: Run) -> set[tuple[str, str]]:
     pairs = run.metrics[["kind", "metric"]].drop_duplicates().astype(str).itertuples(index=False)
     return {(kind, name) for kind, name in pairs if kind in KINDS and name != "time" and "_stderr" not in name}
-
-
-def value_of(run: Run, kind: str, name: str) -> float:
-    """A number of a run; NaN if it has none."""
-    series = run.series(kind, name).dropna()
-    if series.empty:
-        return math.nan
-    return last_fifth_mean(name)(run) if kind == "train" else float(series.iloc[-1])
-
-
-def fmean(arm: Arm, value: Callable[[Run], float]) -> float:
-    """The mean over bases, or over the seeds of one; the runs without the number are left out."""
-    runs = [run for run in arm.values() if math.isfinite(value(run))]
-    return float(average_seeds(by_cell(runs, value)).to_numpy().mean()) if runs else math.nan
-
-
-def paired(first: Arm, second: Arm, common: Sequence[Cell], kind: str, name: str) -> Estimate | None:
-    """The difference within base and seed; None without a pair that has the number."""
-    if len(common) == 1 and name.startswith("eval/accuracy_"):
-        over_questions = _by_question(first[common[0]], second[common[0]], name.removeprefix("eval/accuracy_"))
-        if over_questions is not None:
-            return over_questions
-    gaps = {cell: value_of(first[cell], kind, name) - value_of(second[cell], kind, name) for cell in common}
-    known = {cell: gap for cell, gap in gaps.items() if math.isfinite(gap)}
-    if not known:
-        return None
-    table = pd.DataFrame([known.values()], columns=pd.MultiIndex.from_tuples(known, names=["base", "seed"]))
-    return mean_ci(average_seeds(table).to_numpy()[0])
-
-
-def _by_question(first: Run, second: Run, mode: str) -> Estimate | None:
-    """The difference of one pair of runs with an interval over questions; None if answers to the same were not kept."""
-    try:
-        answers = [run.answers(mode).iloc[:, -1] for run in (first, second)]
-    except ConfigError:
-        return None
-    gaps = (answers[0] - answers[1]).dropna()
-    return mean_ci_crossed(np.asarray(gaps)) if len(gaps) == len(answers[0]) == len(answers[1]) > 1 else None
 
 
 def _difference(difference: Estimate | None) -> tuple[str, str]:

@@ -5,7 +5,8 @@
 
 For each training claim it takes the spread of the primary contrast over seeds, and over bases if there are several, and
 prints the design with the fewest runs that finds the effect (in margins) with that power, at the strictest level of
-Holm's method. With a single base, --between is the assumed spread between bases.
+Holm's method. With a single base, --between is the assumed spread between bases; the seeds that one base would need,
+for a verdict about that base alone, stand beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from qerl_bench.studies.runs.script import parser_for
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)
 SEEDS = (1, 2, 4, 8, 16)
-HEADER = ("claim", "sd over seeds", "sd over bases", "bases x seeds", "runs", "time, one at a time", "16 x 2 finds")
+HEADER = (
+    "claim",
+    "sd over seeds",
+    "sd over bases",
+    "bases x seeds",
+    "one base",
+    "runs",
+    "time, one at a time",
+    "16 x 2 finds",
+)
 
 
 @dataclass(frozen=True)
@@ -72,18 +82,24 @@ def designs(variances: Spread, effect: float, level: float) -> list[StudySize]:
     return sorted(candidates, key=lambda design: (design.bases * design.seeds, -design.power))
 
 
+def seeds_of_one_base(variances: Spread, effect: float, level: float, power: float) -> int | None:
+    """Seeds that find the effect on one base, for a verdict about it alone; None if thousands do not."""
+    return variances.estimate(1, 2).repetitions_needed(effect, level, power)
+
+
 def plan(result: ClaimResult, margins: float, power: float, between: float, level: float) -> tuple[str, ...]:
     """One row: the spread, the design of several bases with the fewest runs that has enough power, and its cost."""
     claim, measure = result.claim, result.claim.measure
     primary = [one.primary for one in result.voting if one.primary and one.primary.effect]
     measured = [(one.stratum, one.effect) for one in primary if one.effect and one.effect.whole.stderr > 0]
     if not measured:
-        return (claim.title, "-", "-", f"no spread to read: {result.reason}", "-", "-", "-")
+        return (claim.title, "-", "-", f"no spread to read: {result.reason}", "-", "-", "-", "-")
     spreads = [spread(effect, between * measure.margin) for _, effect in measured]
     widest = max(spreads, key=lambda one: one.within + one.between)
     candidates = designs(widest, margins * measure.margin, level)
     enough = next((design for design in candidates if design.power >= power and design.bases > 1), None)
     recommended = next(design for design in candidates if (design.bases, design.seeds) == (16, 2))
+    seeds = seeds_of_one_base(widest, margins * measure.margin, level, power)
     used = [run for stratum, _ in measured for run in stratum.runs]
     walls = [run.done["wall_s"] for run in used if "wall_s" in run.done]
     runs = enough.bases * enough.seeds * len({run.setting_items for run in used}) if enough else 0
@@ -93,6 +109,7 @@ def plan(result: ClaimResult, margins: float, power: float, between: float, leve
         measure.size_text(math.sqrt(widest.within)),
         measure.size_text(math.sqrt(widest.between)) + assumed,
         f"{enough.bases} x {enough.seeds}" if enough else f"more than {BASES[-1]} x {SEEDS[-1]}",
+        f"{seeds} seeds" if seeds else "no number",
         str(runs) if enough else "-",
         f"{runs * median(walls) / 3600:.1f} h" if enough and walls else "-",
         f"{measure.size_text(recommended.detectable)} ({recommended.power:.0%})",

@@ -6,8 +6,9 @@
 Words with other keys are options of a run. The answer formats are compared on greedy answers in the first weight
 format; all else is asked in the best of them, unless the words set task.answer_format. Temperatures below 1 have top-p
 0.95. Noise is measured where the run's `noise` options put it: a curve over `sigmas`, and the sigma that raises the
-entropy by `rise` (0: none). Prints tables and a recommendation, and writes probe.md, probe.json and answers.parquet, a
-row for each answer. Weight formats that cannot run here are left out, with a line.
+entropy by `rise` (0: none). Prints tables and a recommendation, and writes probe.html, a page of these with some
+answers, probe.md, probe.json and answers.parquet, a row for each answer. Weight formats that cannot run here are left
+out, with a line.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main(arguments: list[str]) -> None:
     options, words = parsed(arguments)
     check(options, words)
     from qerl_bench.probe.one_model import probe, runnable  # with torch, which --help needs not wait for
+    from qerl_bench.studies.report.model_page import model_page
 
     experiments = {quant: build(compose([*words, f"quant={quant}"])) for quant in options.formats}
     first = experiments[options.formats[0]]
@@ -82,7 +84,8 @@ def main(arguments: list[str]) -> None:
     write_atomically(out / "probe.json", json.dumps(record, indent=1))
     write_atomically(out / "probe.md", text := markdown(record))
     parquet.write_table(rows, out / "answers.parquet", compression="zstd")
-    print(text, *(out / name for name in ("probe.md", "probe.json", "answers.parquet")), sep="\n")
+    write_atomically(out / "probe.html", model_page(record, rows.to_pylist()))
+    print(text, *(out / name for name in ("probe.html", "probe.md", "probe.json", "answers.parquet")), sep="\n")
 
 
 def parsed(arguments: Sequence[str]) -> tuple[Any, list[str]]:

@@ -4,9 +4,10 @@
     qerl-bench report studies out=report/     # several studies: an index, a folder for each
     qerl-bench report runs/ watch=true             # again every half minute, until no run goes on
 
-A study's page has the verdicts, the effects behind them, paired differences, noise as a dose, and all runs, with
-filters; each run that kept completions (train.kept_groups) has a page of them, token by token. A study is a folder that
-holds runs, or a committed one, in one session or several. Unfinished runs are listed.
+A study's page has the contrasts that are in its runs, curves by step, verdicts on the claims of QeRL, the effects
+behind them, paired differences, noise as a dose, and all runs, with filters; each run that kept completions
+(train.kept_groups) has a page of them, token by token. A study is a folder that holds runs, or a committed one, in one
+session or several. Unfinished runs are listed.
 """
 
 from __future__ import annotations

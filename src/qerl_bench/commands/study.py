@@ -1,6 +1,7 @@
 """Run a study within a time: bases and their probes, gates, then arms in order of priority.
 
     qerl-bench study studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
+    qerl-bench study init=FOLDER model=... task=... contrast=aqn=none,exp ...   # writes a design
 
 Every base is pretrained and probed first, `slots` processes at a time, each on a GPU if there are any; no run begins
 before the last of them, because gates are about all bases. The gates then stop the arms that could
@@ -9,18 +10,21 @@ that would not end in time, so that an early end leaves a balanced study; tiers=
 without formats that only they need. What runs at the end of the time saves a checkpoint. The same command continues.
 Code that is not committed is refused, or its changes are kept in `out` (with_changes=true). Finished runs of the whole
 study and the gates are packed into `out`, which `qerl-bench claims` reads: every five minutes, for a machine that may
-go, and when the runs end, which a signal may do.
+go, and when the runs end, which a signal may do. `qerl-bench study init=FOLDER --help` explains how a design is drafted
+from a question.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.studies.conduct.accountable import account_for_changes
+from qerl_bench.studies.conduct.draft import draft
 from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of, gates_so_far, pack, parsed, parser_of, prepared
 from qerl_bench.studies.design.gates import Result, override, render, stopped
@@ -30,6 +34,10 @@ log = logging.getLogger(__name__)
 
 def main(arguments: list[str] | None = None) -> None:
     log_to_stderr("qerl_bench", "hydra_plugins")
+    words = sys.argv[1:] if arguments is None else arguments
+    if any(word.startswith("init=") for word in words):
+        draft(words)
+        return
     parser = parser_of(__doc__)
     parser.add_argument("--tiers", type=int, nargs="+", default=None, help="run only arms of these, such as tiers=1")
     kept = "run code that is not committed, and keep its changes in out"

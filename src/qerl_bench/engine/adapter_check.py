@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
 from qerl_bench.process.memory import whole_or_halves
+from qerl_bench.process.progress import phase
 from qerl_bench.records import Rollout
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ def check_completions(policy: Policy, rollouts: list[Rollout], temperature: floa
         policy.device,
         [rollout.logprobs for rollout in chosen],
     )
-    adapted = _trainer_logprobs(policy, batch, temperature)
-    with policy.without_adapter():
-        base = _trainer_logprobs(policy, batch, temperature)
+    with phase("comparing sampler and trainer"):
+        adapted = _trainer_logprobs(policy, batch, temperature)
+        with policy.without_adapter():
+            base = _trainer_logprobs(policy, batch, temperature)
     engine = batch.sampler_logprobs[batch.mask]
     effect, gap, base_gap = _mean_gap(adapted, base), _mean_gap(engine, adapted), _mean_gap(engine, base)
     visible, max_gap = _limit(VISIBLE, policy), _limit(MAX_COMPLETION_GAP, policy)

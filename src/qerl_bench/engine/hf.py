@@ -21,7 +21,7 @@ from qerl_bench.engine.base import RolloutEngine, Sampling, exact_lengths, make_
 from qerl_bench.engine.rollout_queue import Limits
 from qerl_bench.process.gpu_share import release
 from qerl_bench.process.memory import NO_MEMORY, shortage
-from qerl_bench.process.progress import phase
+from qerl_bench.process.progress import COMPLETIONS, phase
 from qerl_bench.records import Prompt, Rollout, numbered
 from qerl_bench.seeding import derive
 from qerl_bench.train.shortages import Reduced, shortages_of
@@ -191,11 +191,12 @@ class HFEngine:
         rollouts: list[Rollout] = []
         prompts_per_chunk = max(1, self.rows_at_once // sampling.samples)
         completions = len(prompts) * sampling.samples
-        with operands_kept(self.policy.model), phase("sampling", completions, "completions") as progress:
+        with operands_kept(self.policy.model), phase("sampling", completions, COMPLETIONS) as progress:
             for start in range(0, len(prompts), prompts_per_chunk):
                 for first in range(0, sampling.samples, self.rows_at_once):  # a large group takes several chunks
                     samples = range(first, min(first + self.rows_at_once, sampling.samples))
                     part = slice(start, start + prompts_per_chunk)
+                    progress.next = len(prompts[part]) * len(samples)
                     chunk = self._sample(prompts[part], prompt_ids[part], samples, sampling)
                     rollouts += chunk
                     progress.advance(len(chunk))

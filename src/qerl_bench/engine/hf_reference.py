@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.model.policy import Policy
+from qerl_bench.process.progress import within
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
 
 CACHES = ("past_key_values", "cache_params")  # names of the cache in the forward passes of transformers
@@ -112,6 +113,7 @@ def decode(
         ids[writing, t], logprobs[writing, t], entropies[writing, t] = token[alive], logprob[alive], entropy[alive]
         alive = alive & ~stop.is_done(t + 1, token[:, None], rows)
         num_alive = int(alive.sum())
+        within((t + 1) / stop.max_length, f"token {t + 1} of {stop.max_length}")
         if num_alive == 0 or t + 1 == stop.max_length:
             break
         if num_alive <= len(rows) // 2:

@@ -38,6 +38,9 @@ class Model(Protocol):
         """Whether Python code that comes with the weights may be executed."""
         ...
 
+    def check_files(self) -> None:
+        """Raise ConfigError for what is missing of a model on this machine, as far as names of files tell."""
+
     def check(self, messages: tuple[Message, ...]) -> None:
         """Raise ConfigError unless config and tokenizer can be read and `messages`, if any, asked. Reads no weights."""
         ...

@@ -21,6 +21,7 @@ from qerl_bench.model.gguf.architecture import config_of
 from qerl_bench.model.gguf.convert import converted, describe
 from qerl_bench.model.gguf.header import read_header
 from qerl_bench.model.gguf.weights import Dither
+from qerl_bench.model.local_folder import check_folder
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
 from qerl_bench.quant.foreign_config import generation_config
@@ -116,6 +117,15 @@ class HubModel:
         with read_errors(self.id, "config.json"):
             content = json.loads(path.read_text())
             return content.get("text_config", content)
+
+    def check_files(self) -> None:
+        if self.gguf is None:
+            check_folder(self.id)
+        else:
+            require(
+                self.gguf.is_file(),
+                f"model.id={self.gguf}: there is no such file. Give a GGUF file, a folder or a hub id",
+            )
 
     def check(self, messages: tuple[Message, ...]) -> None:
         prompt = json.dumps([messages, None if self.template is None else dict(self.template)])

@@ -29,7 +29,7 @@ from qerl_bench.model.packing import Packing, why_not_packed
 from qerl_bench.model.routing import chosen_experts
 from qerl_bench.model.sharing import why_not_shared
 from qerl_bench.model.structure import Structure, routed_experts
-from qerl_bench.model.token_ids import padding, require_rows, with_rows
+from qerl_bench.model.token_ids import padding, require_rows, stop_ids, with_rows
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
@@ -38,7 +38,6 @@ from qerl_bench.records import Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import (
     Keywords,
     demonstration_ids,
-    end_of_turn,
     prompt_ids,
     render_prompt,
     texts_of,
@@ -285,23 +284,3 @@ def _trainable_copies(norms: Iterable[torch.nn.Module]) -> list[torch.nn.Paramet
         originals.append(torch.nn.Parameter(scale.float(), requires_grad=False) if has_bias else norm.weight)
         norm.weight = torch.nn.Parameter(scale.float().clone())
     return originals
-
-
-def stop_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: Keywords | None = None
-) -> frozenset[int]:
-    """Tokens that end a completion: the tokenizer's own, those in the model's generation config, and the one that ends
-    a turn in the chat template."""
-    listed = model.generation_config.eos_token_id if model.generation_config is not None else None
-    named = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
-    ids = frozenset(token for token in named if isinstance(token, int))
-    turn = end_of_turn(tokenizer, template)
-    if turn is not None and turn not in ids:
-        log.warning(
-            "the chat template ends a turn with %s, which tokenizer and generation config do not name as an end (they "
-            "have %s): it ends completions and demonstrations too",
-            tokenizer.convert_ids_to_tokens(turn),
-            ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "none",
-        )
-        ids |= {turn}
-    return ids

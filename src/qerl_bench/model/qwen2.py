@@ -21,6 +21,9 @@ class MadeHere:
     template: ClassVar[Mapping[str, Any]] = {}  # its chat template reads no keywords
     trust_remote_code: ClassVar[bool] = False
 
+    def check_files(self) -> None:
+        """It needs none."""
+
     def check(self, messages: tuple[Message, ...]) -> None:
         """It is made here, with the tokenizer, and can be asked anything."""
 

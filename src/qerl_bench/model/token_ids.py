@@ -6,13 +6,37 @@ is masked, so that any row will do for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from qerl_bench.checks import require
+from qerl_bench.task.chat_template import Keywords, end_of_turn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+def stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, template: Keywords | None = None
+) -> frozenset[int]:
+    """Tokens that end a completion: the tokenizer's own, those in the model's generation config, and the one that ends
+    a turn in the chat template."""
+    listed = model.generation_config.eos_token_id if model.generation_config is not None else None
+    named = [tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])]
+    ids = frozenset(token for token in named if isinstance(token, int))
+    turn = end_of_turn(tokenizer, template)
+    if turn is not None and turn not in ids:
+        log.warning(
+            "the chat template ends a turn with %s, which tokenizer and generation config do not name as an end (they "
+            "have %s): it ends completions and demonstrations too",
+            tokenizer.convert_ids_to_tokens(turn),
+            ", ".join(map(str, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "none",
+        )
+        ids |= {turn}
+    return ids
 
 
 def with_rows(ids: Iterable[int], rows: int, name: str) -> frozenset[int]:

@@ -26,8 +26,8 @@ from qerl_bench.options import user_options
 from qerl_bench.options.files import options_of, plain_keys
 from qerl_bench.options.fingerprint import fingerprint, flat
 from qerl_bench.options.model_names import short_name
-from qerl_bench.options.model_words import with_places
 from qerl_bench.options.names import check_option_names, search_folders
+from qerl_bench.options.place_words import with_places
 from qerl_bench.options.suggestions import unknown_key, unknown_option, unread
 from qerl_bench.process.installation import CONF_DIR
 
@@ -99,7 +99,7 @@ class Composer:
         return plain_tree(cfg), runtime
 
     def spelled_out(self, words: Sequence[str]) -> list[str]:
-        """`words` with model=hub model.id=PLACE for each model=PLACE; an option of that name comes first."""
+        """`words` with option and key of each model=PLACE and reward=FILE.py; an option of that name comes first."""
         if with_places(words, options_of([CONF_DIR], "model")) == [*words]:
             return [*words]
         search_path = tuple(user_options.split_search_path(words)[0])

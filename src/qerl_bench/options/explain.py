@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from qerl_bench.checks import ConfigError, require
+from qerl_bench.metrics import definitions
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.files import (
     Field,
@@ -48,7 +49,8 @@ Flags:
   -m, --multirun      run every combination of the values that are separated by commas, one after
                       the other; hydra.launcher.slots=N: N side by side
   --explain KEY ...   what a value, all values of a group (noise), an axis (aqn) or an option (exp)
-                      mean; other words choose options: --explain aqn.stages aqn=exp
+                      mean; other words choose options: --explain aqn.stages aqn=exp; or a
+                      metric, --explain mismatch/kl
   --cfg job           print the config instead of running it; --resolve fills in references
   --config-dir DIR    look for options in DIR/quant/*.yaml and so on as well
   --version           print the version
@@ -89,8 +91,8 @@ def usage(words: Sequence[str] = ()) -> str:
 def explain(words: Sequence[str]) -> str:
     """Explain the keys among `words`, with the options that the others (KEY=VALUE) choose.
 
-    A key is that of a value, a prefix that ends with a dot, an axis or a group, or the name of an option. Raises
-    ConfigError for others.
+    A key is that of a value, a prefix that ends with a dot, an axis or a group, the name of an option, that of a metric
+    or the part of it before a slash. Raises ConfigError for others.
     """
     overrides = [word for word in words if "=" in word]
     keys = [word for word in words if "=" not in word] or [word.partition("=")[0].lstrip("+~") for word in overrides]
@@ -120,12 +122,20 @@ def _explain(
     if blocks:
         return "\n\n".join(blocks)
     if called := [axis for axis in AXES if key in options_of(folders, axis)]:
-        return "\n\n".join(_option(axis, key, folders) for axis in called)
+        return "\n\n".join([*(_option(axis, key, folders) for axis in called), *filter(None, [_metrics(name)])])
     elsewhere = keys_of_axis(name.partition(".")[0], folders) if name.partition(".")[0] in choices else {}
+    if name not in elsewhere and (metrics := _metrics(name)):
+        return metrics
     if name not in elsewhere:
         chosen = {axis: option for axis, option in choices.items() if axis in AXES}
         raise ConfigError(unknown_key(name, [*found], chosen, folders))
     return "\n\n".join(_of_others(name, elsewhere[name], choices, folders))
+
+
+def _metrics(name: str) -> str:
+    """The metrics of that name, or with it before a slash; empty if there are none."""
+    known = {one: said for one, said in definitions().items() if one == name or one.startswith(f"{name}/")}
+    return "\n\n".join(_hanging(f"{one}  ", f"(metric, {said.replace(': ', ') ', 1)}") for one, said in known.items())
 
 
 def root_groups() -> list[Place]:

@@ -14,7 +14,10 @@ from qerl_bench.options.renamed_keys import renamed, renamed_value
 SHOWN = 8  # keys or choices that a message lists
 NUMBERS = {"lora": "lora.rank", "aqn": "aqn=constant aqn.level"}  # what a number for the whole axis probably means
 ALL = "All options: --help"
-PLACES = {"model": "Of the hub or of a file: model=ORG/NAME, model=./FOLDER, model=FILE.gguf"}  # besides options
+PLACES = {  # besides options
+    "model": "Of the hub or of a file: model=ORG/NAME, model=./FOLDER, model=FILE.gguf",
+    "reward": "A function of your own: reward=FILE.py",
+}
 
 
 def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], folders: Sequence[Path]) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
-from qerl_bench.checks import require
+from qerl_bench.checks import ConfigError, require
 from qerl_bench.process.installation import CONF_DIR
 
 FLAGS = ("--config-dir", "-cd")
 KEY = "hydra.searchpath="
 
 _in_use: list[Path] = []  # as sys.path, of this process
+_loaded: dict[Path, ModuleType] = {}  # files that options name
 
 
 def with_search_path(words: Sequence[str]) -> list[str]:
@@ -82,3 +85,25 @@ def folders() -> list[Path]:
 def words_in_use() -> list[str]:
     """The override that gives a process of its own the folders of this one; none without."""
     return search_path(_in_use)
+
+
+def load_file(key: str, file: Path) -> ModuleType:
+    """The Python file that `key` names, executed once in a process. Raises ConfigError if that fails."""
+    if file not in _loaded:
+        spec = spec_from_file_location(file.stem, file)
+        require(
+            file.is_file() and spec is not None, f"{key}: there is no Python file {file}; give the path of one, *.py"
+        )
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever a user's file raises
+            raise ConfigError(f"{key}: {file} cannot be executed: {type(error).__name__}: {error}") from error
+        _loaded[file] = module
+    return _loaded[file]
+
+
+def loaded_files() -> list[Path]:
+    """The files of `load_file` in this process."""
+    return [*_loaded]

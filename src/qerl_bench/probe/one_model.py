@@ -55,7 +55,7 @@ def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tup
     reference, parts = Reference(), []
     answer_formats: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    best = getattr(first.task, "answer_format", None)
+    best, prompt = getattr(first.task, "answer_format", None), ""
     for quant, experiment in experiments.items():
         with phase(f"loading {experiment.model.name} in {quant}"):
             policy = build_policy(experiment, base, device)
@@ -65,6 +65,7 @@ def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tup
                 parts += asked
                 best = best if chosen or not answer_formats else best_of(answer_formats, best)
             one = in_answer_format(experiment, best)
+            prompt = policy.text_of(wanted(options).prompts_of(one)[0])
             measured, rows = measure(one, policy, engine, wanted(options), reference)
             if options.rise > 0:
                 with phase(f"looking for the noise that raises entropy by {options.rise:.0%}"):
@@ -82,6 +83,7 @@ def probe(experiments: dict[str, Experiment], options: Any, chosen: bool) -> tup
         "group": first.rollout.group_size,
         "max_completion_tokens": first.task.max_completion_tokens,
         "answer_format": best,
+        "prompt": prompt,
         "answer_formats": answer_formats,
         "formats": found,
         "started": started,

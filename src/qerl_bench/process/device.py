@@ -32,6 +32,19 @@ def device_name(wanted: str) -> str:
     return f"{torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
 
 
+BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # flags of x86 and ARM processors in /proc/cpuinfo
+
+
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """Whether the processor has instructions that multiply BF16; None if unknown."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return None
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return None if flags is None else not BF16_UNITS.isdisjoint(flags)
+
+
 _earlier = [0.0, 0.0]  # `peaks` of the phase that goes on, up to the latest `peak_bytes`, which measures anew
 
 

@@ -2,7 +2,7 @@
 
 What takes a while is a *phase*; phases nest. On a pipe a step is told at the first, the last and every twentieth part
 of the run, and after a silence (`silence_s`) whatever is going on is told, so that a long run fills no log and a slow
-one is not taken for dead. Left out: tokens within one batch of completions, whose number is not known before its end.
+one is not taken for dead. A batch of completions counts by its tokens, as if all were as long as the limit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this logger t
 
 TICK_S = 1.0  # a phase that is shorter shows no bar
 STEP_LINES = 20  # on a pipe
+COMPLETIONS = "completions"  # the unit of phases in which tokens are told, too
 LONG_S = 60.0  # what takes longer is announced, if a phase of the same name has taken so long before
 COLUMNS = (  # metric, label, format
     ("reward/mean", "reward", "{:.3f}"),
@@ -57,6 +58,8 @@ class Phase:
     def __init__(self, label: str, total: int | None = None, unit: str = "", first: int = 0) -> None:
         self.label, self.total, self.unit, self.first = label, total, unit, first
         self.made = first
+        self.begun = 0.0  # parts, of those that are being made
+        self.next = 1  # parts that are made together
         self.started = self.advanced = time.monotonic()  # advanced: when the last part was made
         self.told = False
         self.note = ""  # behind the bar
@@ -69,19 +72,29 @@ class Phase:
     @property
     def left_s(self) -> float | None:
         """Seconds until its end at the speed of the parts that are made; None if that is unknown."""
-        if self.total is None or self.made == self.first:
+        made = self.made + self.begun
+        if self.total is None or made == self.first:
             return None
-        left = (self.advanced - self.started) / (self.made - self.first) * (self.total - self.made)
-        return max(0.0, left - (time.monotonic() - self.advanced))
+        left = (self.advanced - self.started) / (made - self.first) * (self.total - made)
+        left -= time.monotonic() - self.advanced
+        if left <= 0 and self.made < self.total:
+            return None  # overdue
+        return max(0.0, left)
 
     def advance(self, parts: int = 1) -> None:
-        self.made += parts
+        self.made, self.begun = self.made + parts, 0.0
+        self.advanced = time.monotonic()
+
+    def within(self, share: float, note: str) -> None:
+        """Say that this share of the parts that are being made is done."""
+        self.begun, self.note = share * self.next, note
         self.advanced = time.monotonic()
 
     def __str__(self) -> str:
-        return (
-            self.label if self.total is None else f"{self.label} {self.made:,} of {self.total:,} {self.unit}".rstrip()
-        )
+        if self.total is None:
+            return self.label
+        counted = f"{self.label} {self.made:,} of {self.total:,} {self.unit}".rstrip()
+        return f"{counted}, {self.note}" if self.begun else counted
 
     def show(self) -> None:
         """Draw the bar, on a terminal."""
@@ -92,7 +105,7 @@ class Phase:
             self.bar.start_t -= self.elapsed_s
         self.bar.set_description_str(self.label, refresh=False)
         columns, self.bar.nrows = shutil.get_terminal_size()  # 80, 24 where it is unknown
-        self.bar.n, self.bar.ncols = self.made, columns - 1
+        self.bar.n, self.bar.ncols = round(self.made + self.begun, 1) if self.begun else self.made, columns - 1
         self.bar.set_postfix_str(self.note)  # draws it
 
     def hide(self) -> None:
@@ -198,6 +211,13 @@ def bar(items: Iterable[Item], label: str, total: int | None = None, unit: str =
         for item in items:
             yield item
             one.advance()
+
+
+def within(share: float, note: str) -> None:
+    """Tell of the innermost phase that counts completions: this share of those that are being made is done."""
+    sampling = next((one for one in reversed(watch.phases) if one.unit == COMPLETIONS), None)
+    if sampling is not None:
+        sampling.within(share, note)
 
 
 class StepProgress:

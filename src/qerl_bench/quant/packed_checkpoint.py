@@ -7,7 +7,6 @@ a block is refused, since it may change what the block computes. Layers that the
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from qerl_bench.checks import ConfigError, require
+from qerl_bench.checks import require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, SCALES, UNUSED, CheckpointReader, skeleton
 from qerl_bench.quant.conversion import rows_in_checkpoint, sources_of
@@ -26,7 +25,8 @@ from qerl_bench.quant.experts import expert_modules, expert_parameters, is_trans
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nf4 import NESTED_BLOCK, NF4
+from qerl_bench.quant.nf4 import NF4
+from qerl_bench.quant.nf4_checkpoint import NF4_PARTS, REMEDY, STATE, UNPACKED, read_nf4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_config import MODELOPT, packing_of
 from qerl_bench.quant.share import is_linear
@@ -35,13 +35,6 @@ from qerl_kernels.symmetric import swap_sign
 
 log = logging.getLogger(__name__)
 
-_STATE = ".quant_state.bitsandbytes__nf4"
-_NF4_PARTS = {"absmax", "quant_map", "nested_absmax", "nested_quant_map", _STATE[1:]}
-_STATE_KEYS = {"quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype", "nested_offset"}
-_STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)  # bnb_4bit_quant_storage
-_REMEDY = "download or write the checkpoint again"
-_UNPACKED = "give the unquantized model, which is packed while it is read"
-_SAME_TABLE = 1e-6  # tables of earlier versions differ in the last bit
 CODES = {NVFP4: "U8", FP8: "F8_E4M3", INT8: "I8"}  # dtype in files of what is called `weight`
 _MAX_SCALE = 0x7E  # 448 as E4M3; larger bytes are NaN or negative
 
@@ -116,7 +109,7 @@ class _PackedSource:
 
     def is_packed(self, layer: str) -> bool:
         if isinstance(self.weight_format, NF4):
-            return f"{layer}.weight{_STATE}" in self.reader
+            return f"{layer}.weight{STATE}" in self.reader
         leaf = next(iter(self.stored_names.values()))
         codes = f"{layer}.{leaf}"
         return codes in self.reader and (
@@ -151,7 +144,7 @@ class _PackedSource:
                 require(
                     not there.startswith(blocks),
                     f"{self.reader.files[name]}: tensor {name} belongs to no layer of this {type(model).__name__}, and "
-                    f"may change what its block computes; {_UNPACKED}",
+                    f"may change what its block computes; {UNPACKED}",
                 )
                 parts = there.split(".")
                 outside = (".".join(parts[: end + 1]) for end in range(len(parts)))
@@ -171,14 +164,14 @@ class _PackedSource:
             require(
                 leaf in known,
                 f"{self.reader.files[name]}: tensor {name} is nothing that {owner} is known to have, and may change "
-                f"what it computes; {_UNPACKED}",
+                f"what it computes; {UNPACKED}",
             )
         return [f"{count} tensors {leaf}" for leaf, count in unused.items()]
 
     def _is_part(self, name: str, own: Mapping[str, set[str]]) -> bool:
         """Whether `name` is a part of a packed weight, in NF4 or of gpt-oss's experts, and begins with its name."""
         weight, _, part = name.partition(".weight.")
-        if part in _NF4_PARTS and isinstance(self.weight_format, NF4):
+        if part in NF4_PARTS and isinstance(self.weight_format, NF4):
             return self.is_packed(weight)
         owner, _, leaf = name.rpartition(".")
         return any(leaf.removesuffix(end) in own.get(owner, ()) for end in (BLOCKS, SCALES) if leaf.endswith(end))
@@ -187,7 +180,7 @@ class _PackedSource:
         """The packed tensors of a layer of `shape` (N, K), by their names here."""
         self.weight_format.check_width(layer, shape[1])
         if isinstance(self.weight_format, NF4):
-            return _read_nf4(self.reader, layer, shape, self.weight_format)
+            return read_nf4(self.reader, layer, shape, self.weight_format)
         if isinstance(self.weight_format, Symmetric):
             return self._read_symmetric(layer, shape, self.weight_format)
         nvfp4 = isinstance(self.weight_format, NVFP4)
@@ -205,11 +198,11 @@ class _PackedSource:
             tensor = self.reader.read(f"{layer}.{stored}")
             packed[name] = tensor.reshape(1) if tensor.dim() == 0 else tensor  # ModelOpt's tensor scale is a scalar
             self.reader.check_shape(f"{layer}.{stored}", packed[name].shape, tensor_shape)
-            require(tensor.dtype == dtype, f"{layer}.{stored} is stored as {tensor.dtype}, not as {dtype}; {_REMEDY}")
+            require(tensor.dtype == dtype, f"{layer}.{stored} is stored as {tensor.dtype}, not as {dtype}; {REMEDY}")
         if nvfp4:
             tensor_scale = float(packed[next(name for name in packed if name in TENSOR_SCALES)])
             ok = 0 < tensor_scale < float("inf") and int(packed["weight_scale"].view(torch.uint8).max()) <= _MAX_SCALE
-            require(ok, f"{layer} has a scale that is zero, negative, infinite or not a number; {_REMEDY}")
+            require(ok, f"{layer} has a scale that is zero, negative, infinite or not a number; {REMEDY}")
         return packed
 
     def _read_symmetric(self, layer: str, shape: tuple[int, int], fmt: Symmetric) -> dict[str, torch.Tensor]:
@@ -219,11 +212,11 @@ class _PackedSource:
         scales = -(-shape[0] // fmt.block_rows), shape[1] // fmt.block_of(shape[1])
         stored = self.reader.read(f"{layer}.{codes}", (shape[0], width))
         scale = self.reader.read(f"{layer}.weight_scale", scales)
-        require(stored.dtype == dtype, f"{layer}.{codes} is stored as {stored.dtype}, not as {dtype}; {_REMEDY}")
+        require(stored.dtype == dtype, f"{layer}.{codes} is stored as {stored.dtype}, not as {dtype}; {REMEDY}")
         finite = scale.isfinite().all() and (dtype != torch.float8_e4m3fn or stored.float().isfinite().all())
         require(
             scale.dtype in (torch.bfloat16, torch.float16, torch.float32) and bool(finite),
-            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers; {_REMEDY}",
+            f"{layer} has a scale or weight that is infinite or not a number, or scales of integers; {REMEDY}",
         )
         if isinstance(fmt, INT4):
             return {"weight_packed": stored, "weight_scale": scale}
@@ -243,10 +236,10 @@ def _read_experts(
     require(
         source.weight_format.block_rows == 1,
         f"{source.reader.folder}: the layers of {name} have scales for squares of weights, which one parameter of all "
-        f"experts cannot keep; {_UNPACKED}",
+        f"experts cannot keep; {UNPACKED}",
     )
     plain = next((layer for layer in layers if layer not in packed), None)
-    require(plain is None, f"{source.reader.folder}: {plain} is not packed, unlike other experts; {_REMEDY}")
+    require(plain is None, f"{source.reader.folder}: {plain} is not packed, unlike other experts; {REMEDY}")
     parts = [(rows, source.read(layer, (len(rows), shape[2]))) for layer, rows in layers.items()]
     return _joined(source.reader.folder, name, parts, shape)
 
@@ -273,56 +266,3 @@ def _joined(
                 flat[rows.to(flat.device)] = part[key].view(torch.uint8)
             joined[key] = flat.view(like.dtype).unflatten(0, shape[:2])
     return joined
-
-
-def _read_nf4(
-    reader: CheckpointReader, name: str, shape: tuple[int, int], weight_format: NF4
-) -> dict[str, torch.Tensor]:
-    """The packed tensors of a layer in NF4."""
-    from bitsandbytes.functional import create_dynamic_map, get_4bit_type
-
-    key = f"{name}.weight"
-    try:
-        state = json.loads(bytes(reader.read(key + _STATE).cpu().tolist()))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ConfigError(f"{reader.folder}: {key + _STATE} is not readable; {_REMEDY}") from None
-    double = "nested_offset" in state
-    require(
-        state.get("blocksize") == NF4.block
-        and tuple(state.get("shape", ())) == shape
-        and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
-        and state.get("quant_type", "nf4") == "nf4"
-        and double == weight_format.double_quant
-        and state.keys() <= _STATE_KEYS,
-        f"{reader.files[key]}: {key} is packed with {state}; readable are NF4, blocks of {NF4.block}, nested blocks of "
-        f"{NESTED_BLOCK}, and the shape {shape}; {_UNPACKED}",
-    )
-    for table, known in {"quant_map": get_4bit_type("nf4", "cpu"), "nested_quant_map": create_dynamic_map()}.items():
-        if (name := f"{key}.{table}") in reader:
-            stored = reader.read(name).cpu().float()
-            same = stored.shape == known.shape and torch.allclose(stored, known, rtol=0, atol=_SAME_TABLE)
-            require(same, f"{reader.files[name]}: {name} is another table than that of NF4; {_UNPACKED}")
-    blocks = shape[0] * shape[1] // NF4.block
-    packed = {
-        "weight": _bytes(reader, key, shape[0] * shape[1] // 2),
-        "absmax": reader.read(f"{key}.absmax", (blocks,)),
-    }
-    if double:
-        packed["nested_absmax"] = reader.read(f"{key}.nested_absmax", (-(-blocks // NESTED_BLOCK),))
-        packed["nested_offset"] = torch.tensor([state["nested_offset"]], device=packed["absmax"].device)
-    dtype = torch.uint8 if double else torch.float32
-    require(packed["absmax"].dtype == dtype, f"{key}.absmax is stored as {packed['absmax'].dtype}, not as {dtype}")
-    return packed
-
-
-def _bytes(reader: CheckpointReader, key: str, count: int) -> torch.Tensor:
-    """The codes `key` as bytes (count, 1), which bitsandbytes may store as numbers of 16 or 32 bits."""
-    stored = reader.read(key)
-    require(
-        stored.dtype in _STORAGES,
-        f"{reader.files[key]}: {key} is stored as {stored.dtype}; bnb_4bit_quant_storage may be "
-        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _STORAGES)}; {_UNPACKED}",
-    )
-    codes = stored.contiguous().flatten().view(torch.uint8).view(-1, 1)
-    reader.check_shape(key, codes.shape, (count, 1))
-    return codes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from qerl_bench.checks import require
 from qerl_bench.records import Reward, Rollout
 
 if TYPE_CHECKING:
@@ -20,6 +21,18 @@ class RewardSource(Protocol):
     def check_with(self, algo: Algorithm) -> None:
         """Raise ConfigError if `algo` cannot use these rewards."""
 
+    def check(self, task: Task) -> None:
+        """Raise ConfigError if what the rewards need is missing or does not work. Called before training."""
+
     def rewards(self, task: Task, rollouts: list[Rollout], seed: int) -> list[Reward]:
         """One reward for each training completion; `seed` is that of the step."""
         ...
+
+
+def refuse_demonstrations(choice: str, algo: Algorithm) -> None:
+    """Raise ConfigError if `algo` trains on demonstrations, which the rewards of `choice` are not for."""
+    require(
+        algo.on_policy,
+        f"{choice} replaces the rewards of completions, and algo={algo.name} trains on demonstrations. Use "
+        "reward=task, or an algorithm such as algo=grpo",
+    )

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, number, require
+from qerl_bench.checks import check_fields, number
 from qerl_bench.records import Reward, Rollout
+from qerl_bench.reward.base import refuse_demonstrations
 from qerl_bench.seeding import BITS, derive
 
 if TYPE_CHECKING:
@@ -28,11 +29,10 @@ class RandomReward:
         check_fields(self, "reward", p=number(above=0, below=1))
 
     def check_with(self, algo: Algorithm) -> None:
-        require(
-            algo.on_policy,
-            f"reward=random replaces the rewards of completions, and algo={algo.name} trains on demonstrations. Use "
-            "reward=task, or an algorithm such as algo=grpo",
-        )
+        refuse_demonstrations("reward=random", algo)
+
+    def check(self, task: Task) -> None:
+        """Needs nothing."""
 
     def rewards(self, task: Task, rollouts: list[Rollout], seed: int) -> list[Reward]:
         graded = task.rewards(rollouts)

@@ -21,5 +21,8 @@ class TaskReward:
     def check_with(self, algo: Algorithm) -> None:
         """Works with every algorithm."""
 
+    def check(self, task: Task) -> None:
+        """Needs nothing."""
+
     def rewards(self, task: Task, rollouts: list[Rollout], seed: int) -> list[Reward]:
         return task.rewards(rollouts)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_bench.metrics import definitions
-from qerl_bench.options.user_options import folders
+from qerl_bench.options.user_options import folders, loaded_files
 from qerl_bench.process.gpu_share import runs_on_gpu
 from qerl_bench.process.installation import PACKAGE
 from qerl_bench.rundir.checkout import git, uncommitted
@@ -100,11 +100,11 @@ def nvidia_driver() -> str | None:
 
 
 def own_modules() -> dict[str, str]:
-    """The loaded modules of the folders in use: file, relative to its folder -> SHA-256."""
+    """Loaded modules of the folders in use, and files that options name: file, relative to its folder -> SHA-256."""
     _, *in_use = folders()
     loaded = [*sys.modules.values()] if in_use else []
     files = {Path(file) for module in loaded if (file := getattr(module, "__file__", None))}
-    return {
+    return {file.name: digest(file) for file in loaded_files()} | {
         str(file.relative_to(folder)): digest(file)
         for folder in in_use
         for file in sorted(files)

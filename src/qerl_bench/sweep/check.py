@@ -74,8 +74,10 @@ def warn_of_single_point(hydra: HydraConf) -> None:
 def check(cfg: DictConfig) -> Experiment:
     """Build the specs of a composed config and check that all they need is there. Raises ConfigError."""
     experiment = build(cfg)
+    experiment.model.check_files()
     experiment.engine.check(experiment.device, experiment.quant)
     experiment.task.check()
+    experiment.reward.check(experiment.task)
     if not experiment.algo.on_policy:
         experiment.task.demonstrations(step=1, count=1, seed=experiment.seed)  # a task may have none
     experiment.check_model()

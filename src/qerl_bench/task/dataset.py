@@ -109,14 +109,14 @@ class DatasetTask(PromptTask):
     @cached_property
     def _eval_rows(self) -> tuple[QuestionRow, ...]:
         self.grader.check()  # callers that only evaluate do not call `check`
-        return self.eval.rows(self.eval_file, "set task.eval_file to a local JSONL file", self.grader)
+        return self.eval.rows("task.eval", self.eval_file, "set task.eval_file to a local JSONL file", self.grader)
 
     @cached_property
     def _train_rows(self) -> tuple[QuestionRow, ...]:
         if self.train is None:
             raise ConfigError(self._evaluation_only)
         grader = None if self.equality == "math" else self.grader  # checking LaTeX is slow; bad gold earns nothing
-        rows = self.train.rows(self.train_file, "set task.train_file to a local JSONL file", grader)
+        rows = self.train.rows("task.train", self.train_file, "set task.train_file to a local JSONL file", grader)
         held_out = {self.normalize(row.question): row for row in self._eval_rows}
         forms = {question: self.normalize(question) for question in {row.question for row in rows}}  # many stand often
         leaked = [(row, twin) for row in rows if (twin := held_out.get(forms[row.question]))]

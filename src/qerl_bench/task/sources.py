@@ -6,6 +6,7 @@ All bad rows are found before anything runs and reported together: by kind, with
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,10 @@ from qerl_bench.task.datafile import read_rows
 from qerl_bench.task.grader.grader import Grader
 
 MAX_EXAMPLES = 3  # shown for each kind of bad row
+USUAL = {  # what others call the columns
+    "question": ("question", "problem", "prompt", "query", "instruction", "input", "text"),
+    "answer": ("answer", "solution", "target", "response", "output", "completion", "label", "gold"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +61,11 @@ class QuestionSource:
             )
         optional(count())("a task's max_question_characters", self.max_question_characters)
 
-    def rows(self, file: str | None, remedy: str, grader: Grader | None) -> tuple[QuestionRow, ...]:
+    def rows(self, key: str, file: str | None, remedy: str, grader: Grader | None) -> tuple[QuestionRow, ...]:
         """The split from `file`, or from the hub if it is None, without questions that are too long.
 
-        With `grader`, gold answers that it cannot read are bad rows. Raises ConfigError for bad rows, and for data that
-        cannot be loaded, with `remedy` as the suggestion.
+        `key` is the config key of this split, for messages. With `grader`, gold answers that it cannot read are bad
+        rows. Raises ConfigError for bad rows, and for data that cannot be loaded, with `remedy` as the suggestion.
         """
         where = str(file) if file is not None else f"{self.dataset_id}, split {self.split}"
         if file is not None:
@@ -69,7 +74,7 @@ class QuestionSource:
             raw = _hub_rows(self.dataset_id, self.config, self.revision, self.split, remedy)
         known = {column for row in raw for column in row}
         no_row = f"{where}: none of {len(raw)} rows"
-        question, answer = (_column(names, known, no_row) for names in (self.question, self.answer))
+        question, answer = _columns({"question": self.question, "answer": self.answer}, known, no_row, key)
         id = next((name for name in self.id if name in known), None)
         lines: dict[str, int] = {}
         rows: list[QuestionRow] = []
@@ -86,11 +91,16 @@ class QuestionSource:
                 f"{len(cases)} with {kind} ({'; '.join(cases[:MAX_EXAMPLES] + ['...'] * (len(cases) > MAX_EXAMPLES))})"
                 for kind, cases in faults.items()
             ]
-            raise ConfigError(f"{where}: {len(raw)} rows, of them {', '.join(kinds)}; fix or remove these rows")
+            bare = f", or say that the column is the final answer: {key}.marker=null" * (self._without_marker in faults)
+            raise ConfigError(f"{where}: {len(raw)} rows, of them {', '.join(kinds)}; fix or remove these rows{bare}")
         limit = self.max_question_characters
         short = tuple(row for row in rows if limit is None or len(row.question) <= limit)
         require(bool(short), f"{where}: all {len(rows)} questions have more than {limit} characters; raise the limit")
         return short
+
+    @property
+    def _without_marker(self) -> str:
+        return f"no {self.marker} before the final answer"
 
     def _row(self, line: int, question: str, answer: str, grader: Grader | None) -> QuestionRow:
         question = question.strip()
@@ -102,7 +112,7 @@ class QuestionSource:
         if self.marker is not None:
             reasoning, marker, gold = answer.partition(self.marker)
             if not marker:
-                raise _BadRow(f"no {self.marker} before the final answer", f": ...{answer[-40:]!r}")
+                raise _BadRow(self._without_marker, f": ...{answer[-40:]!r}")
         if not gold.strip():
             raise _BadRow("an empty answer", "")
         if grader is not None and not grader.is_readable(gold.strip()):
@@ -134,15 +144,23 @@ def _check_id(id: str, line: int, lines: dict[str, int]) -> None:
         raise _BadRow("the id of another row", f" and line {lines[id]}: {id[:40]!r}")
 
 
-def _column(names: list[str], known: set[str], no_row: str) -> str:
-    """The first of `names` that is in `known`."""
-    column = next((name for name in names if name in known), None)
-    if column is None:
+def _columns(wanted: Mapping[str, list[str]], known: Set[str], no_row: str, key: str) -> list[str]:
+    """Of each list of names, the first that is in `known`. Raises ConfigError, with words to type, if there is none."""
+    found = {part: next((name for name in names if name in known), None) for part, names in wanted.items()}
+    missing = [part for part, name in found.items() if name is None]
+    if missing:
+        asked = " and none a column ".join(" or ".join(map(repr, wanted[part])) for part in missing)
+        words = " ".join(f"'{key}.{part}=[{_likely(part, known)}]'" for part in missing)
         raise ConfigError(
-            f"{no_row} has a column {' or '.join(map(repr, names))}; the columns are "
-            f"{', '.join(map(repr, sorted(known)))}; name the right one in the task's question or answer list"
+            f"{no_row} has a column {asked}; the columns are {', '.join(map(repr, sorted(known)))}. Name the right "
+            f"one: {words}"
         )
-    return column
+    return [name for name in found.values() if name is not None]
+
+
+def _likely(part: str, known: Set[str]) -> str:
+    """The column that is probably the question, or the answer; NAME if none is called so."""
+    return next((name for name in USUAL[part] if name in known), "NAME")
 
 
 @lru_cache(maxsize=8)

@@ -38,7 +38,7 @@ from qerl_bench.checks import (
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.rundir.checkpoints import is_finished
-from qerl_bench.studies.design.limits import Limits, read_limits
+from qerl_bench.studies.design.limits import GateLimits, read_limits
 from qerl_bench.studies.design.sizes import DoseSize, ProbeSize, probe_size
 from qerl_bench.studies.design.units import Unit, read_seeds, read_units
 from qerl_bench.sweep.points import Point
@@ -86,7 +86,7 @@ class Design:
     arms: tuple[Arm, ...]
     probe: ProbeSize
     dose: DoseSize
-    limits: Limits
+    limits: GateLimits
 
     def __post_init__(self) -> None:
         check_words("common", self.common)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.design.controls import EFFECT, level, one_passes
 from qerl_bench.studies.design.design import Design
-from qerl_bench.studies.design.limits import Limits
+from qerl_bench.studies.design.limits import GateLimits
 from qerl_bench.studies.design.readings import (
     Probe,
     Runs,
@@ -74,7 +74,7 @@ def gates(design: Design, probes: Sequence[Probe], runs: Runs) -> list[Result]:
     return [*of_bases(design, probes, limits, everything), *of_training(design, runs, limits, everything)]
 
 
-def of_bases(design: Design, probes: Sequence[Probe], limits: Limits, everything: tuple[str, ...]) -> list[Result]:
+def of_bases(design: Design, probes: Sequence[Probe], limits: GateLimits, everything: tuple[str, ...]) -> list[Result]:
     """What bases and the doses that were found for them must show before any arm is trained."""
     reference, samples, group = design.format_of(design.reference), design.probe.samples, design.samples_per_group
 
@@ -108,7 +108,7 @@ def of_bases(design: Design, probes: Sequence[Probe], limits: Limits, everything
     return results
 
 
-def of_training(design: Design, runs: Runs, limits: Limits, everything: tuple[str, ...]) -> list[Result]:
+def of_training(design: Design, runs: Runs, limits: GateLimits, everything: tuple[str, ...]) -> list[Result]:
     """What the reference must show by training, and the controls."""
 
     def of_reference(number: Callable[[Run], float]) -> list[float]:

@@ -27,7 +27,7 @@ SHARE = Check(lambda value: is_number(value) and 0 <= value < 1, "a number from 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class GateLimits:
     """A limit for each gate; None: it is not asked. Damage by a format is measured in any case, and stops nothing."""
 
     pass_at_1: Span | None = None
@@ -52,7 +52,7 @@ class Limits:
 PASS_AT_1 = (0.10, 0.40)  # of built-in worlds
 PASS_AT_K = 0.80
 NO_SUCCESS = (0.20, 0.50)
-WORLDS = Limits(
+WORLDS = GateLimits(
     pass_at_1=PASS_AT_1,
     pass_at_k=PASS_AT_K,
     no_success=NO_SUCCESS,
@@ -64,11 +64,11 @@ WORLDS = Limits(
 )
 
 
-def read_limits(content: object) -> Limits:
+def read_limits(content: object) -> GateLimits:
     """Those of the `gates` of a study.yaml, None for WORLDS. Raises ConfigError for unknown or wrong entries."""
     if content is None:
         return WORLDS
-    known = {field.name for field in fields(Limits)}
+    known = {field.name for field in fields(GateLimits)}
     entries: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     unknown = sorted({str(key) for key in entries} - known)
     require(
@@ -76,4 +76,4 @@ def read_limits(content: object) -> Limits:
         f"gates must have entries of {', '.join(sorted(known))}, got {unknown or content!r}",
     )
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entries.items()}
-    return Limits(**given)
+    return GateLimits(**given)

@@ -19,7 +19,7 @@ from typing import Any
 from qerl_bench.checks import count, number, require, text
 from qerl_bench.options import user_options as own_options
 from qerl_bench.options.files import options_of
-from qerl_bench.options.model_words import is_place, words_of
+from qerl_bench.options.place_words import is_place, words_of
 
 
 @dataclass(frozen=True, kw_only=True)

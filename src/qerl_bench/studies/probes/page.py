@@ -11,33 +11,47 @@ from typing import Any
 from qerl_bench.statistics import Estimate, paired_difference
 from qerl_bench.studies.probes.numbers import accuracy, pass_at, signal
 
+Table = tuple[list[str], list[list[str]]]  # heads, rows
+
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The page; `record` is what probe.json holds."""
-    options = record["options"]
-    asked = f"{options['questions']} {options['split'].replace('_', '-')} questions of task={record['task']}"
-    card = record["environment"]["gpu"] or record["environment"]["cpu"]
     parts = [
         f"# Probe of {record['model']}",
-        f"{asked}, at most {record['max_completion_tokens']} tokens, on {card}. Accuracies are per cent, intervals "
-        "95 % over questions, differences to the first weight format on the same ones. Temperatures below 1 have top-p "
-        "0.95.",
+        asked(record),
         "\n".join(f"- {line}" for line in record["advice"]),
     ]
-    if record["answer_formats"]:
-        parts += ["## Answer formats", answer_formats(record["answer_formats"])]
-    parts += ["## Weight formats", accuracies(record), sizes(record["formats"])]
-    if any(one["curve"] for one in record["formats"].values()):
-        parts += ["## Noise", noise(record["formats"])]
+    for title, several in tables(record).items():
+        parts += [f"## {title}", *(rows_of(*one) for one in several)]
     return "\n\n".join(parts) + "\n"
 
 
-def answer_formats(found: Mapping[str, Any]) -> str:
+def asked(record: Mapping[str, Any]) -> str:
+    """What was asked, where, and what the numbers are."""
+    options = record["options"]
+    card = record["environment"]["gpu"] or record["environment"]["cpu"]
+    return (
+        f"{options['questions']} {options['split'].replace('_', '-')} questions of task={record['task']}, at most "
+        f"{record['max_completion_tokens']} tokens, on {card}. Accuracies are per cent, intervals 95 % over questions, "
+        "differences to the first weight format on the same ones. Temperatures below 1 have top-p 0.95."
+    )
+
+
+def tables(record: Mapping[str, Any]) -> dict[str, list[Table]]:
+    """The tables by title."""
+    found = {"Answer formats": [answer_formats(record["answer_formats"])]} if record["answer_formats"] else {}
+    found["Weight formats"] = [accuracies(record), sizes(record["formats"])]
+    if any(one["curve"] for one in record["formats"].values()):
+        found["Noise"] = [noise(record["formats"])]
+    return found
+
+
+def answer_formats(found: Mapping[str, Any]) -> Table:
     heads = ["task.answer_format", "right", "lenient", "answer found", "cut off", "tokens"]
-    return rows_of(heads, ([name, *_shares(one)] for name, one in found.items()))
+    return heads, [[name, *_shares(one)] for name, one in found.items()]
 
 
-def accuracies(record: Mapping[str, Any]) -> str:
+def accuracies(record: Mapping[str, Any]) -> Table:
     """A row for each weight format and temperature."""
     first = next(iter(record["formats"].values()))["temperatures"]
     heads = ["quant", "temperature", "right", "difference", "lenient", "answer found", "cut off", "tokens"]
@@ -52,7 +66,7 @@ def accuracies(record: Mapping[str, Any]) -> str:
             best = f"{100 * pass_at(one, one['samples']).value:.1f} of {one['samples']}" if several else ""
             mixed = f"{signal(one, record['group']):.0%}" if several else ""
             lines.append([quant, at, right, gap, *others, f"{one['entropy']:.3f}", best, mixed])
-    return rows_of(heads, lines)
+    return heads, lines
 
 
 def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> Estimate:
@@ -62,7 +76,7 @@ def difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> Estimate:
     return paired_difference(*rows)
 
 
-def sizes(formats: Mapping[str, Any]) -> str:
+def sizes(formats: Mapping[str, Any]) -> Table:
     """KL, entropy ratio, speed and memory of each weight format."""
     quiet = next(iter(formats.values()))["entropy"]
     heads = ["quant", "entropy ratio", "KL on own answers", "KL on answers of the first", "tokens/s"]
@@ -79,10 +93,10 @@ def sizes(formats: Mapping[str, Any]) -> str:
         ]
         for quant, one in formats.items()
     ]
-    return rows_of(heads, lines)
+    return heads, lines
 
 
-def noise(formats: Mapping[str, Any]) -> str:
+def noise(formats: Mapping[str, Any]) -> Table:
     """A row for each weight format and sigma; ratios are to the same format without noise."""
     lines = [
         [
@@ -95,7 +109,7 @@ def noise(formats: Mapping[str, Any]) -> str:
         for quant, one in formats.items()
         for dose in one["curve"]
     ]
-    return rows_of(["quant", "sigma", "entropy ratio", "KL", "right"], lines)
+    return ["quant", "sigma", "entropy ratio", "KL", "right"], lines
 
 
 def rows_of(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

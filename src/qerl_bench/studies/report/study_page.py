@@ -1,4 +1,4 @@
-"""The page of a study: verdicts, effects behind them, paired differences, doses, and runs.
+"""The page of a study: its own contrasts and curves, verdicts, effects behind them, paired differences, doses, runs.
 
 Every number is that of claims/ and study/, computed here once; the script of the page filters and draws. Without it the
 page is all of its tables.
@@ -21,6 +21,7 @@ from qerl_bench.studies.figures.style import format_order
 from qerl_bench.studies.report.axes import AXES, _is_number, axis_of
 from qerl_bench.studies.report.claims_page import content, css_class, label_of, row_of
 from qerl_bench.studies.report.doses import DOSES, doses_of
+from qerl_bench.studies.report.own_runs import own_content
 from qerl_bench.studies.report.page import colors, page
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure
@@ -94,6 +95,7 @@ def study_page(
         runs=rows,
         run_columns=COLUMNS,
         **content(results, runs),
+        **own_content(runs),
     )
 
 
@@ -204,6 +206,7 @@ def _pair(contrast: Contrast, numbers: Sequence[int]) -> list[list[int]]:
 def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Collection[str]) -> list[dict[str, Any]]:
     """A row for each claim of each model and task: the verdict, and by format of the treated arm what voted."""
     rows = []
+    told = [effect for effect in effects if "text" in effect]
     for number, claim in enumerate(CLAIMS):
         for scope, (name, of_scope) in enumerate(results.items()):
             result = of_scope[number]
@@ -222,6 +225,7 @@ def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Col
                     "verdict": result.verdict,
                     "reason": result.reason,
                     "class": css_class(result.verdict),
+                    "said": any(effect["claim"] == number and effect["scope"] == scope for effect in told),
                     "cells": cells,
                 }
             )

@@ -23,6 +23,8 @@ function apply() {
     block.hidden = !some.has(`${block.dataset.claim}-${block.dataset.scope}`);
   for (const row of document.querySelectorAll("tr[data-run]"))
     row.hidden = !fits(data.runs[row.dataset.run].axes, filters);
+  for (const part of document.querySelectorAll("[data-axes]"))
+    part.toggleAttribute("hidden", !fits(JSON.parse(part.dataset.axes), filters));
   $("counts").textContent = `${left.size} of ${data.effects.length} comparisons, ${runsLeft().length} of ` +
     `${data.runs.length} runs`;
   drawOverview();

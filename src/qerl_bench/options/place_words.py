@@ -1,4 +1,7 @@
-"""`model=` with the place of a model in place of an option: what model.id can name is model=hub with that id."""
+"""`model=` and `reward=` with a place in place of an option.
+
+What model.id can name is model=hub with that id, and a Python file is reward=function with that file.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 AXIS = "model="
+REWARD = "reward="
 
 
 def is_place(name: str, options: Collection[str]) -> bool:
@@ -23,20 +27,26 @@ def words_of(name: str, options: Collection[str]) -> tuple[str, ...]:
 
 
 def with_places(words: Sequence[str], options: Collection[str]) -> list[str]:
-    """`words` with model=hub model.id=PLACE for each model=PLACE; points of a sweep are words of their own, later."""
-    return [
-        part
-        for word in words
-        for part in ((f"{AXIS}hub", f"model.id={word.removeprefix(AXIS)}") if _names_a_place(word, options) else [word])
-    ]
+    """`words` with the option and the key of each place, where `options` are those of models.
+
+    Points of a sweep are words of their own, later.
+    """
+    return [part for word in words for part in _spelled_out(word, options)]
 
 
-def _names_a_place(word: str, options: Collection[str]) -> bool:
-    if not word.startswith(AXIS):
-        return False
+def _spelled_out(word: str, options: Collection[str]) -> list[str]:
+    if word.startswith(AXIS) and is_place(_value(word), options):
+        return [f"{AXIS}hub", f"model.id={word.removeprefix(AXIS)}"]
+    if word.startswith(REWARD) and _value(word).endswith(".py"):
+        return [f"{REWARD}function", f"reward.file={word.removeprefix(REWARD)}"]
+    return [word]
+
+
+def _value(word: str) -> str:
+    """The text that a word sets; empty for several, and for what is none."""
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException:  # of which Hydra says more
-        return False
+        return ""
     value = None if override.is_sweep_override() else override.value()
-    return isinstance(value, str) and is_place(value, options)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,191 @@
+"""`qerl-bench study init=FOLDER`: a design and a protocol from a question, with the power that a budget buys.
+
+    qerl-bench study init=mine/noise model=qwen3-1.7b task=gsm8k quant=nvfp4 contrast=aqn=none,matched \\
+        minutes=240 run_minutes=6
+    qerl-bench study init=mine/noise ... runs=runs/         # time and spread are read from finished runs
+
+The first value of `contrast` is the arm that others are compared with. Words with other keys are options of every run.
+Of one model the units are seeds, so an interval is about that model; model=a,b,c makes each a case of its own. How many
+seeds fit follows from `minutes`, `run_minutes` and `slots`. `sd` is the standard deviation over seeds of the difference
+of two arms, in points of held-out accuracy; `margin` the smallest difference that matters. Writes FOLDER/study.yaml and
+FOLDER/protocol.md, which is to be finished before the first run.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from qerl_bench.checks import ConfigError, check_fields, count, number, require
+from qerl_bench.options.composer import Composer
+from qerl_bench.options.files import options_of
+from qerl_bench.options.place_words import words_of
+from qerl_bench.options.user_options import folders, split_search_path
+from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.statistics import POWER, Estimate
+from qerl_bench.studies.claims.evaluate import DIRECTION
+from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.figures.headline import paired
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.own_contrasts import factor_of, own_contrasts
+from qerl_bench.studies.runs.settings import group_by_setting
+
+ASKED = "init=FOLDER"
+MOST_SEEDS = 64
+PROBE = "{questions: 128, samples: 16}"
+DOSE = "{rise: 0.1, prompts: 32, draws: 8}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a study may cost, and how noisy it is; differences and their spread in points of held-out accuracy."""
+
+    minutes: float
+    run_minutes: float
+    slots: int
+    models: int
+    arms: int
+    margin: float
+    sd: float
+
+    def __post_init__(self) -> None:
+        positive = number(above=0)
+        checks = {"minutes": positive, "run_minutes": positive, "margin": positive, "sd": positive}
+        check_fields(self, "", **checks, slots=count(), models=count(), arms=count(2))
+        require(
+            self.seeds >= 2,
+            f"minutes={self.minutes:g} are enough for {self.seeds} seeds of {self.arms} arms at run_minutes="
+            f"{self.run_minutes:g}, and an interval needs two: give more minutes, or make runs shorter (steps)",
+        )
+
+    @property
+    def seeds(self) -> int:
+        """How many fit, a run in each of `slots` at a time."""
+        return min(MOST_SEEDS, math.floor(self.minutes * self.slots / self.run_minutes / self.arms / self.models))
+
+    @property
+    def level(self) -> float:
+        """Of a one-sided test of each arm against the first."""
+        return DIRECTION / 2 / (self.arms - 1)
+
+    def power(self, seeds: int) -> float:
+        """The probability of finding a difference of one margin."""
+        return self._estimate(seeds).power(self.margin, self.level)
+
+    def detectable(self, seeds: int) -> float:
+        """The smallest difference that is found with a probability of POWER."""
+        return self._estimate(seeds).detectable(self.level)
+
+    @property
+    def needed(self) -> int | None:
+        """Seeds that find one margin with a probability of POWER; None if thousands would not."""
+        return self._estimate(2).repetitions_needed(self.margin, self.level)
+
+    def _estimate(self, seeds: int) -> Estimate:
+        return Estimate(0.0, self.sd / math.sqrt(seeds), seeds, seeds - 1)
+
+
+def parser() -> KeyValueParser:
+    found = KeyValueParser(__doc__)
+    found.add_argument("--init", type=Path, required=True, help="folder to write study.yaml and protocol.md to")
+    found.add_argument("--model", nargs="+", required=True, help="an option, hub id, folder or GGUF file; or several")
+    found.add_argument("--contrast", required=True, help="KEY=FIRST,OTHER: what the arms differ in")
+    found.add_argument(
+        "--margin", type=float, default=1.0, help="smallest difference that matters, points (default: 1)"
+    )
+    found.add_argument("--minutes", type=float, required=True, help="for the whole study")
+    found.add_argument("--run-minutes", type=float, default=None, help="of one run, if no finished one tells")
+    found.add_argument("--slots", type=int, default=1, help="runs at a time (default: 1)")
+    found.add_argument("--sd", type=float, default=3.0, help="points, if no finished runs tell (default: 3)")
+    found.add_argument("--runs", type=Path, nargs="+", default=[], help="finished runs of this model and task")
+    return found
+
+
+def draft(arguments: Sequence[str]) -> None:
+    """Write the two files. Raises ConfigError for what cannot be a study, before anything is written."""
+    search_path, given = split_search_path(arguments)
+    own = {action.dest.replace("_", "-") for action in parser()._actions} | {"run_minutes"}
+    words = [word for word in given if "=" in word and word.partition("=")[0] not in own]
+    options = parser().parse_args([word for word in given if word not in words])
+    key, equals, values = options.contrast.partition("=")
+    levels = values.split(",")
+    require(
+        bool(equals) and len(levels) > 1 and all(levels),
+        f"contrast={options.contrast} must be KEY=FIRST,OTHER, such as aqn=none,exp or optim.lr=1e-5,3e-5",
+    )
+    known = options_of(folders(), "model")
+    first = words_of(options.model[0], known)
+    for level in levels:
+        Composer().tree([*first, *words, f"{key}={level}", *search_path])
+    budget, measured = budget_of(options, key, len(levels))
+    content = {
+        "title": options.init.name,
+        "folder": options.init,
+        "words": words,
+        "models": options.model,
+        "key": key,
+        "arms": [(level.replace("/", "-"), f"{key}={level}") for level in levels],
+        "budget": budget,
+        "measured": measured,
+        "probe": PROBE,
+        "dose": DOSE,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "power": POWER,
+        "rows": sorted({budget.seeds, *((budget.needed,) if budget.needed else ())}),
+    }
+    texts = {name: _rendered(name, content) for name in ("study.yaml", "protocol.md")}
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "study.yaml").write_text(texts["study.yaml"])
+        read_design(Path(folder) / "study.yaml", search_path)
+    files = {options.init / name: text for name, text in texts.items()}
+    for file in files:
+        require(not file.exists(), f"{file} is there already: choose another folder, init=FOLDER, or delete it")
+    options.init.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        file.write_text(text)
+    print(*files, sep="\n")
+    print(
+        f"{budget.arms} arms x {budget.seeds} seeds find a difference of {budget.margin:g} points with a probability "
+        f"of {budget.power(budget.seeds):.0%}, and one of {budget.detectable(budget.seeds):.1f} with {POWER:.0%}"
+    )
+
+
+def budget_of(options: Namespace, key: str, arms: int) -> tuple[Budget, bool]:
+    """The budget, and whether its spread is that of finished runs: the largest of a contrast in `key`."""
+    run_minutes, sd, spreads = options.run_minutes, options.sd, []
+    if options.runs:
+        runs = [run for run in load_runs(options.runs) if run.finished]
+        walls = [run.done["wall_s"] for run in runs if "wall_s" in run.done]
+        require(
+            bool(walls), f"no run in {', '.join(map(str, options.runs))} is finished, so none tells how long one takes"
+        )
+        run_minutes = run_minutes or median(walls) / 60
+        for one in own_contrasts(group_by_setting(runs)):
+            common = sorted(one.treated.by_cell.keys() & one.control.by_cell.keys())
+            found = paired(one.treated.by_cell, one.control.by_cell, common, "eval", "eval/accuracy_sampled")
+            if one.factor == factor_of(key) and len(common) > 1 and found is not None and found.stderr > 0:
+                spreads.append(100 * found.stderr * math.sqrt(found.n))
+        sd = max(spreads, default=sd)
+    if run_minutes is None:
+        raise ConfigError("how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run")
+    given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
+    return Budget(**given, run_minutes=run_minutes, models=len(options.model), arms=arms, sd=sd), bool(spreads)
+
+
+def _rendered(name: str, content: dict[str, object]) -> str:
+    environment = Environment(
+        loader=PackageLoader("qerl_bench.studies.conduct"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    return environment.get_template(name).render(content)

@@ -1,0 +1,107 @@
+"""`qerl-bench study init=FOLDER`: the design reads, its seeds fit the budget, its power is that of Student's t."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.commands.plan import Spread, seeds_of_one_base
+from qerl_bench.commands.study import main
+from qerl_bench.studies.conduct.draft import MOST_SEEDS, Budget
+from qerl_bench.studies.design.design import read_design
+
+ASSETS = Path(__file__).parents[1] / "assets" / "runs"
+QUESTION = ("model=tiny_untrained", "task=even_characters", "contrast=aqn=none,exp", "experiment=smoke")
+COST = ("minutes=10", "run_minutes=0.5")
+
+
+def drafted(folder: Path, *words: str) -> None:
+    main([f"init={folder}", *words])
+
+
+def budget(**changes: float) -> Budget:
+    values = {"minutes": 100, "run_minutes": 2, "slots": 1, "models": 1, "arms": 2, "margin": 1, "sd": 2} | changes
+    return Budget(**values)  # type: ignore[arg-type]
+
+
+def test_a_design_is_read_as_it_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafted(tmp_path / "q", *QUESTION, *COST)
+    design = read_design(tmp_path / "q" / "study.yaml")
+    assert {arm.name: arm.words for arm in design.arms} == {"none": ["aqn=none"], "exp": ["aqn=exp"]}
+    assert design.common == ["task=even_characters", "experiment=smoke"] and design.seeds == tuple(range(10))
+    assert [unit.words for unit in design.units.values()] == [("model=tiny_untrained",)]
+    protocol = (tmp_path / "q" / "protocol.md").read_text()
+    assert f"{tmp_path}/q/study.yaml minutes=10" in protocol and "| 10 (this study) |" in protocol
+    assert "2 arms x 10 seeds" in capsys.readouterr().out
+
+
+def test_places_of_models_and_words_with_dots_are_taken(tmp_path: Path) -> None:
+    words = ("model=ORG/A,tiny", "contrast=optim.lr=1e-5,3e-5,1e-4", "task.max_completion_tokens=64", "minutes=60")
+    drafted(tmp_path / "q", *words, "run_minutes=1")
+    design = read_design(tmp_path / "q" / "study.yaml")
+    assert [unit.words for unit in design.units.values()] == [("model=hub", "model.id=ORG/A"), ("model=tiny",)]
+    assert len(design.seeds) == 10 and [arm.name for arm in design.arms] == ["1e-5", "3e-5", "1e-4"]
+
+
+def test_time_and_spread_come_from_finished_runs(tmp_path: Path) -> None:
+    drafted(tmp_path / "q", "model=tiny", "contrast=quant=bf16,nvfp4", "minutes=600", f"runs={ASSETS}")
+    (sd,) = re.findall(
+        r"standard deviation of (\S+) points\s+over seeds, as in the runs", (tmp_path / "q" / "protocol.md").read_text()
+    )
+    assert float(sd) == pytest.approx(18, abs=1)  # of two seeds with four questions
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((*QUESTION, "minutes=10"), "run_minutes=6, or runs=FOLDER"),
+        ((*QUESTION, "minutes=1", "run_minutes=1"), "minutes=1 .* 0 seeds of 2 arms"),
+        ((*QUESTION[:2], "contrast=aqn", *COST), "contrast=aqn must be KEY=FIRST,OTHER"),
+        ((*QUESTION[:2], "contrast=aqn=none", *COST), "contrast=aqn=none must be"),
+        ((*QUESTION[:2], "contrast=aqn=none,exq", *COST), "aqn=exp"),
+        ((*QUESTION, *COST, "optm.lr=1"), "optim.lr"),
+        ((*QUESTION, *COST, "sd=0"), "sd must be a number above 0"),
+        (("model=tiny", "contrast=task=gsm8k,dag", *COST), "differ in model or task"),
+        ((*QUESTION, *COST, "seed=3"), "seed=3, which the study sets"),
+    ],
+)  # fmt: skip
+def test_what_is_no_question_is_refused_and_nothing_is_written(
+    words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        drafted(tmp_path / "q", *words)
+    assert not (tmp_path / "q").exists()
+
+
+def test_what_is_there_is_kept(tmp_path: Path) -> None:
+    drafted(tmp_path / "q", *QUESTION, *COST)
+    (tmp_path / "q" / "study.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match="already"):
+        drafted(tmp_path / "q", *QUESTION, *COST)
+    assert (tmp_path / "q" / "study.yaml").read_text() == "mine"
+
+
+def test_seeds_fill_the_time() -> None:
+    assert budget().seeds == 25 and budget(slots=2, arms=4).seeds == 25 and budget(models=5).seeds == 5
+    assert budget(minutes=1e6).seeds == MOST_SEEDS
+
+
+def test_power_is_that_of_the_paired_t_test() -> None:
+    one, rng = budget(sd=2.5), np.random.default_rng(0)
+    found = stats.ttest_1samp(rng.normal(1.0, 2.5, (20_000, one.seeds)), 0.0, axis=1).pvalue
+    assert one.power(one.seeds) == pytest.approx(np.mean(found < 0.05), abs=0.012)
+    assert budget(margin=one.detectable(25), sd=2.5).power(25) == pytest.approx(0.8, abs=1e-3)
+    assert one.needed is not None and one.power(one.needed) >= 0.8 > one.power(one.needed - 1)
+    assert budget(arms=3).power(25) < budget().power(25)
+
+
+def test_a_plan_says_how_many_seeds_one_base_needs() -> None:
+    spread = Spread(within=4.0, between=9.0, questions=0.0)  # bases do not matter to a verdict about one
+    seeds = seeds_of_one_base(spread, 1.0, 0.025, 0.8)
+    assert seeds == budget(sd=2).needed
+    assert seeds_of_one_base(Spread(4.0, 0.0, 1.0), 1.0, 0.025, 0.8) is None  # the questions alone are too few
