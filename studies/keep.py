@@ -5,7 +5,7 @@
 Of each run it keeps all evaluations, the dose of noise, and the series of training that
 `analysis/study_report.py` reads. Of these it rounds all but rewards and accuracies, which verdicts
 compare with each other, to float32, which is seven digits, and puts rows where they compress best.
-settings.json and counts of answers stay as they are, probes become gzip.
+Counts of answers stay as they are, settings and probes become gzip.
 
     python studies/keep.py studies/real-2026/first-look/data/formats-05b
 
@@ -31,7 +31,7 @@ from qerl_bench.studies.conduct import packing
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
-from qerl_bench.studies.runs.committed import ANSWERS, TIDY, schema_of
+from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
 from qerl_bench.studies.runs.load import SCHEMA, Run
 
 TEXTS = 4  # questions whose answers are kept as texts
@@ -69,17 +69,17 @@ def cut_probes(folder: Path) -> None:
         rows[column] = rows[column].where(rows["question"].isin(told))
     rows["entropy"] = rows["entropy"].astype("float16").astype("float32")
     write_compact(rows, ["temperature", "question", "quant", "base", "sample"], parquet.read_schema(file), file)
-    zip_probes(folder)
+    zip_json(folder)
     print(f"{file}: {len(rows)} answers, texts of {len(told)} questions")
 
 
-def zip_probes(folder: Path) -> None:
-    """Write probes.json of a session as gzip."""
-    probes = folder / PROBES
-    if probes.is_file():
-        packed = json.dumps(json.loads(probes.read_text()), separators=(",", ":")).encode()
-        probes.with_name(f"{PROBES}.gz").write_bytes(gzip.compress(packed, mtime=0))
-        probes.unlink()
+def zip_json(folder: Path) -> None:
+    """Write probes.json and settings.json of a session as gzip."""
+    for file in (folder / PROBES, folder / SETTINGS):
+        if file.is_file():
+            packed = json.dumps(json.loads(file.read_text()), separators=(",", ":")).encode()
+            file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(packed, mtime=0))
+            file.unlink()
 
 
 def cut_runs(folder: Path) -> None:
@@ -92,7 +92,7 @@ def cut_runs(folder: Path) -> None:
         kept = pd.DataFrame(rows[(rows["kind"] == "eval") | dose | series.isin(list(wanted))])
         write_compact(rounded(kept), ["kind", "metric", "run", "step"], SCHEMA, file)
         write_compact(pd.read_parquet(answers), ["mode", "step", "question", "run"], schema_of(answers), answers)
-        zip_probes(file.parent)
+        zip_json(file.parent)
         print(f"{file.parent}: {len(kept)} of {len(rows)} numbers")
 
 

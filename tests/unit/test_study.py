@@ -24,7 +24,7 @@ from qerl_bench.studies.runs.load import Run, load_run
 REPOSITORY = Path(__file__).parents[2]
 ASSETS = REPOSITORY / "tests" / "assets" / "runs"
 RUN, OTHER = "nvfp4-exp-grpo-r32-s1-a101d16e", "nvfp4-none-grpo-r32-s0-d8a0f9b2"
-COMMITTED = sorted(path.parent for path in (REPOSITORY / "studies").rglob(SETTINGS))
+COMMITTED = sorted({path.parent for path in (REPOSITORY / "studies").rglob(f"{SETTINGS}*")})
 
 
 def add_answers(run: Path, generator: np.random.Generator, more: bool) -> None:

@@ -5,8 +5,10 @@ A run directory may come from somebody else.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -61,10 +63,10 @@ def _as_json(text: str) -> str:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError, with `remedy`, if it holds anything else."""
+    """The object in a JSON file, or in gzip of one (.gz). Raises ConfigError, with `remedy`, if it holds anything else."""
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+    except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{path} is not JSON ({error}). {remedy}") from error
     require(isinstance(content, dict), f"{path} must hold one JSON object. {remedy}")
     return content

@@ -17,7 +17,7 @@ from typing import Any
 
 from qerl_bench.checks import require
 from qerl_bench.studies.design.design import Arm, Design, read_design
-from qerl_bench.studies.runs.committed import SETTINGS
+from qerl_bench.studies.runs.committed import settings_file
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import Run, load_run
 
@@ -136,7 +136,7 @@ def finished_runs(
 ) -> dict[tuple[str, int, int], Run]:
     """The finished runs of the study below root, or those that the session `folder` packed: none, if it only probed."""
     found: dict[tuple[str, int, int], Run] = {}
-    packed = folder is not None and (folder / SETTINGS).is_file()
+    packed = folder is not None and settings_file(folder).is_file()
     kept = {path.name for path in find_runs(folder)} if folder is not None and packed else set()
     for key, words in words_of_runs(design, probes).items():
         point = design.point(words)

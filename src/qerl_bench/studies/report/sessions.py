@@ -110,7 +110,7 @@ def beside(study: Sessions) -> list[Path]:
     """The folders of other studies of the same task that lie beside one, and have runs."""
     here = study.design.path.parent
     task = study.design.option(study.design.reference, "task")["name"]
-    folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json")} - {here})
+    folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json*")} - {here})
     designs = [read_design(folder / "study.yaml") for folder in folders if (folder / "study.yaml").is_file()]
     return [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
 

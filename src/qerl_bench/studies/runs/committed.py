@@ -73,7 +73,13 @@ class CommittedStudy:
 
 def is_study(path: Path) -> bool:
     """Whether `path` is the folder of a committed study."""
-    return (path / SETTINGS).is_file() and (path / TIDY).is_file()
+    return settings_file(path).is_file() and (path / TIDY).is_file()
+
+
+def settings_file(path: Path) -> Path:
+    """settings.json of a study, or gzip of it, which a checkout has."""
+    zipped = path / f"{SETTINGS}.gz"
+    return zipped if zipped.is_file() else path / SETTINGS
 
 
 def find_study(path: Path) -> tuple[CommittedStudy, str] | None:
@@ -91,13 +97,13 @@ def read_study(path: Path) -> CommittedStudy:
     Raises ConfigError if its files do not belong together, or if a config does not have the fingerprint it is listed
     by.
     """
-    files = [file for file in (path / SETTINGS, path / TIDY, path / ANSWERS) if file.is_file()]
+    files = [file for file in (settings_file(path), path / TIDY, path / ANSWERS) if file.is_file()]
     return _read(path, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, _stamps: tuple[tuple[str, int, int], ...]) -> CommittedStudy:
-    content = read_object(path / SETTINGS, f"{REMEDY}{path}")
+    content = read_object(settings_file(path), f"{REMEDY}{path}")
     missing = sorted({"config", "settings", "environment", "environments", "runs"} - content.keys())
     require(not missing, f"{path / SETTINGS} has no {', '.join(missing)}. {REMEDY}{path}")
     configs = {listed: content["config"] | varying for listed, varying in content["settings"].items()}

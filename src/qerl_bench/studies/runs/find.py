@@ -26,7 +26,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[Path]:
         if "metrics.jsonl" in files or ("config.yaml" in files and "checkpoints" in subfolders):
             runs.append(Path(folder))
             subfolders.clear()
-        elif SETTINGS in files and is_study(Path(folder)):
+        elif {SETTINGS, f"{SETTINGS}.gz"} & {*files} and is_study(Path(folder)):
             runs += [Path(folder) / name for name in read_study(Path(folder)).runs]
             subfolders.clear()
     require(
