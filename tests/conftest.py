@@ -73,6 +73,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a session of tests remembers in the user's cache is its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""

@@ -30,6 +30,7 @@ from qerl_bench.eval.paired import read_samples
 from qerl_bench.eval.validation import best_step, is_due, is_on, is_whole, metrics_of_point, reduced, rows_of_point
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror
+from qerl_bench.model.context import require_one_rope
 from qerl_bench.model.policy import Policy
 from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE, World, largest
@@ -312,7 +313,10 @@ def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Ba
             f"algo.right_only=true leaves none of the {count} demonstrations of step {step} of task={task.name}: raise "
             "rollout.prompts_per_step, or set algo.right_only=false",
         )
-    return make_batch(*policy.demonstration_ids(demonstrations), policy.pad_id, HOST)
+    prompts, completions = policy.demonstration_ids(demonstrations)
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    require_one_rope(policy.model, lengths, f"a demonstration of task={task.name}")
+    return make_batch(prompts, completions, policy.pad_id, HOST)
 
 
 def evaluate_and_log(

@@ -30,6 +30,7 @@ from qerl_bench.eval.base import Evaluator
 from qerl_bench.logger.base import LoggerSpec
 from qerl_bench.lora.base import Adapter
 from qerl_bench.model.base import Model
+from qerl_bench.model.context import context_of
 from qerl_bench.options import user_options
 from qerl_bench.options.files import options_of
 from qerl_bench.options.names import option
@@ -105,7 +106,7 @@ class Experiment:
         self._check_other_formats()
         self._check_evaluations()
         shape = self.model.config() or {}
-        self._check_lengths(shape.get("max_position_embeddings"))
+        self._check_lengths(context_of(shape))
         for key in ("hidden_size", "intermediate_size"):
             if key in shape:
                 self.quant.check_width(f"model={self.model.name}, {key}", shape[key])

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from qerl_bench.checks import require
 from qerl_bench.engine.base import EngineSpec, RolloutEngine
+from qerl_bench.engine.sampled_check import sampled_check
 from qerl_bench.engine.shared import SharedEngine
+from qerl_bench.engine.untouched import or_refused
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
@@ -22,8 +25,11 @@ from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, told
+from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
+from qerl_bench.model.remembered import key_of, recall, remember
+from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.device import device_name, resolve_device
@@ -37,6 +43,11 @@ from qerl_bench.train.nonfinite import during
 from qerl_bench.train.shortages import shortages_of
 
 log = logging.getLogger(__name__)
+# What preflight.json has of the comparisons with the untouched model.
+COMPARED = (
+    *("logprob_gap_float32", "logprob_gap_tokens", "logprob_gap_tokens_plain"),
+    *("sampled_blocks", "sampled_gap_float32", "sampled_gap"),
+)
 
 
 def prepare_device(wanted: str, quant: WeightFormat) -> str:
@@ -110,14 +121,54 @@ def session(
         with phase(f"loading {experiment.model.name}"):
             policy = build_policy(experiment, base, device)
         policy.name_base(name_of_base(experiment.model), digest)
-        with phase("comparing the trainer with plain transformers"):
-            checked = preflight(policy, experiment.quant, f"model={experiment.model.name}")
-        run.write("preflight.json", json.dumps(checked, indent=1))
-        with phase("preparing the engine"):
-            built = engine.build(policy)
+        built = checked_engine(experiment, engine, policy, base, f"model={experiment.model.name}", run)
     with closing(built) as rollout_engine:
         shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
         yield policy, rollout_engine if world.size == 1 and not shared.exact else shared
+
+
+def checked_engine(
+    experiment: Experiment, engine: EngineSpec, policy: Policy, base: Path | None, where: str, run: RunDir | None = None
+) -> RolloutEngine:
+    """An engine that samples from `policy`, which is untrained or without its adapter, after all checks of both.
+
+    Raises ConfigError, which names the model `where`, if one fails. Writes preflight.json in `run`. The comparisons
+    with the untouched model are those that were passed before, if nothing has changed since.
+    """
+    model = experiment.model
+    folder = base if isinstance(model, HubModel) and base is not None else model.folder()
+    options = {
+        "model": model.config(),
+        "quant": experiment.quant,
+        "dtype": model.dtype,
+        "kernel": experiment.kernel,
+        "packing": experiment.train.packing,
+        "recompute": experiment.train.recompute,
+        "lora": experiment.lora,
+        "engine": engine,
+    }
+    device = policy.device.type
+    key = key_of(policy.digest, folder, model.remote_code(), experiment.quantizer, options, device)
+    known = recall(key)
+    with (
+        phase("comparing the trainer with plain transformers"),
+        or_refused(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
+    ):
+        checked = preflight(policy, experiment.quant, where, known)
+    with phase("preparing the engine"):
+        built = engine.build(policy)
+    if known is None:
+        source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
+        with phase("comparing the engine with plain transformers"):
+            checked |= sampled_check(policy, built, source, where)
+        passed = {name: value for name, value in checked.items() if name in COMPARED}
+        if "sampled_gap" in passed or "sampled_gap_float32" in passed:
+            remember(key, passed)
+    else:
+        log.info("preflight: compared with the untouched model before, with equal weights, options, code and card")
+    if run is not None:
+        run.write("preflight.json", json.dumps(checked | {"remembered": known is not None}, indent=1))
+    return built
 
 
 @contextmanager
@@ -141,9 +192,11 @@ def on_base_in(
     devices = [policy.device] if device == "cuda" else []
     with phase(f"packing {experiment.model.name} in {name}"), torch.random.fork_rng(devices):
         copy = build_policy(other, base, device, policy)
+    copy.digest = policy.digest
+    where = f"model={experiment.model.name} with {key}={name}"
     with copy.without_adapter():  # the checks are of the base
-        preflight(copy, other.quant, f"model={experiment.model.name} with {key}={name}")
-    with closing(experiment.engine.build(copy)) as built:
+        checked = checked_engine(other, experiment.engine, copy, base, where)
+    with closing(checked) as built:
         copy.kept["shortages"] = shortages_of(policy)
         shared = isinstance(engine, SharedEngine)
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qerl_bench.checks import require
+from qerl_bench.model.context import longest_context, rope_switch
 from qerl_bench.records import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -151,14 +152,16 @@ def require_room(
 
     Raises ConfigError unless they and their completions fit into the model's context and into `max_model_len`.
     """
-    context = policy.model.config.max_position_embeddings
+    context = longest_context(policy.model)
     limit, remedy = "the model reads", "use a model with a longer context"
-    if max_model_len is not None and max_model_len < context:
+    if context is not None and context == rope_switch(policy.model.config.get_text_config().to_dict()):
+        limit = "with its first rotary factors (longrope) the model reads"
+    if max_model_len is not None and (context is None or max_model_len < context):
         context, limit, remedy = max_model_len, "engine.max_model_len allows", "make that larger"
     prompt_ids = [policy.ids_of(prompt) for prompt in prompts]
     lengths = [len(ids) for ids in prompt_ids]
     longest = max(lengths, default=0)
-    too_long = sum(length + sampling.max_tokens > context for length in lengths)
+    too_long = 0 if context is None else sum(length + sampling.max_tokens > context for length in lengths)
     require(
         too_long == 0,
         f"{too_long} of {len(prompts)} prompts do not fit: {limit} {context} tokens, the longest prompt has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from transformers import DynamicCache
 from qerl_bench.engine.base import Completion, Sampling
 from qerl_bench.model.policy import Policy
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
+
+CACHES = ("past_key_values", "cache_params")  # names of the cache in the forward passes of transformers
 
 
 class Prefill(NamedTuple):
@@ -22,20 +25,31 @@ class Prefill(NamedTuple):
     logits: torch.Tensor  # (P, V) after the last token
 
 
+def cache_name(policy: Policy) -> str:
+    """What the model calls its cache: state-space models have a name of their own."""
+    names = inspect.signature(policy.model.forward).parameters
+    return next((name for name in CACHES if name in names), CACHES[0])
+
+
+def cache_of(policy: Policy) -> DynamicCache:
+    """An empty cache for the policy's layers."""
+    return DynamicCache(config=policy.model.config)
+
+
 def prefill(policy: Policy, prompt_ids: list[list[int]]) -> Prefill:
     device = policy.device
     width = max(len(ids) for ids in prompt_ids)
     tokens = torch.tensor([[policy.pad_id] * (width - len(ids)) + ids for ids in prompt_ids], device=device)  # (P, W)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=device)
-    cache = DynamicCache(config=policy.model.config)
+    cache = cache_of(policy)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     output = policy.model(
         input_ids=tokens,
         attention_mask=mask,
         position_ids=position,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{cache_name(policy): cache},
     )
     return Prefill(mask, cache, position[:, -1:], output.logits[:, -1])
 
@@ -87,6 +101,8 @@ def decode(
     alive = torch.ones(count, dtype=torch.bool, device=device)
     seeds = torch.tensor(keys, device=device)
     numbers = None if policy.fused else torch.from_numpy(uniforms(keys, sampling.max_tokens)).to(device)
+    cached = {cache_name(policy): cache}
+    recurrent = cache_name(policy) != CACHES[0]  # nothing but states, which have left padding behind
     for t in range(stop.max_length):
         if numbers is None:
             token, logprob, entropy = draw_seeded(logits, sampling.temperature, seeds[rows], t, top_p=sampling.top_p)
@@ -105,7 +121,11 @@ def decode(
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         position = position + 1
         output = policy.model(
-            input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+            input_ids=token[:, None],
+            attention_mask=None if recurrent else mask,
+            position_ids=position,
+            use_cache=True,
+            **cached,
         )
         logits = output.logits[:, -1]
     return to_completions((ids >= 0).sum(1), ids, logprobs, entropies)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_chunked_causal_mask, create_sliding_window_causal_mask
 
 from qerl_bench.model.shared_prompts import SharedPrompts, first_with_prompt, prompt_lengths
+from qerl_bench.process.memory import shortage
 
 LOCAL_MASKS = {
     "sliding_attention": create_sliding_window_causal_mask,
@@ -152,6 +153,17 @@ def _rectangle_masks(decoder: PreTrainedModel, input_ids: torch.Tensor) -> Any:
     if all(mask is None for mask in masks.values()):
         return torch.empty(1, 1, 0, 0, device=input_ids.device)
     return masks if kinds is not None else masks[None]
+
+
+def why_not_packed(decoder: PreTrainedModel) -> str | None:
+    """Why sequences of this decoder cannot be concatenated to one row; None if they can."""
+    try:
+        mixed = mixes_sequences(decoder)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # some make masks of their own
+        if shortage(error):
+            raise
+        return f"it cannot compute a packed row ({error})"
+    return "some of its layers read on from one packed sequence to the next" if mixed else None
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
-from qerl_bench.model.packing import Packing, mixes_sequences
+from qerl_bench.model.packing import Packing, why_not_packed
 from qerl_bench.model.routing import chosen_experts
 from qerl_bench.model.sharing import why_not_shared
 from qerl_bench.model.structure import Structure, routed_experts
@@ -89,6 +89,7 @@ class Policy:
         self.experts = routed_experts(model, structure)
         self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
+        self.digest: str | None = None  # of its weights
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
@@ -195,7 +196,7 @@ class Policy:
 
     def name_base(self, name: str, digest: str | None) -> None:
         """Say of which base the adapter is: `name`, a hub id or the name of a model, and the digest of its weights."""
-        self.base = f"{name} ({digest or 'weights unknown'})"
+        self.base, self.digest = f"{name} ({digest or 'weights unknown'})", digest
         if self.adapter is not None:
             self.adapter.peft_config["default"].base_model_name_or_path = name
 
@@ -258,9 +259,7 @@ def share_all_but_base(model: PreTrainedModel, like: Policy) -> None:
 
 def prepare_attention(decoder: PreTrainedModel) -> bool:
     """Give `decoder` the attention of attention.py; returns whether it can be trained without padding."""
-    reason = enable_attention(decoder)
-    if reason is None and mixes_sequences(decoder):
-        reason = "some of its layers read on from one packed sequence to the next"
+    reason = enable_attention(decoder) or why_not_packed(decoder)
     if reason is not None:
         log.info("%s is trained with padding, whatever train.packing: %s", type(decoder).__name__, reason)
     return reason is None

@@ -1,4 +1,4 @@
-"""Three checks of a policy before its run, on a few tokens: does it compute what the model does, and as configured?
+"""Four checks of a policy before its run, on a few tokens: does it compute what the model does, and as configured?
 
 1. The trainer's log-probabilities are those of the model as transformers runs it: one sequence at a time, without
    adapter, kernels or packing, with eager attention and dequantized weights. Over the whole vocabulary this is checked
@@ -7,6 +7,7 @@
    FP32 in plain PyTorch too, so the limit grows with that distance.
 2. In the trainer's forward pass too, each norm that gets noise feeds the layers that the probe found behind it.
 3. What stays in 16 bits under a 4-bit format is named, and is at most 5 % of the blocks' matrices.
+4. The model calls every layer that has an adapter.
 
 No check draws from the run's random numbers or leaves a trace in the model. Each needs a fresh adapter, whose B is 0.
 """
@@ -17,7 +18,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 from qerl_bench.checks import require
 from qerl_bench.model.block import without_fused_blocks
+from qerl_bench.model.context import longest_context
 from qerl_bench.model.float32 import in_float32, replace_forward
 from qerl_bench.model.lm_head import decoder_of, hidden_states
 from qerl_bench.model.policy import Policy
@@ -44,11 +46,18 @@ OWN_GAPS = 2  # the limit is at least this many times the gap of plain PyTorch i
 MIN_PACKED_SHARE = 0.95
 
 
-def preflight(policy: Policy, quant: WeightFormat, where: str) -> dict[str, Any]:
-    """The results of all checks, as plain data. Raises ConfigError, which names the model `where`, if one fails."""
+def preflight(
+    policy: Policy, quant: WeightFormat, where: str, compared: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The results of all checks, as plain data. Raises ConfigError, which names the model `where`, if one fails.
+
+    The first is not made again where its results, `compared`, are known.
+    """
     devices = [policy.device] if policy.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
-        results = check_packed_share(policy, quant, where) | check_sites(policy) | check_logprobs(policy, where)
+        check_adapters(policy, where)
+        results = check_packed_share(policy, quant, where) | check_sites(policy)
+        results |= check_logprobs(policy, where) if compared is None else compared
     if devices:
         torch.cuda.empty_cache()  # of the conversions to FP32
     return results
@@ -61,7 +70,7 @@ def check_logprobs(policy: Policy, where: str) -> dict[str, Any]:
     ids, mask = probe_batch(policy)
     with in_float32(policy):
         with stock(policy):
-            expected = stock_logits(policy, ids)
+            expected = stock_logits(policy, ids, mask)
         gap = gap_quantile(trainer_logits(policy, ids, mask, policy.packing), expected)
         if not gap <= MAX_GAP and policy.packing:
             unpacked = gap_quantile(trainer_logits(policy, ids, mask, packing=False), expected)
@@ -79,7 +88,7 @@ def check_logprobs(policy: Policy, where: str) -> dict[str, Any]:
     )
     exact = of_tokens(expected, ids, mask)
     with stock(policy):
-        own_gap = gaps(of_tokens(stock_logits(policy, ids), ids, mask), exact).mean().item()
+        own_gap = gaps(of_tokens(stock_logits(policy, ids, mask), ids, mask), exact).mean().item()
     token_gap = max(gaps(trainer_logprobs(policy, ids, mask, grad), exact).mean().item() for grad in (True, False))
     limit = max(MAX_TOKEN_GAP.get(str(policy.model.dtype), MAX_TOKEN_GAP["16 bit"]), OWN_GAPS * own_gap)
     require(
@@ -100,7 +109,8 @@ def probe_batch(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded token ids (B, T) of sequences of LENGTHS, and the mask (B, T) of all tokens but the first."""
     ordinary = probe_ids(policy.model, 256)
     drawn = torch.randint(len(ordinary), (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
-    lengths = torch.tensor(LENGTHS, device=policy.device)
+    longest = longest_context(policy.model) or max(LENGTHS)
+    lengths = torch.tensor([min(length, longest) for length in LENGTHS], device=policy.device)
     columns = torch.arange(max(LENGTHS), device=policy.device)
     real = columns < lengths[:, None]
     return ordinary[drawn.to(policy.device)].where(real, policy.pad_id), real & (columns > 0)
@@ -135,9 +145,9 @@ def of_tokens(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> to
     return torch.log_softmax(logits.float(), -1)[predicts].gather(1, ids[mask][:, None])[:, 0]
 
 
-def stock_logits(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
+def stock_logits(policy: Policy, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`trainer_logits` by the model's own forward pass of each sequence; for use inside `stock`."""
-    sequences = [row[None, :length] for row, length in zip(ids, LENGTHS, strict=True)]
+    sequences = [row[None, real] for row, real in zip(ids, real_tokens(ids, mask), strict=True)]
     return torch.cat([policy.model(input_ids=sequence, use_cache=False).logits[0] for sequence in sequences])
 
 
@@ -230,7 +240,19 @@ def check_sites(policy: Policy) -> dict[str, Any]:
     }
 
 
-# --- 3: packed share -------------------------------------------------------------------------------------------------
+# --- 3 and 4: what is packed and adapted ------------------------------------------------------------------------------
+
+
+def check_adapters(policy: Policy, where: str) -> None:
+    adapted = {name for name, module in policy.model.named_modules() if hasattr(module, "base_layer")}
+    without_effect = sorted(adapted.intersection(policy.structure.read))
+    leaves, others = (sorted({name.rpartition(".")[2] for name in names}) for names in (without_effect, adapted))
+    rest = [leaf for leaf in others if leaf not in leaves]
+    require(
+        not without_effect,
+        f"an adapter on {counted(without_effect)} has no effect: {where} reads the weights of these layers instead of "
+        f"calling them. Use lora.targets=[{','.join(rest)}]",
+    )
 
 
 def check_packed_share(policy: Policy, quant: WeightFormat, where: str) -> dict[str, Any]:

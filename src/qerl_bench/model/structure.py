@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from qerl_bench.checks import require
+from qerl_bench.model.weight_reads import weights_read
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.share import decoder_blocks
 
@@ -48,6 +49,7 @@ class Structure:
     sites: tuple[NormSite, ...]  # norms of the residual stream inside blocks, in the model's order
     final: NormSite | None  # the norm that feeds the head
     head: str
+    read: tuple[str, ...]  # linear layers of blocks whose weight something else reads and multiplies by
 
 
 @dataclass
@@ -80,10 +82,11 @@ def block_paths(model: PreTrainedModel) -> tuple[str, ...]:
 def probe(model: PreTrainedModel) -> Structure:
     """The structure of `model`, packed or not, with an adapter or without. Leaves no trace in it.
 
-    Raises AssertionError if a family whose blocks have two norms seems to have others.
+    Raises ConfigError if the model multiplies by the weight of a packed layer, and AssertionError if a family whose
+    blocks have two norms seems to have others.
     """
     blocks = block_paths(model)
-    with observed(model, blocks) as reads:
+    with observed(model, blocks) as reads, weights_read(model, blocks) as read:
         model(input_ids=probe_ids(model)[None], use_cache=False)
     named = {id(module): name for name, module in model.named_modules()}
     head = named[id(model.get_output_embeddings())]
@@ -100,6 +103,7 @@ def probe(model: PreTrainedModel) -> Structure:
         sites=inside,
         final=next((site for site in sites if head in site.consumers), None),
         head=head,
+        read=tuple(read),
     )
 
 

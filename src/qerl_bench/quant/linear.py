@@ -16,6 +16,7 @@ import torch
 from qerl_bench.checks import ConfigError
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.nf4 import NF4
+from qerl_bench.quant.packed_weight import PackedWeight
 from qerl_kernels import decode, layout, projection
 from qerl_kernels.dequantize import dequantize
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
@@ -35,26 +36,6 @@ FUSED_SIBLINGS = (
 )
 
 KERNEL_BUFFERS = ("kernel_words", "kernel_scales")
-
-
-class PackedWeight:
-    """Device, dtype and shape of a packed weight; reading its values is an error.
-
-    PEFT reads `weight.device` to place an adapter, and adds to `weight.data` to merge one.
-    """
-
-    def __init__(self, layer: PackedLinear) -> None:
-        tensor = next(layer.buffers())
-        self.device, self.dtype = tensor.device, tensor.dtype
-        self.shape = torch.Size((layer.out_features, layer.in_features))
-        self._format_name = layer.weight_format.name
-
-    @property
-    def data(self) -> torch.Tensor:
-        raise ConfigError(
-            f"this layer's weight is packed as {self._format_name} and cannot be read or merged into: rounding back to "
-            "4 bits loses most of an adapter's update; keep the adapter separate, or merge it into an unquantized model"
-        )
 
 
 def resident_kernel_weight(
@@ -292,4 +273,4 @@ def operands_kept(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer._kept = None
+            del layer._kept

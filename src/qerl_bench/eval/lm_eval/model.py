@@ -6,6 +6,7 @@ applied by lm-eval (a context is the finished prompt), and stopping early at an 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qerl_bench.checks import require
 from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.model.context import longest_context
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.memory import whole_or_halves
@@ -58,7 +60,7 @@ class EngineLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """The model's context in tokens."""
-        return self.policy.model.config.max_position_embeddings
+        return longest_context(self.policy.model) or sys.maxsize
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.world.gather(tensor))

@@ -1,0 +1,111 @@
+"""Comparisons with the untouched model that were passed before, in the user's cache: none is made twice.
+
+A file has the whole key beside what was measured, and counts only for an equal key: weights (`model/digest.py`, which
+sees a dither), config.json, formats and options that change what is computed, code, packages, and the card. Where a
+part is not known nothing is read or written, and of a comparison that failed there is no file. To compare again, delete
+the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl_bench.rundir.checksums import digest
+from qerl_bench.rundir.environment import code_digest, cpu_name, nvidia_driver, own_modules, versions
+
+if TYPE_CHECKING:
+    from qerl_bench.quantizer.base import Quantizer
+
+log = logging.getLogger(__name__)
+NEEDED = ("torch", "transformers")  # packages without which nothing can be compared
+SHOWN = 16  # hex digits of a key, in the name of its file
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/qerl_bench/preflight, by default in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_bench" / "preflight"
+
+
+def key_of(
+    weights: str | None,
+    checkpoint: Path | None,
+    remote_code: Mapping[str, str] | None,
+    quantizer: Quantizer,
+    options: Mapping[str, Any],
+    device: str,
+) -> dict[str, Any] | None:
+    """All that a comparison depends on, as plain data; None if some of it is not known.
+
+    `options` are specs, and values of the config, by name. Codes that a quantizer has chosen by calibration are not
+    known by these.
+    """
+    import torch
+
+    if weights is None or quantizer.calibration is not None:
+        return None
+    card = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+    packages = versions()
+    known = [card, *(packages.get(name) for name in NEEDED)]
+    config = None if checkpoint is None else checkpoint / "config.json"
+    if not all(known) or (config is not None and not config.is_file()):
+        return None
+    return {
+        "weights": weights,
+        "config": None if config is None else digest(config),
+        "remote_code": remote_code,
+        "options": {name: _plain(value) for name, value in options.items()} | {"quantizer": _plain(quantizer)},
+        "code": code_digest(),
+        "own_code": own_modules(),
+        "packages": packages,
+        "device": device,
+        "card": card,
+        "driver": nvidia_driver() if device == "cuda" else None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A spec as plain data, with the name of its class."""
+    if hasattr(value, "__dataclass_fields__"):
+        value = asdict(value) | {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
+    return json.loads(json.dumps(value, default=str))
+
+
+def recall(key: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a comparison with this key has measured; None if none was passed here."""
+    if key is None:
+        return None
+    try:
+        found = json.loads(_file(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("passed"), dict):
+        return None
+    return found["passed"]
+
+
+def remember(key: dict[str, Any] | None, passed: Mapping[str, Any]) -> None:
+    """Keep what a comparison has measured that was passed. A cache that cannot be written is left alone."""
+    if key is None:
+        return
+    file = _file(key)
+    writing = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writing.write_text(json.dumps({"key": key, "passed": passed}, indent=1), encoding="utf-8")
+        os.replace(writing, file)
+    except OSError as error:
+        log.debug("the comparison is not remembered: %s", error)
+        with suppress(OSError):
+            writing.unlink()
+
+
+def _file(key: dict[str, Any]) -> Path:
+    return folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:SHOWN]}.json"
