@@ -334,7 +334,7 @@ def evaluate_and_log(
     step: int,
     world: World,
 ) -> None:
-    if scores := evaluate(experiment, policy, engine, run, step, world):
+    if scores := evaluate(experiment, policy, engine, run, step, world, untrained=step == 0):
         run.log("eval", step, metrics_of(scores))
         mirror.log("eval", step, metrics_of(scores))
         if is_on(experiment.eval, experiment.steps, experiment.save_every):

@@ -7,7 +7,8 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from qerl_bench.engine.untouched import or_refused
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
+from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
 from qerl_bench.eval.validation import metrics_of_point, reduced
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
@@ -29,7 +31,7 @@ from qerl_bench.model.gguf.convert import record_of, told
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.remembered import key_of, recall, remember
+from qerl_bench.model.remembered import key_of, passed_before, recall, remember
 from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
@@ -126,7 +128,7 @@ def session(
     with memory_for("setup"):
         with phase(f"loading {experiment.model.name}"):
             policy = build_policy(experiment, base, device)
-        policy.name_base(name_of_base(experiment.model), digest)
+        policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
         built = checked_engine(experiment, engine, policy, base, f"model={experiment.model.name}", run)
     with closing(built) as rollout_engine:
         shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
@@ -155,7 +157,7 @@ def checked_engine(
     }
     device = policy.device.type
     key = key_of(policy.digest, folder, model.remote_code(), experiment.quantizer, options, device)
-    known = recall(key)
+    known = recall(key, passed_before())
     with (
         phase("comparing the trainer with plain transformers"),
         or_refused(f"the trainer cannot compute {where}", remedy="model.dtype=float32, or another model"),
@@ -174,7 +176,7 @@ def checked_engine(
             raise
         passed = {name: value for name, value in checked.items() if name in COMPARED}
         if "sampled_gap" in passed or "sampled_gap_float32" in passed:
-            remember(key, passed)
+            remember(key, passed, passed_before())
     else:
         log.info("preflight: compared with the untouched model before, with equal weights, options, code and card")
     if run is not None:
@@ -208,7 +210,7 @@ def on_base_in(
     devices = [policy.device] if device == "cuda" else []
     with phase(f"packing {experiment.model.name} in {other.quant.name}"), torch.random.fork_rng(devices):
         copy = build_policy(other, base, device, policy)
-    copy.digest = policy.digest
+    copy.digest, copy.folder = policy.digest, policy.folder
     where = f"model={experiment.model.name} with {key}={other.quant.name}"
     with copy.without_adapter():  # the checks are of the base
         checked = checked_engine(other, experiment.engine, copy, base, where)
@@ -229,6 +231,24 @@ def ask(
     return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
 
 
+def ask_untrained(
+    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
+) -> Evaluation | None:
+    """What `ask` would say before any training; what it has said, if an equal policy was asked the same before."""
+    folder = Path(experiment.root) / "cache" / "evaluations"
+    key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
+    known = world.from_first(lambda: recall(key, folder))
+    if known is not None:
+        log.info(
+            "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
+        )
+        return evaluation_of(known)
+    evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
+    if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
+        remember(key, asdict(evaluation), folder)
+    return evaluation
+
+
 def evaluate(
     experiment: Experiment,
     policy: Policy,
@@ -237,13 +257,16 @@ def evaluate(
     step: int,
     world: World = ALONE,
     known: Mapping[str, Any] | None = None,
+    untrained: bool = False,
 ) -> list[Score]:
     """Evaluate the policy without noise and record the scores in `run`; no scores with eval=none.
 
-    Step 0 is the quantized base before any training. What is `known` of the questions goes to the settings on record.
+    Step 0 is the quantized base before any training. If it is `untrained`, the answers may be those of another run.
+    What is `known` of the questions goes to the settings on record.
     """
+    asked = ask_untrained if untrained else partial(ask, evaluator=experiment.eval)
     with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
-        evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
+        evaluation = asked(experiment, policy=policy, engine=engine, run=run, world=world)
     if evaluation is None:
         return []
     evaluation = replace(evaluation, settings=evaluation.settings | dict(known or {}))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_bench.checks import ConfigError
@@ -20,6 +21,7 @@ from qerl_bench.model.digest import digest_of, file_digest, name_of_base
 from qerl_bench.model.gguf.convert import converted, record_of, told
 from qerl_bench.model.gguf.header import _read
 from qerl_bench.model.gguf.rope import FREQUENCIES
+from qerl_bench.model.gguf.safetensors import SERIAL, rounded
 from qerl_bench.model.gguf.weights import Dither
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
@@ -220,6 +222,28 @@ def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path) -> None:
     (left / "model.safetensors").write_bytes(b"half")
     assert hub(file).converted(tmp_path / "cache") == folder and not left.exists()
     assert (folder / "model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2, untied"])
+def test_chunks_change_no_byte(case: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "x.gguf", CASES[case][0](), {"blk.0.attn_q.weight": "Q5_0", "token_embd.weight": "Q8_0"})
+    folders = []
+    for chunk in (2**30, 5 * 256):
+        monkeypatch.setattr("qerl_bench.model.gguf.weights.CHUNK", chunk)
+        folders.append(converted(file, Dither(3, 1.0), dtype, tmp_path / str(chunk)))
+    whole, parts = (folder / "model.safetensors" for folder in folders)
+    assert whole.read_bytes() == parts.read_bytes()
+    save_file(load_file(whole), tmp_path / "again.safetensors", {"format": "pt"})
+    assert whole.read_bytes() == (tmp_path / "again.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 3 * SERIAL + 1, dtype=np.uint32)  # every kind of number
+    values = bits.view(np.float32)
+    wanted = torch.from_numpy(values).to(dtype).view(torch.uint8).numpy()
+    assert bytes(rounded(values, dtype)) == wanted.tobytes()
 
 
 def test_large_models_lie_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, dequantize,
 
 from qerl_bench.model.gguf import weights
 from qerl_bench.model.gguf.header import read_header
-from qerl_bench.model.gguf.weights import CODES, Dither, cell_widths, dequantized, values
+from qerl_bench.model.gguf.weights import CODES, Dither, cell_widths, chunks, dequantized, values
 from tests.models.gguf_files import random_blocks
 
 ROWS, WIDTH = 48, 512
@@ -33,7 +33,12 @@ def written(tmp_path: Path, kind: str, seed: int = 0, name: str = "blk.0.attn_q.
 
 
 def drawn(path: Path, dither: Dither | None, name: str = "blk.0.attn_q.weight") -> np.ndarray:
-    return np.concatenate([*dequantized(read_header(path), name, dither)])
+    return np.concatenate(parts_of(path, dither, name))
+
+
+def parts_of(path: Path, dither: Dither | None, name: str) -> list[np.ndarray]:
+    header = read_header(path)
+    return [dequantized(header, name, dither, rows) for rows in chunks(header.tensors[name])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,5 +101,5 @@ def test_draws_depend_on_seed_and_tensor_alone(tmp_path: Path, monkeypatch: pyte
     assert not np.array_equal(first, drawn(path, Dither(2, 1.0)))
     assert not np.array_equal(first, drawn(path, Dither(1, 1.0), "blk.0.other.weight"))
     monkeypatch.setattr(weights, "CHUNK", 5 * WIDTH)
-    parts = [*dequantized(read_header(path), "blk.0.attn_q.weight", Dither(1, 1.0))]
+    parts = parts_of(path, Dither(1, 1.0), "blk.0.attn_q.weight")
     assert len(parts) == 10 and np.array_equal(np.concatenate(parts), first)

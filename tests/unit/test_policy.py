@@ -273,7 +273,7 @@ def test_a_saved_adapter_loads_with_plain_peft(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any], quant: str, tmp_path: Path
 ) -> None:
     policy = make_policy(quant=quant, width=64, adapted=True)
-    policy.name_base("owner/model", "sha256:1f")
+    policy.name_base("owner/model", "sha256:1f", None)
     policy.save(tmp_path)
     experiment = make_experiment(f"quant={quant}", "model.hidden_size=64")
     model, _ = experiment.model.load(None, "cpu")

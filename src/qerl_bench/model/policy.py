@@ -94,6 +94,7 @@ class Policy:
         self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
+        self.folder: Path | None = None  # where these are; None for weights made from a seed
         self.base_scales = _trainable_copies(self.norms.values()) if train_norms else []  # the scales of the base
         self.packed_share = packed_share(model)
         self.device = next(model.parameters()).device
@@ -203,9 +204,9 @@ class Policy:
         layout = Packing.from_mask(mask) if layout is None else layout
         return chosen_experts(self.experts, layout.places if self.packing else layout.scored)
 
-    def name_base(self, name: str, digest: str | None) -> None:
-        """Say of which base the adapter is: `name`, a hub id or the name of a model, and the digest of its weights."""
-        self.base, self.digest = f"{name} ({digest or 'weights unknown'})", digest
+    def name_base(self, name: str, digest: str | None, folder: Path | None) -> None:
+        """Say of which base the adapter is: `name`, a hub id or the name of a model, with its weights in `folder`."""
+        self.base, self.digest, self.folder = f"{name} ({digest or 'weights unknown'})", digest, folder
         if self.adapter is not None:
             self.adapter.peft_config["default"].base_model_name_or_path = name
 

@@ -1,9 +1,9 @@
-"""Comparisons with the untouched model that were passed before, in the user's cache: none is made twice.
+"""What was measured of a base before, so that no run measures it twice: comparisons with the untouched model.
 
 A file has the whole key beside what was measured, and counts only for an equal key: weights (`model/digest.py`, which
 sees a dither), config.json, formats and options that change what is computed, code, packages, and the card. Where a
 part is not known nothing is read or written, and of a comparison that failed there is no file. To compare again, delete
-the folder.
+the folder. Evaluations before training (`eval/untrained.py`) are kept in the same way, elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEEDED = ("torch", "transformers")  # packages without which nothing can be comp
 SHOWN = 16  # hex digits of a key, in the name of its file
 
 
-def folder() -> Path:
-    """$XDG_CACHE_HOME/qerl_bench/preflight, by default in ~/.cache."""
+def passed_before() -> Path:
+    """The folder of comparisons that were passed: $XDG_CACHE_HOME/qerl_bench/preflight, by default in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_bench" / "preflight"
 
 
@@ -81,34 +81,34 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def recall(key: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a comparison with this key has measured; None if none was passed here."""
+def recall(key: dict[str, Any] | None, folder: Path) -> dict[str, Any] | None:
+    """What was measured under this key; None if nothing is remembered of it in `folder`."""
     if key is None:
         return None
     try:
-        found = json.loads(_file(key).read_text(encoding="utf-8"))
+        found = json.loads(_file(key, folder).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("passed"), dict):
+    if not isinstance(found, dict) or found.get("key") != key or not isinstance(found.get("measured"), dict):
         return None
-    return found["passed"]
+    return found["measured"]
 
 
-def remember(key: dict[str, Any] | None, passed: Mapping[str, Any]) -> None:
-    """Keep what a comparison has measured that was passed. A cache that cannot be written is left alone."""
+def remember(key: dict[str, Any] | None, measured: Mapping[str, Any], folder: Path) -> None:
+    """Keep what was measured, as plain data. A cache that cannot be written is left alone."""
     if key is None:
         return
-    file = _file(key)
+    file = _file(key, folder)
     writing = file.with_suffix(f".{os.getpid()}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        writing.write_text(json.dumps({"key": key, "passed": passed}, indent=1), encoding="utf-8")
+        writing.write_text(json.dumps({"key": key, "measured": measured}, indent=1), encoding="utf-8")
         os.replace(writing, file)
-    except OSError as error:
-        log.debug("the comparison is not remembered: %s", error)
+    except (OSError, TypeError) as error:
+        log.debug("%s is not remembered: %s", file, error)
         with suppress(OSError):
             writing.unlink()
 
 
-def _file(key: dict[str, Any]) -> Path:
-    return folder() / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:SHOWN]}.json"
+def _file(key: dict[str, Any], folder: Path) -> Path:
+    return folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:SHOWN]}.json"

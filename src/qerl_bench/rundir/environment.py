@@ -45,8 +45,6 @@ def environment(device: str) -> dict[str, Any]:
     """
     import torch
 
-    from qerl_kernels.decode_configs import tables
-
     changes = uncommitted()
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {
@@ -63,10 +61,17 @@ def environment(device: str) -> dict[str, Any]:
         "gpu": gpu,
         "runs_on_gpu": runs_on_gpu() if gpu else None,  # of equal shares of its memory
         "driver": nvidia_driver() if gpu else None,
-        "kernel_tables": {str(path): digest(path) for path in tables(gpu)} if gpu else {},
+        "kernel_tables": kernel_tables(gpu),
         "threads": torch.get_num_threads(),
         "argv": sys.argv,
     }
+
+
+def kernel_tables(gpu: str | None) -> dict[str, str]:
+    """The measured tables that choose kernels on `gpu`, by path, each with its SHA-256; none on a CPU."""
+    from qerl_kernels.decode_configs import tables
+
+    return {str(path): digest(path) for path in tables(gpu)} if gpu else {}
 
 
 def code_digest() -> str:

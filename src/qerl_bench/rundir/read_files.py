@@ -63,7 +63,7 @@ def _as_json(text: str) -> str:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file, or in gzip of it (.gz). Raises ConfigError, with `remedy`, if there is anything else."""
+    """The object in a JSON file, or in gzip of it. Raises ConfigError, with `remedy`, if it holds anything else."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
     except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -1,7 +1,7 @@
 """A GGUF file as an ordinary checkpoint folder: dequantized once, kept, and used by later runs.
 
-Two matrices for embedding and head are one tied matrix if they differ by no more than their rounding; then the finer
-one serves both. The folder has a file of its own, gguf.json, that says what the weights have been through.
+All cores take chunks of all tensors and write each at its place, so that no tensor is ever in memory as a whole. The
+folder has a file of its own, gguf.json, that says what the weights have been through.
 """
 
 from __future__ import annotations
@@ -12,27 +12,19 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qerl_bench.model.digest import DIGITS, file_digest
-from qerl_bench.model.gguf.architecture import EMBEDDING, HEAD, Architecture, architecture_of, config_of, places
+from qerl_bench.model.gguf.architecture import EMBEDDING, HEAD, architecture_of, config_of, places
 from qerl_bench.model.gguf.header import Header, read_header, require_file
+from qerl_bench.model.gguf.safetensors import lay_out, rounded, write_at
+from qerl_bench.model.gguf.tied import finer_of_one
 from qerl_bench.model.gguf.vocabulary import stop_tokens, write_tokenizer
-from qerl_bench.model.gguf.weights import (
-    Dither,
-    bits_per_weight,
-    cell_widths,
-    check_kinds,
-    chunks,
-    dequantized,
-    has_known_cells,
-    values,
-    was_rounded,
-)
+from qerl_bench.model.gguf.weights import Dither, bits_per_weight, check_kinds, chunks, dequantized, was_rounded
 from qerl_bench.process.progress import phase
 from qerl_bench.rundir.durable import make_folder, replace, sync_tree
 from qerl_bench.rundir.locks import wait_for_lock
@@ -41,8 +33,6 @@ log = logging.getLogger(__name__)
 VERSION = 1  # of what is written here; another one is converted again
 RECORD = "gguf.json"
 SHARD_BYTES = 4 * 2**30
-THREADS = 8  # each holds some CHUNKs of a tensor
-ONE_ROUNDING = 1.5  # two roundings of one row differ by 0.85 to 1.07 of what their cells give
 
 
 def describe(path: Path, dither: Dither | None, folder: Path) -> Header:
@@ -115,13 +105,15 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
     config = json.loads((folder / "config.json").read_text())
     wanted = places(architecture_of(header), config["num_hidden_layers"])
     sources = {place: name for name, place in wanted.items() if name in header.tensors}
-    tied = HEAD not in header.tensors or is_one_matrix(header)
-    if tied and HEAD in header.tensors:
-        del sources[wanted[HEAD]]
-        sources[wanted[EMBEDDING]] = serving = finer(header)
-        log.info("%s: embedding and head are one tied matrix, rounded twice; %s serves both", path.name, serving)
-    _write(folder / "config.json", config | {"tie_word_embeddings": tied, "dtype": dtype})
-    _write_weights(header, dither, dtype, sources, config, folder)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        serving = EMBEDDING if HEAD not in header.tensors else finer_of_one(header, pool)
+        if serving is not None and HEAD in header.tensors:
+            del sources[wanted[HEAD]]
+            sources[wanted[EMBEDDING]] = serving
+            log.info("%s: embedding and head are one tied matrix, rounded twice; %s serves both", path.name, serving)
+        tied = serving is not None
+        _write(folder / "config.json", config | {"tie_word_embeddings": tied, "dtype": dtype})
+        _write_weights(header, dither, dtype, sources, config, folder, pool)
     kinds: dict[str, int] = {}
     for tensor in header.tensors.values():
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + 1
@@ -139,36 +131,6 @@ def _convert(path: Path, dither: Dither | None, dtype: str, folder: Path) -> Non
     _write(folder / RECORD, record)
 
 
-def is_one_matrix(header: Header) -> bool:
-    """Whether head and embedding differ, in each row, by no more than two roundings of the same numbers.
-
-    False, and a line in the log, if one has a type whose cells are not known.
-    """
-    both = [header.tensors[name] for name in (EMBEDDING, HEAD)]
-    kinds = [tensor.kind for tensor in both]
-    if not all(map(has_known_cells, kinds)):
-        log.info(
-            "%s: %s and %s have the types %s; whether they are one tied matrix is not known of these, so both are kept",
-            *(header.path.name, EMBEDDING, HEAD, " and ".join(kinds)),
-        )
-        return False
-    for raws in zip(*(chunks(header, tensor) for tensor in both), strict=True):
-        gap = np.square(np.subtract(*(values(raw, kind) for raw, kind in zip(raws, kinds, strict=True)))).mean(1)
-        cells = sum(np.square(cell_widths(raw, kind)).mean(1) for raw, kind in zip(raws, kinds, strict=True))
-        if (gap > ONE_ROUNDING**2 * cells / 12).any():
-            return False
-    return True
-
-
-def finer(header: Header) -> str:
-    """Embedding or head, whichever has the narrower cells."""
-    widths = {}
-    for name in (EMBEDDING, HEAD):
-        tensor = header.tensors[name]
-        widths[name] = sum(float(np.square(cell_widths(raw, tensor.kind)).sum()) for raw in chunks(header, tensor))
-    return min(widths, key=lambda name: widths[name])
-
-
 def _write_weights(
     header: Header,
     dither: Dither | None,
@@ -176,46 +138,66 @@ def _write_weights(
     sources: Mapping[str, str],
     config: Mapping[str, Any],
     folder: Path,
+    pool: Executor,
 ) -> None:
     """Write safetensors of `sources`, name in the model -> name in the file, in files of SHARD_BYTES at most."""
     import torch
-    from safetensors.torch import save_file
 
-    kept, architecture = getattr(torch, dtype), architecture_of(header)
-
-    def read(place: str) -> torch.Tensor:
-        name = sources[place]
-        offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0  # taken off before rounding
-        rows = [torch.from_numpy(part - np.float32(offset)).to(kept) for part in dequantized(header, name, dither)]
-        return _ordered(architecture, name, torch.cat(rows).reshape(header.tensors[name].shape), config)
-
-    shards: list[list[str]] = [[]]
+    kept = getattr(torch, dtype)
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for place, name in sources.items():
-        length = header.tensors[name].count * kept.itemsize
-        if shards[-1] and size + length > SHARD_BYTES:
-            shards.append([])
+        tensor = header.tensors[name]
+        if shards[-1] and size + tensor.count * kept.itemsize > SHARD_BYTES:
+            shards.append({})
             size = 0
-        shards[-1].append(place)
-        size += length
+        shards[-1][place] = tensor.shape
+        size += tensor.count * kept.itemsize
     index = {}
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            tensors = dict(zip(shard, pool.map(read, shard), strict=True))
-        save_file(tensors, folder / file, {"format": "pt"})
+        starts = lay_out(folder / file, shard, dtype)
+        writings = [
+            pool.submit(_write_rows, folder / file, starts[place], header, sources[place], dither, kept, config, rows)
+            for place in shard
+            for rows in chunks(header.tensors[sources[place]], _rows_together(header, sources[place], config))
+        ]
+        for writing in writings:
+            writing.result()
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         _write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
 
 
-def _ordered(architecture: Architecture, name: str, kept: Any, config: Mapping[str, Any]) -> Any:
-    """A tensor with its rows in the model's order: pairs of a rotation half a head apart, not side by side."""
+def _write_rows(
+    file: Path,
+    start: int,
+    header: Header,
+    name: str,
+    dither: Dither | None,
+    kept: Any,
+    config: Mapping[str, Any],
+    rows: range,
+) -> None:
+    """Write some rows of a tensor, which begins at byte `start`, in the dtype `kept` and the model's order."""
+    tensor = header.tensors[name]
+    per_row = tensor.count // tensor.shape[0]
+    weights = dequantized(header, name, dither, rows)
+    if name.endswith("norm.weight"):
+        weights = weights - np.float32(architecture_of(header).norm_offset)  # taken off before rounding
+    together = _rows_together(header, name, config)
+    if together > 1:  # pairs of a rotation half a head apart, not side by side
+        weights = weights.reshape(-1, together // 2, 2, per_row).swapaxes(1, 2)
+    write_at(file, start + rows.start * per_row * kept.itemsize, rounded(weights, kept))
+
+
+def _rows_together(header: Header, name: str, config: Mapping[str, Any]) -> int:
+    """How many rows change places among themselves on the way into the model: those of a head, or 1."""
     part = name.split(".")[-2]
-    if not architecture.permuted or part not in ("attn_q", "attn_k"):
-        return kept
+    if not architecture_of(header).permuted or part not in ("attn_q", "attn_k"):
+        return 1
     heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-    return kept.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    return header.tensors[name].shape[0] // heads
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:

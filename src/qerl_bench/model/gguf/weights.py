@@ -9,7 +9,6 @@ as wide as the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from qerl_bench.checks import require
 from qerl_bench.model.gguf.header import FLOATS, Header, Tensor
 from qerl_bench.seeding import derive
 
-CHUNK = 2**24  # weights that are dequantized at a time; draws are one stream a tensor, whatever the chunks
+CHUNK = 2**18  # weights that are dequantized at a time: what they pass through fits the cache of a core
 # Type of block -> bytes of its codes, [first, last), and of those with low bits, and what these are when all codes are
 # 1. Scales and offsets are elsewhere in the block.
 CODES = {
@@ -86,14 +85,18 @@ def _is_read(kind: str) -> bool:
     return True
 
 
-def chunks(header: Header, tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of a tensor, some rows at a time: (rows, bytes of a row)."""
+def chunks(tensor: Tensor, together: int = 1) -> list[range]:
+    """The rows of a tensor, in ranges of about CHUNK weights and a multiple of `together` rows."""
     rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
-    per_row = tensor.size // rows
-    stored = np.memmap(header.path, dtype=np.uint8, mode="r", offset=tensor.start, shape=(rows, per_row))
-    step = max(1, CHUNK // (tensor.count // rows))
-    for start in range(0, rows, step):
-        yield np.array(stored[start : start + step])
+    step = together * max(1, CHUNK // (tensor.count // rows * together))
+    return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def stored(header: Header, tensor: Tensor, rows: range) -> np.ndarray:
+    """The bytes of some rows of a tensor: (rows, bytes of a row)."""
+    per_row = tensor.size // (tensor.shape[0] if len(tensor.shape) > 1 else 1)
+    first = tensor.start + rows.start * per_row
+    return np.fromfile(header.path, np.uint8, len(rows) * per_row, offset=first).reshape(len(rows), per_row)
 
 
 def values(raw: np.ndarray, kind: str) -> np.ndarray:
@@ -104,7 +107,8 @@ def values(raw: np.ndarray, kind: str) -> np.ndarray:
         return raw.view("<f4")
     if kind == "F16":
         return raw.view("<f2").astype(np.float32)
-    return dequantize(raw, GGMLQuantizationType[kind])
+    in_one_go = raw.reshape(1, -1)  # of more rows the package takes 16 at a time, too few for threads to help
+    return dequantize(in_one_go, GGMLQuantizationType[kind]).reshape(len(raw), -1)
 
 
 def cell_widths(raw: np.ndarray, kind: str) -> np.ndarray:
@@ -121,20 +125,20 @@ def cell_widths(raw: np.ndarray, kind: str) -> np.ndarray:
     return np.abs(values(blocks.reshape(raw.shape), kind) - zero)
 
 
-def dequantized(header: Header, name: str, dither: Dither | None) -> Iterator[np.ndarray]:
-    """The weights of a tensor in FP32, some rows at a time; with `dither`, moved within their cells.
+def dequantized(header: Header, name: str, dither: Dither | None, rows: range) -> np.ndarray:
+    """The weights of some rows of a tensor in FP32; with `dither`, moved within their cells.
 
-    The draws of a tensor depend on the seed and its name alone.
+    The draws depend on the seed, the tensor's name and the place in it: all of its rows are one stream.
     """
     tensor = header.tensors[name]
-    moves = dither is not None and tensor.kind in CODES
-    random = np.random.default_rng(derive(dither.seed, "dither", name)) if dither is not None and moves else None
-    for raw in chunks(header, tensor):
-        weights = values(raw, tensor.kind)
-        if random is not None and dither is not None:
-            draw = random.random(weights.shape) - 0.5  # FP64, so that the stream does not depend on the chunks
-            weights = weights + (draw * math.sqrt(dither.scale) * cell_widths(raw, tensor.kind)).astype(np.float32)
-        yield weights
+    raw = stored(header, tensor, rows)
+    weights = values(raw, tensor.kind)
+    if dither is None or tensor.kind not in CODES:
+        return weights
+    random = np.random.default_rng(derive(dither.seed, "dither", name))
+    random.bit_generator.advance(rows.start * weights.shape[1])  # type: ignore[attr-defined]  # a number a weight
+    draw = random.random(weights.shape) - 0.5
+    return weights + (draw * math.sqrt(dither.scale) * cell_widths(raw, tensor.kind)).astype(np.float32)
 
 
 def bits_per_weight(header: Header) -> float:
