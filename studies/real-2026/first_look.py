@@ -22,7 +22,7 @@ from matplotlib.lines import Line2D
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import Estimate, found_among, mean_ci
 from qerl_bench.studies.conduct.packing import ANSWERS
 from qerl_bench.studies.design.sessions import read_probes

@@ -14,7 +14,7 @@ import pandas as pd
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import Estimate, mean_ci
 from qerl_bench.studies.probes.page import rows_of
 from qerl_bench.studies.runs.comparable import load_runs

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Protocol
+
+from qerl_bench.rundir.durable import write_atomically
 
 IDS = "mirror.json"  # in the run's folder: the id of its record at each service
 
@@ -69,6 +70,4 @@ def keep_id(run_dir: Path, logger: str, id: str) -> None:
     """Note the id of the record that `logger` has of this run."""
     file = run_dir / IDS
     known = json.loads(file.read_text()) if file.is_file() else {}
-    writing = file.with_name(f".{IDS}.writing")
-    writing.write_text(json.dumps(known | {logger: id}) + "\n")
-    os.replace(writing, file)
+    write_atomically(file, json.dumps(known | {logger: id}) + "\n")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +33,7 @@ from qerl_bench.model.gguf.weights import (
     was_rounded,
 )
 from qerl_bench.process.progress import phase
-from qerl_bench.rundir.durable import make_folder, replace, sync_tree
+from qerl_bench.rundir.durable import atomically, make_folder
 from qerl_bench.rundir.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
@@ -79,13 +78,10 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
     make_folder(cache)
     with wait_for_lock(cache / f".{folder.name}.lock", f"the conversion of {path.name}"):
         if not folder.is_dir():
-            writing = cache / f".{folder.name}.writing"
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir()
-            with phase(f"dequantizing {path.name}, done once, then kept in {folder}"):
+            told = f"dequantizing {path.name}, done once, then kept in {folder}"
+            with atomically(folder) as writing, phase(told):
+                writing.mkdir()
                 _convert(path, dither, dtype, writing)
-            sync_tree(writing)
-            replace(writing, folder)
     return folder
 
 
