@@ -1,4 +1,4 @@
-"""The README is short, and the effects on it, studies/README.md and studies/tried.md are those of results pages and answers."""
+"""The README is short; effects on it and on pages of studies are those of results pages and committed answers."""
 
 from __future__ import annotations
 
