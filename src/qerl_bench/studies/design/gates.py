@@ -25,6 +25,7 @@ from qerl_bench.studies.design.controls import EFFECT, level, one_passes
 from qerl_bench.studies.design.design import Arm, Design
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import LATE, held_out
+from qerl_bench.studies.tables.markdown import markdown_table
 
 PASS_AT_1 = (0.10, 0.40)
 PASS_AT_K = 0.80  # of as many samples as the probe draws, 64 in a study
@@ -223,10 +224,7 @@ def stopped(results: Iterable[Result]) -> dict[str, list[str]]:
 
 def render(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
-    lines = [
-        "| gate | limit | measured | interval | bases that meet it | passed | else |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows: list[list[str]] = []
     for one in results:
         interval = "-" if math.isnan(one.low) else f"[{one.low:.4g}, {one.high:.4g}]"
         value = "-" if math.isnan(one.value) else f"{one.value:.4g}"
@@ -236,8 +234,8 @@ def render(results: Sequence[Result]) -> str:
         other = "harm can be shown, a lack of help cannot" if harm_only else "-"
         stops = f"stops {', '.join(one.stops)}" if one.stops else other
         told = f"{word}, overridden" if one.overridden else word
-        lines.append(f"| {one.gate} | {one.limit} | {value} | {interval} | {meeting} | {told} | {stops} |")
-    return "\n".join(lines)
+        rows.append([one.gate, one.limit, value, interval, meeting, told, stops])
+    return markdown_table(["gate", "limit", "measured", "interval", "bases that meet it", "passed", "else"], rows)
 
 
 def to_json(results: Sequence[Result], arms_stopped: Mapping[str, list[str]]) -> str:

@@ -5,11 +5,12 @@ Intervals are 95 % and over questions: they hold for this model, whose weights w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from qerl_bench.statistics import Estimate, paired_difference
 from qerl_bench.studies.probes.numbers import accuracy, pass_at, signal
+from qerl_bench.studies.tables.markdown import markdown_table as rows_of
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -96,11 +97,6 @@ def noise(formats: Mapping[str, Any]) -> str:
         for dose in one["curve"]
     ]
     return rows_of(["quant", "sigma", "entropy ratio", "KL", "right"], lines)
-
-
-def rows_of(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
 def interval(estimate: Estimate) -> str:
