@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from qerl_bench.commands.exits import guarded
+from qerl_bench.rundir.durable import atomically
 from qerl_bench.studies.conduct import packing
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
 from qerl_bench.studies.report.sessions import figures, texts
@@ -119,10 +120,8 @@ def rounded(rows: pd.DataFrame) -> pd.DataFrame:
 def write_compact(rows: pd.DataFrame, order: list[str], schema: pa.Schema, file: Path) -> None:
     """Write `rows` sorted by the columns `order`, packed as small as zstd can."""
     table = pa.Table.from_pandas(rows.sort_values(order, kind="stable"), preserve_index=False).cast(schema)
-    writing = file.with_name(f".{file.name}.writing")
-    with TableWriter(writing, schema, level=19) as writer:
+    with atomically(file) as writing, TableWriter(writing, schema, level=19) as writer:
         writer.append(table)
-    writing.replace(file)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from qerl_bench.studies.conduct.probing import probed
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.limits import NO_SUCCESS, PASS_AT_1, PASS_AT_K
 from qerl_bench.studies.design.readings import Probe, pass_at
+from qerl_bench.studies.tables.markdown import markdown_table
 from qerl_bench.task.dag import Dag, operations_needed
 
 Rung = Mapping[str, float]  # what a base does with problems of so many operations
@@ -117,11 +118,11 @@ def report(rungs: Mapping[int, Rung], bases: int, widths: Sequence[int]) -> str:
 
 def table(first: str, rows: Mapping[str, Rung]) -> str:
     keys = list(next(iter(rows.values()), {}))
-    lines = [f"| {first} | {' | '.join(keys)} |", "|---" * (len(keys) + 1) + "|"]
-    for name, row in rows.items():
-        cells = [f"{row[key]:.0f}" if key == "questions" else f"{row[key]:.3f}" for key in keys]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        [name, *(f"{row[key]:.0f}" if key == "questions" else f"{row[key]:.3f}" for key in keys)]
+        for name, row in rows.items()
+    ]
+    return markdown_table([first, *keys], lines)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from qerl_bench.studies.claims.claim import Claim
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.markdown import markdown_table
 
 EFFECTS = (0.0, 0.5, 1.0, 2.0)  # margins
 DESIGNS = ((1, 8), (8, 2), (16, 2))  # bases, seeds of each
@@ -145,7 +146,7 @@ def markdown(shares_table: pd.DataFrame) -> str:
         ]
         for row in shares_table.to_dict("records")
     ]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *lines]) + "\n"
+    return markdown_table(header, lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import Estimate, found_among, mean_ci
 from qerl_bench.studies.conduct.packing import ANSWERS
 from qerl_bench.studies.design.readings import mixed_group
@@ -37,8 +37,8 @@ from qerl_bench.studies.probes.over_units import (
     log_ratio,
     measured_in,
 )
-from qerl_bench.studies.probes.page import rows_of
 from qerl_bench.studies.report.probe_page import bracketed, figures, markdown, points, times
+from qerl_bench.studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent / "first-look"
 LIMITS = (512, 640, 768)  # tokens
@@ -84,7 +84,7 @@ def groups_page(probes: Sequence[Record]) -> str:
             passed = [fmean(found_among(k, samples, count) for count in right) for k in PASS_AT]
             mixed = [fmean(mixed_group(count, samples, size) for count in right) for size in GROUPS]
             lines.append([str(one["base"]), quant, *(f"{share:.1%}" for share in (*passed, *mixed))])
-    return f"# Groups\n\n{rows_of(heads, lines)}\n"
+    return f"# Groups\n\n{markdown_table(heads, lines)}\n"
 
 
 def sizes(looks: Mapping[str, Sequence[Record]]) -> Figure:
@@ -138,16 +138,16 @@ def answers_page(answers: Any, probes: Sequence[Record]) -> str:
     parts = [
         "# Answers",
         "## Entropy at temperature 1, over that of BF16 on the same copy",
-        rows_of(
+        markdown_table(
             ["quant", *cuts], [[quant, *(times(ratio(of, quant)) for of in cuts.values())] for quant in others(answers)]
         ),
         "## Entropy at temperature 1 by tenth of a completion, minus that of BF16, nats a token",
-        rows_of(
+        markdown_table(
             ["quant", *(f"tenth {part + 1}" for part in range(PARTS)), "last minus first"],
             [[quant, *in_nats(probes, quant)] for quant in others(answers)],
         ),
         "## Right, of finished answers",
-        rows_of(
+        markdown_table(
             ["quant", "temperature", "difference to BF16, points"],
             [
                 [quant, f"{at:g}", points(gap(answers[answers["temperature"] == at], quant), 1, signed=True)]
@@ -156,7 +156,7 @@ def answers_page(answers: Any, probes: Sequence[Record]) -> str:
             ],
         ),
         "## Greedy answers that a limit of tokens would cut off",
-        rows_of(
+        markdown_table(
             ["quant", *(f"{limit}" for limit in LIMITS)],
             [
                 [quant, *(f"{cut_off(answers, quant, limit):.1%}" for limit in LIMITS)]

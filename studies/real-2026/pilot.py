@@ -14,11 +14,11 @@ import pandas as pd
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import Estimate, mean_ci
-from qerl_bench.studies.probes.page import rows_of
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent / "pilot"
 FORMATS = ("bf16", "nvfp4")
@@ -62,9 +62,12 @@ def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
         f"Best late reward: {late[best]:.3f} at {best:g}, with a standard error of {error:.4f}. The rule takes "
         f"{taken:g}{'; it is the end of the range, so twice as much is run too' if taken == max(rates) else ''}."
     )
-    parts = ["# Rates", rows_of(heads, lines), text]
+    parts = ["# Rates", markdown_table(heads, lines), text]
     if unfinished.is_file():
-        parts += ["## Not finished", rows_of(["arm", "steps", "reward, 1 to 5", "reward, 11 on"], stopped(unfinished))]
+        parts += [
+            "## Not finished",
+            markdown_table(["arm", "steps", "reward, 1 to 5", "reward, 11 on"], stopped(unfinished)),
+        ]
     heads = [
         "rate",
         "quant",
@@ -74,7 +77,10 @@ def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
         "gain where both ends are complete",
         "questions",
     ]
-    parts += ["## Held-out accuracy, per cent and points", rows_of(heads, [accuracy(run) for run in runs_of(pairs)])]
+    parts += [
+        "## Held-out accuracy, per cent and points",
+        markdown_table(heads, [accuracy(run) for run in runs_of(pairs)]),
+    ]
     return "\n\n".join(parts) + "\n"
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from qerl_bench.studies.tables.markdown import markdown_table
 from tests.models import builds
 from tests.models.cell import Outcome, outcome
 
@@ -71,10 +72,8 @@ def write(cells: list[Outcome]) -> None:
 
 def render(cells: list[Outcome]) -> str:
     """The table of docs/models.md: a line per architecture."""
-    lines = [
-        f"| architecture | {' | '.join(FORMATS)} | noisy norms per block | padding | recorded decoding | remark |",
-        f"|---|{'---|' * (len(FORMATS) + 4)}",
-    ]
+    heads = ["architecture", *FORMATS, "noisy norms per block", "padding", "recorded decoding", "remark"]
+    lines: list[list[str]] = []
     for architecture in dict.fromkeys(cell.architecture for cell in cells):
         of_format = {cell.quant: cell for cell in cells if cell.architecture == architecture}
         first = next((cell for cell in of_format.values() if cell.verdict == "works"), None)
@@ -89,8 +88,8 @@ def render(cells: list[Outcome]) -> str:
             for part in (cell.options and f"with `{cell.options}`", cell.reason)
             if part
         )
-        lines.append(f"| `{architecture}` | {' | '.join([*verdicts, *columns, '; '.join(remarks)])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([f"`{architecture}`", *verdicts, *columns, "; ".join(remarks)])
+    return markdown_table(heads, lines) + "\n"
 
 
 def main(words: list[str]) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from qerl_bench.rundir.durable import make_folder
-from qerl_bench.rundir.run_dir import RunDir, write_atomically
+from qerl_bench.rundir.durable import atomically, make_folder, write_atomically
+from qerl_bench.rundir.run_dir import RunDir
 
 
 @pytest.fixture
@@ -65,6 +65,29 @@ def test_a_file_its_seal_and_its_name(tmp_path: Path, events: list[str]) -> None
     events.clear()
     write_atomically(tmp_path / "table.md", "1")
     assert events == ["sync .table.md.writing", "rename table.md", f"sync {tmp_path.name}"]
+
+
+def test_a_folder_takes_its_place_as_a_whole(tmp_path: Path, events: list[str]) -> None:
+    left = tmp_path / ".export.writing"  # by a kill
+    left.mkdir()
+    (left / "half").touch()
+    (tmp_path / "export").mkdir()
+    with atomically(tmp_path / "export") as folder:
+        folder.mkdir()
+        (folder / "weights").write_text("w")
+        assert not [*(tmp_path / "export").iterdir()]
+    assert events == ["sync weights", "sync .export.writing", "rename export", f"sync {tmp_path.name}"]
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["weights"]
+
+
+def test_an_error_or_nothing_written_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("1")
+    with pytest.raises(OSError, match="full"), atomically(tmp_path / "table.md") as writing:
+        writing.write_text("half")
+        raise OSError("full")
+    with atomically(tmp_path / "table.md"):
+        pass
+    assert (tmp_path / "table.md").read_text() == "1" and len([*tmp_path.iterdir()]) == 1
 
 
 def test_the_names_of_new_folders(tmp_path: Path, events: list[str]) -> None:

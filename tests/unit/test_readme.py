@@ -1,4 +1,4 @@
-"""What the README and studies/tried.md say of effects is what results pages and committed answers say."""
+"""The README is short; effects on it and on pages of studies are those of results pages and committed answers."""
 
 from __future__ import annotations
 
@@ -105,16 +105,24 @@ def test_all_doses_were_found() -> None:
 
 def found_on_pages() -> list[tuple[float, ...]]:
     """Effect and interval wherever a page of results has both; of its own sign, and without."""
-    pages = STUDIES.rglob("*.md")
-    triples = [tuple(map(float, triple)) for page in pages for triple in EFFECT.findall(page.read_text())]
+    texts = [page.read_text().replace(VERDICTS, "") for page in STUDIES.rglob("*.md")]
+    triples = [tuple(map(float, triple)) for text in texts for triple in EFFECT.findall(text)]
     return triples + [(-value, -high, -low) for value, low, high in triples]
 
 
-FOUND = (ROOT / "README.md").read_text().split("## What was found")[1].split("## Choose")[0]
+README = (ROOT / "README.md").read_text()
+RESULTS = (STUDIES / "README.md").read_text()
+VERDICTS = RESULTS.split("## Verdicts on the paper's claims")[1].split("\n## ")[0]
+SHOWN = README.split("## What was found")[1].split("\n## ")[0] + VERDICTS
+LINES, WORDS = 75, 700  # of the README, at most
 
 
-def test_every_effect_of_the_readme_is_on_a_page_of_results() -> None:
-    shown = EFFECT.findall(FOUND)
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= LINES and len(README.split()) <= WORDS
+
+
+def test_every_effect_of_the_readme_and_of_the_verdicts_is_on_a_page_of_results() -> None:
+    shown = EFFECT.findall(SHOWN)
     assert len(shown) >= 20
     pages = np.array(found_on_pages())
     for triple in shown:

@@ -21,9 +21,10 @@ from omegaconf import OmegaConf
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.rundir.environment import code_digest, cpu_name
 from qerl_bench.rundir.run_checks import check_run_dir
-from qerl_bench.rundir.run_dir import RunDir, write_atomically
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_kernels import decode_configs
 
 CFG = OmegaConf.create(

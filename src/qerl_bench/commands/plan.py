@@ -24,6 +24,7 @@ from qerl_bench.studies.claims.evaluate import DIRECTION, evaluate_claims
 from qerl_bench.studies.claims.literature import REGISTRIES
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
+from qerl_bench.studies.tables.markdown import markdown_table
 
 BASES = (1, 4, 6, 8, 12, 16, 24, 32, 48)
 SEEDS = (1, 2, 4, 8, 16)
@@ -136,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         results = evaluate_claims(claims, group)
         rows = [plan(one, options.effect, options.power, options.between, level) for one in results]
         print(f"{model} on {task}: designs that find {options.effect:g} margins with a power of {options.power:.0%}")
-        print(*(f"| {' | '.join(row)} |" for row in (HEADER, ("---",) * len(HEADER), *rows)), sep="\n")
+        print(markdown_table(HEADER, rows))
 
 
 if __name__ == "__main__":

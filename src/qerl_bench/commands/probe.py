@@ -26,7 +26,7 @@ from qerl_bench.config import build, compose
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.probes.advice import advice
 from qerl_bench.studies.probes.page import markdown
 from qerl_bench.task.grader.extract import ANSWER_FORMATS

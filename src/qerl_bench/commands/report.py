@@ -20,7 +20,7 @@ from os.path import commonpath
 from pathlib import Path
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.rundir.durable import replace
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.design.sessions import read_study, study_of
 from qerl_bench.studies.report.page import page
 from qerl_bench.studies.report.run_page import has_samples, run_page
@@ -138,6 +138,4 @@ def _is_newer(target: Path, run: Path) -> bool:
 def _write(path: Path, text: str) -> None:
     """Replace a page as a whole: a browser may be reading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    writing = path.with_name(f".{path.name}.writing")
-    writing.write_text(text)
-    replace(writing, path)
+    write_atomically(path, text)

@@ -20,7 +20,7 @@ from qerl_bench.config import compose, spec
 from qerl_bench.metrics import mean
 from qerl_bench.process.arguments import split_words
 from qerl_bench.records import Prompt
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import over_samples
 from qerl_bench.task.base import Task
 from qerl_bench.task.datafile import read_rows

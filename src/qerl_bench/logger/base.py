@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
+from qerl_bench.checks import ConfigError
+from qerl_bench.rundir.durable import write_atomically
+
+log = logging.getLogger(__name__)
 IDS = "mirror.json"  # in the run's folder: the id of its record at each service
 
 
@@ -21,6 +25,54 @@ class MetricsMirror:
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Mirror the metrics of one step; `kind` is train, validation or eval. Must not fail the run."""
+
+
+class ServiceMirror(MetricsMirror):
+    """A record of the run at a service. At its first failure it warns and switches itself off.
+
+    The service writes late, so after a kill it may hold records that the resumed run repeats, or lack some that it
+    keeps: all local `records` are sent again at the start, and `send` leaves out those that the service has.
+    """
+
+    def __init__(self, spec: LoggerSpec, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> None:
+        self.name, self.run = f"logger={spec.name}", None
+        try:
+            self.run = self.begin(spec, run_dir, kept_id(run_dir, spec.name, records), config)
+        except ConfigError:
+            raise
+        except Exception as error:  # a mirror may break in any way; the run goes on
+            log.warning("%s cannot start and is off; metrics.jsonl has everything: %s", self.name, error)
+        for record in records:
+            self.log(record["kind"], record["step"], metrics_in(record))
+
+    def begin(self, spec: Any, run_dir: Path, known: str | None, config: dict[str, Any]) -> Any:
+        """The service's own object of a run; `known` is the id that its record has, if it is continued."""
+        raise NotImplementedError
+
+    def send(self, run: Any, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Send the metrics of one step, unless the service has them."""
+        raise NotImplementedError
+
+    def end(self, run: Any, failed: bool) -> None:
+        """Wait until the service has all."""
+        run.finish()
+
+    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if self.run is None:
+            return
+        try:
+            self.send(self.run, kind, step, metrics)
+        except Exception as error:  # as above
+            log.warning("%s failed at step %d and is off from here on: %s", self.name, step, error)
+            self.run = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if self.run is None:
+            return
+        try:
+            self.end(self.run, failed=kind is not None)
+        except Exception as failure:  # as above
+            log.warning("%s failed at its end: %s", self.name, failure)
 
 
 class LoggerSpec(Protocol):
@@ -69,6 +121,4 @@ def keep_id(run_dir: Path, logger: str, id: str) -> None:
     """Note the id of the record that `logger` has of this run."""
     file = run_dir / IDS
     known = json.loads(file.read_text()) if file.is_file() else {}
-    writing = file.with_name(f".{IDS}.writing")
-    writing.write_text(json.dumps(known | {logger: id}) + "\n")
-    os.replace(writing, file)
+    write_atomically(file, json.dumps(known | {logger: id}) + "\n")

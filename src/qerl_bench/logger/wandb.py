@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Any
 from uuid import uuid4
 
 from qerl_bench.checks import ConfigError, check_fields, one_of, optional, require_package, text
-from qerl_bench.logger.base import MetricsMirror, group_of, keep_id, kept_id, metrics_in, tags_of
+from qerl_bench.logger.base import MetricsMirror, ServiceMirror, group_of, keep_id, tags_of
 
-log = logging.getLogger(__name__)
 MODES = ("online", "offline", "disabled")
 MAX_TAG = 64  # characters, at W&B
 NO_ID = re.compile(r"[^\w.-]")  # W&B's ids have none of /\\#?%:
@@ -66,27 +64,22 @@ def login_problem(mode: str | None) -> str | None:
         return str(error)
 
 
-class WandbMirror(MetricsMirror):
-    """A W&B run with the steps of ours, under its whole name and an id that no other run has. At its first failure it
-    warns and switches itself off; no login is refused.
+class WandbMirror(ServiceMirror):
+    """A W&B run with the steps of ours, under its whole name and an id that no other run has. No login is refused."""
 
-    After a kill, W&B may hold steps that the resumed run repeats, or lack steps that the resumed run keeps. So all
-    local records are sent again at the start, except for the steps that W&B has.
-    """
-
-    def __init__(self, spec: WandB, run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> None:
+    def begin(self, spec: WandB, run_dir: Path, known: str | None, config: dict[str, Any]) -> Any:
         import wandb
         from wandb.errors import AuthenticationError, UsageError
 
         name = str(config["name"])
         tags = [tag[:MAX_TAG] for tag in tags_of(config)]
+        identity: dict[str, str] = {}
+        if not os.environ.get("WANDB_SWEEP_ID"):
+            fresh = f"{NO_ID.sub('-', name)[:MAX_NAME]}-{uuid4().hex[:TOKEN]}"
+            identity = {"id": known or fresh, "resume": "allow"}
+            keep_id(run_dir, spec.name, identity["id"])
         try:
-            identity: dict[str, str] = {}
-            if not os.environ.get("WANDB_SWEEP_ID"):
-                fresh = f"{NO_ID.sub('-', name)[:MAX_NAME]}-{uuid4().hex[:TOKEN]}"
-                identity = {"id": kept_id(run_dir, spec.name, records) or fresh, "resume": "allow"}
-                keep_id(run_dir, spec.name, identity["id"])
-            self.run = wandb.init(
+            return wandb.init(
                 project=spec.project,
                 entity=spec.entity,
                 name=name,
@@ -100,28 +93,12 @@ class WandbMirror(MetricsMirror):
             )
         except (AuthenticationError, UsageError) as error:
             raise ConfigError(f"logger=wandb cannot start: {str(error).rstrip('.')}. {REMEDY}") from error
-        except Exception as error:  # no server, no room on its disk; as in `log`
-            log.warning("logger=wandb cannot start and is off; metrics.jsonl has everything: %s", error)
-            self.run = None
-        for record in records:
-            self.log(record["kind"], record["step"], metrics_in(record))
 
-    def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        if self.run is None:
-            return
-        try:
-            if step >= self.run.starting_step:
-                self.run.log(metrics, step=step)
-            if kind == "eval":  # if the run was killed during this evaluation, W&B has closed the step
-                self.run.summary.update(metrics)
-        except Exception as error:  # a mirror may break in any way; the run goes on
-            log.warning("logger=wandb failed at step %d and is off from here on: %s", step, error)
-            self.run = None
+    def send(self, run: Any, kind: str, step: int, metrics: dict[str, float]) -> None:
+        if step >= run.starting_step:
+            run.log(metrics, step=step)
+        if kind == "eval":  # if the run was killed during this evaluation, W&B has closed the step
+            run.summary.update(metrics)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if self.run is None:
-            return
-        try:
-            self.run.finish(exit_code=int(kind is not None))
-        except Exception as failure:  # as in `log`
-            log.warning("logger=wandb failed at its end: %s", failure)
+    def end(self, run: Any, failed: bool) -> None:
+        run.finish(exit_code=int(failed))

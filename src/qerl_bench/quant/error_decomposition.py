@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from qerl_bench.rundir.durable import atomically
+
 _CHUNK = 1 << 17  # weights processed at once; small enough for a CPU's cache
 _GPU_CHUNK = 1 << 24  # larger on a GPU, where launching a small operation takes longer than running it
 
@@ -131,6 +133,5 @@ def write_layers(
         {"layer": name, "quant": quant, "quantizer": quantizer, "kernel": (kernels or {}).get(name), **asdict(report)}
         for name, report in layers.items()
     ]
-    partial = path.with_name(f".{path.name}.writing")
-    pd.DataFrame(rows).astype({"output_error": "float64", "kernel": "string"}).to_parquet(partial, index=False)
-    partial.replace(path)
+    with atomically(path) as writing:
+        pd.DataFrame(rows).astype({"output_error": "float64", "kernel": "string"}).to_parquet(writing, index=False)

@@ -7,8 +7,6 @@ checkpoint holds as linear layers (gpt-oss, Llama 4, Granite), and experts in nf
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.packed_config import scheme_of
 from qerl_bench.quant.share import persistent_buffers, unpacked_parameters
 from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
+from qerl_bench.rundir.durable import atomically
 from qerl_kernels.symmetric import swap_sign
 
 SHARD_BYTES = 5 * 10**9
@@ -33,16 +32,12 @@ SHARD_BYTES = 5 * 10**9
 def export(model: Any, tokenizer: Any, weight_format: WeightFormat, out: Path) -> None:
     """Write a packed `model` and its tokenizer to the folder `out`. Raises ConfigError unless `out` is new or empty."""
     check_new_folder(out)
-    partial = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tokenizer.save_pretrained(partial)
-    tensors = dict(checkpoint_tensors(model))
-    entry = config_entry(weight_format, unpacked_modules(model), str(model.dtype).removeprefix("torch."))
-    write_model(model, tensors, entry, partial)
-    if out.is_dir():
-        out.rmdir()
-    os.replace(partial, out)
+    with atomically(out) as partial:
+        partial.mkdir(parents=True)
+        tokenizer.save_pretrained(partial)
+        tensors = dict(checkpoint_tensors(model))
+        entry = config_entry(weight_format, unpacked_modules(model), str(model.dtype).removeprefix("torch."))
+        write_model(model, tensors, entry, partial)
 
 
 def write_model(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,6 +28,38 @@ def replace(source: Path, target: Path) -> None:
     """Rename `source`, which is synced, to `target` in the same file system, and sync the name."""
     os.replace(source, target)
     sync(target.parent)
+
+
+@contextmanager
+def atomically(path: Path) -> Iterator[Path]:
+    """A path to write a file or a folder to, which takes the place of `path` when the disk holds it.
+
+    After an error, or if nothing was written, `path` is as it was. A folder replaces an empty folder only. Left out:
+    two processes that write the same path, for which there are locks.
+    """
+    writing = path.with_name(f".{path.name}.writing")
+    remove(writing)  # what a kill has left
+    try:
+        yield writing
+        if writing.exists():
+            sync_tree(writing)
+            replace(writing, path)
+    finally:
+        remove(writing)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds either all of its old content or all of the new."""
+    with atomically(path) as writing:
+        writing.write_text(text)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> None:

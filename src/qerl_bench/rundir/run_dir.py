@@ -25,7 +25,7 @@ from qerl_bench.process import energy
 from qerl_bench.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
 from qerl_bench.rundir.checksums import DONE, SEALS, changed, replacing, seal, seals_of_growing, settle
 from qerl_bench.rundir.disk_errors import failure, room, size
-from qerl_bench.rundir.durable import make_folder, replace, sync, sync_tree
+from qerl_bench.rundir.durable import make_folder, replace, sync_tree
 from qerl_bench.rundir.environment import environment
 from qerl_bench.rundir.locks import lock
 from qerl_bench.rundir.run_checks import ELSEWHERE, check_run_dir, refuse_locked, vouched_seals
@@ -45,14 +45,6 @@ def stopped_by_disk(path: Path, error: Exception) -> TrainingStopped | None:
         f"{path}: {reason} ({room(path, error)}{needs}). When that is solved, the same command continues from step "
         f"{0 if newest is None else step_of(newest)}"
     )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds either all of its old content or all of the new."""
-    writing = path.with_name(f".{path.name}.writing")
-    writing.write_text(text)
-    sync(writing)
-    replace(writing, path)
 
 
 class RunDir:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.rundir.locks import holder, lock
 
 FOLDER = ".sweeps"
@@ -26,9 +26,7 @@ def listed(folder: Path, run_dirs: Sequence[Path]) -> Iterator[None]:
         held = lock(place.with_suffix(".lock"))
     try:
         if held is not None:
-            writing = place.with_suffix(f".{secrets.token_hex(4)}")
-            writing.write_text(runs)
-            writing.replace(place)
+            write_atomically(place, runs)
         yield
     finally:
         if held is not None:

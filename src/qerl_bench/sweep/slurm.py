@@ -19,8 +19,8 @@ from typing import Any
 
 from qerl_bench.checks import ConfigError, count, flag, number, optional, require, require_package, text
 from qerl_bench.process.termination import Terminated
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.rundir.read_files import read_object
-from qerl_bench.rundir.run_dir import write_atomically
 from qerl_bench.sweep.launcher import SweepLauncher, check_ranks, not_running, pairs, unfinished
 from qerl_bench.sweep.points import Point
 from qerl_bench.sweep.slurm_job import JOB_FILE, SlurmJob

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.model.block import without_fused_blocks
 from qerl_bench.records import Rollout
-from qerl_bench.rundir.run_dir import RunDir, write_atomically
+from qerl_bench.rundir.durable import write_atomically
+from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.batch import make_batch
 
 if TYPE_CHECKING:

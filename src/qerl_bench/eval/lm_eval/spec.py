@@ -22,7 +22,7 @@ from qerl_bench.eval.lm_eval.standard import FEWSHOT_SEED, benchmark_of, write_b
 from qerl_bench.eval.task import accuracy_score, grade_rollouts, sample_key, scores_of
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.records import Prompt, Rollout
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.task.base import Task
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 
 if TYPE_CHECKING:
     from qerl_bench.task.dataset import DatasetTask

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,7 @@ from qerl_bench.model.gguf.tied import finer_of_one
 from qerl_bench.model.gguf.vocabulary import stop_tokens, write_tokenizer
 from qerl_bench.model.gguf.weights import Dither, bits_per_weight, check_kinds, chunks, dequantized, was_rounded
 from qerl_bench.process.progress import phase
-from qerl_bench.rundir.durable import make_folder, replace, sync_tree
+from qerl_bench.rundir.durable import atomically, make_folder
 from qerl_bench.rundir.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
@@ -69,13 +68,10 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
     make_folder(cache)
     with wait_for_lock(cache / f".{folder.name}.lock", f"the conversion of {path.name}"):
         if not folder.is_dir():
-            writing = cache / f".{folder.name}.writing"
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir()
-            with phase(f"dequantizing {path.name}, done once, then kept in {folder}"):
+            told = f"dequantizing {path.name}, done once, then kept in {folder}"
+            with atomically(folder) as writing, phase(told):
+                writing.mkdir()
                 _convert(path, dither, dtype, writing)
-            sync_tree(writing)
-            replace(writing, folder)
     return folder
 
 

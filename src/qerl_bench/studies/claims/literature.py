@@ -56,6 +56,7 @@ from qerl_bench.studies.claims.paper import (
 from qerl_bench.studies.claims.preconditions import ManipulationCheck, learned
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure, first_step, held_out, last_fifth_mean, mean_between
+from qerl_bench.studies.tables.markdown import markdown_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -618,7 +619,7 @@ def page_table(results: Sequence[ClaimResult]) -> str:
         for one in LITERATURE
         for claim in one.claims
     ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (HEADER, ("---",) * len(HEADER), *rows)) + "\n"
+    return markdown_table(HEADER, rows) + "\n"
 
 
 def _verdict_cells(result: ClaimResult) -> tuple[str, str]:
@@ -630,4 +631,4 @@ def _verdict_cells(result: ClaimResult) -> tuple[str, str]:
     ]
     verdict = f"**{result.verdict}**" + (", exploratory" if result.claim.exploratory else "")
     reason = f": {result.reason}" if result.reason else ""
-    return f"{verdict}{reason}".replace("|", "/"), "; ".join(effects) or "-"
+    return f"{verdict}{reason}", "; ".join(effects) or "-"

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import yaml
 
-from qerl_bench.rundir.durable import replace
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import atomically, write_atomically
 from qerl_bench.studies.design.design import Design
 from qerl_bench.studies.design.sessions import PROBES
 
@@ -37,6 +36,5 @@ def pack_probes(design: Design, probes: Sequence[Mapping[str, Any]], out: Path) 
             answers = answers.add_column(0, "quant", pa.repeat(quant, len(answers)))
             parts.append(answers.add_column(0, "base", pa.repeat(pa.scalar(base, pa.int32()), len(answers))))
     if parts:
-        writing = out / f".{ANSWERS}.writing"
-        parquet.write_table(pa.concat_tables(parts), writing, compression="zstd", compression_level=LEVEL)
-        replace(writing, out / ANSWERS)
+        with atomically(out / ANSWERS) as writing:
+            parquet.write_table(pa.concat_tables(parts), writing, compression="zstd", compression_level=LEVEL)

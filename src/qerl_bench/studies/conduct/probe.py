@@ -30,6 +30,7 @@ from qerl_bench.probe.answers import asked_at, numbers
 from qerl_bench.probe.measure import Reference, Wanted, measure, questions_scored
 from qerl_bench.probe.rise import sigma_of_rise
 from qerl_bench.process.children import end_with_parent
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.rundir.environment import environment, versions
 from qerl_bench.seeding import derive
 from qerl_bench.session import prepare_device
@@ -66,9 +67,7 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         if detailed:
             record |= {"unit": [*design.units[base].words], "file": record_of(checkpoint), **machine(device)}
         file.parent.mkdir(parents=True, exist_ok=True)
-        writing = file.with_suffix(".writing")
-        writing.write_text(json.dumps(record))
-        writing.replace(file)
+        write_atomically(file, json.dumps(record))
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
 
 

@@ -22,7 +22,7 @@ from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.process.children import stop
 from qerl_bench.process.gpu_share import visible_gpus
-from qerl_bench.rundir.run_dir import write_atomically
+from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.conduct.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
 from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.design.design import Design, read_design

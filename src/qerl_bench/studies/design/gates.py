@@ -35,6 +35,7 @@ from qerl_bench.studies.design.readings import (
     pass_at,
 )
 from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.markdown import markdown_table
 
 Word = Literal["yes", "no", "neither", "open", "measured", "no such arm"]
 
@@ -200,10 +201,7 @@ def stopped(results: Iterable[Result]) -> dict[str, list[str]]:
 
 def render(results: Sequence[Result]) -> str:
     """The results as a table in Markdown."""
-    lines = [
-        "| gate | limit | measured | interval | bases that meet it | passed | else |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows: list[list[str]] = []
     for one in results:
         interval = "-" if math.isnan(one.low) else f"[{one.low:.4g}, {one.high:.4g}]"
         value = "-" if math.isnan(one.value) else f"{one.value:.4g}"
@@ -213,8 +211,8 @@ def render(results: Sequence[Result]) -> str:
         other = "harm can be shown, a lack of help cannot" if harm_only else "-"
         stops = f"stops {', '.join(one.stops)}" if one.stops else other
         told = f"{word}, overridden" if one.overridden else word
-        lines.append(f"| {one.gate} | {one.limit} | {value} | {interval} | {meeting} | {told} | {stops} |")
-    return "\n".join(lines)
+        rows.append([one.gate, one.limit, value, interval, meeting, told, stops])
+    return markdown_table(["gate", "limit", "measured", "interval", "bases that meet it", "passed", "else"], rows)
 
 
 def to_json(results: Sequence[Result], arms_stopped: Mapping[str, list[str]]) -> str:

@@ -5,11 +5,12 @@ Intervals are 95 % and over questions: they hold for this model, whose weights w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from qerl_bench.statistics import Estimate, paired_difference
 from qerl_bench.studies.probes.numbers import accuracy, pass_at, signal
+from qerl_bench.studies.tables.markdown import markdown_table
 
 Table = tuple[list[str], list[list[str]]]  # heads, rows
 
@@ -22,7 +23,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         "\n".join(f"- {line}" for line in record["advice"]),
     ]
     for title, several in tables(record).items():
-        parts += [f"## {title}", *(rows_of(*one) for one in several)]
+        parts += [f"## {title}", *(markdown_table(*one) for one in several)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,11 +111,6 @@ def noise(formats: Mapping[str, Any]) -> Table:
         for dose in one["curve"]
     ]
     return ["quant", "sigma", "entropy ratio", "KL", "right"], lines
-
-
-def rows_of(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
 def interval(estimate: Estimate) -> str:

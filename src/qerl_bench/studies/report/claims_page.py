@@ -14,6 +14,7 @@ from qerl_bench.studies.claims.estimate import Comparison
 from qerl_bench.studies.claims.evaluate import DIRECTION, SMALLNESS
 from qerl_bench.studies.claims.preconditions import diverged_arms
 from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.markdown import markdown_table
 from qerl_bench.studies.tables.paper import Table
 
 DECIDED = ("supported", "reversed", "negligible")
@@ -56,7 +57,7 @@ def css_class(verdict: str) -> str:
 def summary_text(results: Sequence[ClaimResult]) -> str:
     """The summary table as Markdown, for the terminal."""
     rows = [(f"{row['title']}: {row['verdict']}" if row["title"] else "", *row["cells"]) for row in _summary(results)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (SUMMARY, ("---",) * len(SUMMARY), *rows))
+    return markdown_table(SUMMARY, rows)
 
 
 def verdict_table(name: str, scope: str, results: Sequence[ClaimResult], whose: str = "QeRL") -> Table:

@@ -31,7 +31,7 @@ from qerl_bench.studies.probes.over_units import (
     share_at,
     without_error,
 )
-from qerl_bench.studies.probes.page import rows_of
+from qerl_bench.studies.tables.markdown import markdown_table
 
 NOTE = (
     "Accuracies are per cent, their differences points, entropy and KL nats a token. Differences and ratios are to the "
@@ -77,7 +77,7 @@ def accuracies(units: Sequence[Record]) -> str:
                     else "",
                 ]
             lines.append([*cells, f"{found:.0%}", f"{1 - finished:.1%}", f"{tokens:.0f}"])
-    return rows_of(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def passes(units: Sequence[Record]) -> str:
@@ -85,7 +85,7 @@ def passes(units: Sequence[Record]) -> str:
     samples = units[0]["formats"][formats_of(units)[0]]["temperatures"]["1"]["samples"]
     ks = [2**power for power in range(samples.bit_length())]
     lines = [[quant, *(points(mean_of(units, quant, pass_k("1", k)), 1) for k in ks)] for quant in formats_of(units)]
-    return rows_of(["quant", *(f"pass@{k}" for k in ks)], lines)
+    return markdown_table(["quant", *(f"pass@{k}" for k in ks)], lines)
 
 
 def entropies(units: Sequence[Record]) -> str:
@@ -99,7 +99,7 @@ def entropies(units: Sequence[Record]) -> str:
         [quant, *(times(log_ratio(units, quant, entropy_at(at))) for at in temperatures), *_kls(units, quant)]
         for quant in others
     ]
-    return rows_of(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def by_part(units: Sequence[Record]) -> str:
@@ -109,7 +109,7 @@ def by_part(units: Sequence[Record]) -> str:
     lines += [
         [quant, *(times(log_ratio(units, quant, entropy_of_part(part))) for part in range(PARTS))] for quant in others
     ]
-    return rows_of(["quant", *(f"tenth {part + 1}" for part in range(PARTS))], lines)
+    return markdown_table(["quant", *(f"tenth {part + 1}" for part in range(PARTS))], lines)
 
 
 def noise(units: Sequence[Record]) -> str:
@@ -126,7 +126,7 @@ def noise(units: Sequence[Record]) -> str:
         for at, one in enumerate(measured_in(quant, units)[0]["formats"][quant]["curve"])
         if at
     ]
-    return rows_of(["quant", "sigma", "entropy ratio", "KL", "right, difference"], lines)
+    return markdown_table(["quant", "sigma", "entropy ratio", "KL", "right, difference"], lines)
 
 
 def matched(units: Sequence[Record]) -> str:
@@ -136,7 +136,7 @@ def matched(units: Sequence[Record]) -> str:
         for arm, found in one.get("doses", {}).items():
             cells = ["none found"] if found["sigma"] is None else [f"{found['sigma']:.3g}"]
             lines.append([" ".join(one["unit"]), arm, *cells, f"x{1 + found['rise']:.3f}", f"{found['kl']:.4f}"])
-    return rows_of(["unit", "arm", "sigma", "entropy ratio", "KL"], lines)
+    return markdown_table(["unit", "arm", "sigma", "entropy ratio", "KL"], lines)
 
 
 def extrapolations(probes: Sequence[Record]) -> str | None:
@@ -161,7 +161,7 @@ def extrapolations(probes: Sequence[Record]) -> str | None:
             lines.append([quant, name, *(times(one) if ratio else points(one, 1, signed=True) for one in told)])
     copies = len(next(iter(scaled.values())))
     note = f"{copies} copies in {len(scaled)} sizes of dither; the last columns are extrapolated to -1, copy by copy."
-    return f"{note}\n\n{rows_of([*heads, *names], lines)}"
+    return f"{note}\n\n{markdown_table([*heads, *names], lines)}"
 
 
 def figures(probes: Sequence[Record]) -> dict[str, Figure]:

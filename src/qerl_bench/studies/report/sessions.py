@@ -51,6 +51,7 @@ from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import held_out
 from qerl_bench.studies.runs.settings import by_scope
+from qerl_bench.studies.tables.markdown import markdown_table
 
 MOST_LINES = 8  # arms in one figure of lines
 SIZES = 3  # of noise, from which a figure of dose and response is drawn
@@ -219,8 +220,7 @@ def bases(study: Sessions) -> str:
             for i, x in enumerate(numbers)
         ]
 
-    lines = [heads, ["---"] * len(heads)]
-    lines += [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
+    lines = [[str(base), session_of[base], *cells(row)] for base, row in zip(study.probes, rows, strict=True)]
     for session in dict.fromkeys(session_of.values()):
         of_session = [row for base, row in zip(study.probes, rows, strict=True) if session_of[base] == session]
         columns = [known(column) for column in zip(*of_session, strict=True)]
@@ -233,4 +233,4 @@ def bases(study: Sessions) -> str:
         " damage is what a format costs. Right: held-out questions after training, one sample at the temperature of the"
         " evaluation, and beside it greedy answers; the mean of seeds.\n"
     )
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note])
+    return f"{markdown_table(heads, lines)}\n\n{note}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ import pyarrow.parquet as parquet
 
 from qerl_bench.checks import require
 from qerl_bench.options.fingerprint import fingerprint
+from qerl_bench.rundir.durable import atomically
 from qerl_bench.studies.runs.committed import ANSWERS, ANSWERS_SCHEMA, KEPT_OF_DONE, NOT_KEPT, SETTINGS, TIDY, nested
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.cost import Cost, total_cost
@@ -101,27 +103,22 @@ def write_study(
     )
     settings = settings_text(heads)
     out.mkdir(parents=True, exist_ok=True)
-    temporary = {name: out / f".{name}.writing" for name in (TIDY, ANSWERS, CSV, SETTINGS)}
-    try:
+    with ExitStack() as stack:
+        writing = {name: stack.enter_context(atomically(out / name)) for name in (SETTINGS, CSV, ANSWERS, TIDY)}
         with (
-            TableWriter(temporary[TIDY], SCHEMA, temporary[CSV] if with_csv else None) as tidy_table,
-            TableWriter(temporary[ANSWERS], ANSWERS_SCHEMA) as answers,
+            TableWriter(writing[TIDY], SCHEMA, writing[CSV] if with_csv else None) as tidy_table,
+            TableWriter(writing[ANSWERS], ANSWERS_SCHEMA) as answers,
         ):
             for path in paths:
                 run = read(path, metrics=True)
                 tidy_table.append(tidy_rows(_with_metrics(run, metrics)))
                 answers.append(_answer_rows(run))
         if answers.rows == 0:
-            temporary[ANSWERS].unlink()
-        temporary[SETTINGS].write_text(settings)
-        for name, file in temporary.items():
-            if file.exists():
-                file.replace(out / name)
-            else:  # remove that of an earlier study
+            writing[ANSWERS].unlink()
+        writing[SETTINGS].write_text(settings)
+        for name, file in writing.items():
+            if not file.exists():  # nor that of an earlier study
                 (out / name).unlink(missing_ok=True)
-    finally:
-        for file in temporary.values():
-            file.unlink(missing_ok=True)
     cost = total_cost((run.done, run.environment) for run in heads)
     return StudyFiles(len(heads), sum(not run.finished for run in heads), tidy_table.rows, cost)
 

@@ -13,6 +13,8 @@ from typing import Literal
 
 import pandas as pd
 
+from qerl_bench.studies.tables.markdown import markdown_table
+
 Format = Literal["latex", "markdown", "csv"]
 ENDINGS: dict[Format, str] = {"latex": "tex", "markdown": "md", "csv": "csv"}
 SIGNS = {"→": r"$\rightarrow$", "σ": r"$\sigma$", "×": r"$\times$", "±": r"$\pm$", "−": "$-$", "≤": r"$\leq$"}
@@ -34,7 +36,8 @@ class Table:
         if kind == "csv":
             return self.numbers.to_csv(index=False)
         if kind == "markdown":
-            return f"{_markdown(self.shown)}\n\n{self.caption}\n"
+            rows = self.shown.astype(str).to_numpy().tolist()
+            return f"{markdown_table([*map(str, self.shown.columns)], rows)}\n\n{self.caption}\n"
         return _latex(self.shown, self.caption, self.name)
 
 
@@ -50,11 +53,6 @@ def write_table(table: Table, kind: Format, out: Path) -> Path:
     file = out / f"{table.name}.{ENDINGS[kind]}"
     file.write_text(table.text(kind))
     return file
-
-
-def _markdown(frame: pd.DataFrame) -> str:
-    rows = [list(map(str, frame.columns)), ["---"] * len(frame.columns), *frame.astype(str).to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 def _latex(frame: pd.DataFrame, caption: str, label: str) -> str:
