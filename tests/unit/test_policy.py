@@ -383,3 +383,18 @@ def test_layer_reports_cover_every_packed_layer(make_policy: Callable[..., Any])
     assert all(
         4.5 <= report.bits_per_weight < 4.6 and 0.05 < report.relative_error < 0.15 for report in policy.layers.values()
     )
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ids_of_many_prompts_are_those_of_each(padded: bool, make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy()
+    backend: Any = policy.tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    texts = ["1+1=", "123456 + 7 =", "2"]
+    prompts = [Prompt(id=text, messages=({"role": "user", "content": text},), answer="") for text in texts]
+    prompts.insert(1, Prompt(id="ids", messages=(), answer="", token_ids=(5, 6)))
+    if padded:
+        backend.enable_padding()
+    try:
+        assert policy.ids_of_each(prompts) == [policy.ids_of(prompt) for prompt in prompts]
+    finally:
+        backend.no_padding()

@@ -158,7 +158,7 @@ def require_room(
         limit = "with its first rotary factors (longrope) the model reads"
     if max_model_len is not None and (context is None or max_model_len < context):
         context, limit, remedy = max_model_len, "engine.max_model_len allows", "make that larger"
-    prompt_ids = [policy.ids_of(prompt) for prompt in prompts]
+    prompt_ids = policy.ids_of_each(prompts)
     lengths = [len(ids) for ids in prompt_ids]
     longest = max(lengths, default=0)
     too_long = 0 if context is None else sum(length + sampling.max_tokens > context for length in lengths)

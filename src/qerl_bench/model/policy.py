@@ -132,17 +132,22 @@ class Policy:
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """Token ids that the prompt brings along, or those of its messages. Raises ConfigError if one has no row."""
-        ids = self.prompt_ids(prompt.messages) if prompt.token_ids is None else list(prompt.token_ids)
-        require_rows(self.tokenizer, [ids], self.rows, f"the prompt {prompt.id}")
-        return ids
+        return self.ids_of_each([prompt])[0]
+
+    def ids_of_each(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """`ids_of` each prompt, in one call of the tokenizer: a call costs as much as hundreds of texts."""
+        asked = [prompt.messages for prompt in prompts if prompt.token_ids is None]
+        ids = iter(prompt_ids(self.tokenizer, asked, [self.prompt_text(messages) for messages in asked]))
+        found = [next(ids) if prompt.token_ids is None else list(prompt.token_ids) for prompt in prompts]
+        for prompt, one in zip(prompts, found, strict=True):
+            require_rows(self.tokenizer, [one], self.rows, f"the prompt {prompt.id}")
+        return found
 
     def text_of(self, prompt: Prompt) -> str:
         """What the model reads of a prompt, special tokens included."""
-        return (
-            self.prompt_text(prompt.messages)
-            if prompt.token_ids is None
-            else str(self.tokenizer.decode(self.ids_of(prompt)))
-        )
+        if prompt.token_ids is None:
+            return self.prompt_text(prompt.messages)
+        return str(self.tokenizer.decode(self.ids_of(prompt)))
 
     def demonstration_ids(self, demonstrations: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the prompts and of the whole completions, their stop tokens included."""
@@ -214,8 +219,7 @@ class Policy:
         """Write what is trained: `adapter/` in PEFT's format and trained norms, or the whole model to `model/`."""
         if self.adapter is not None:
             self.adapter.save_pretrained(str(folder / "adapter"), save_embedding_layers=False)
-            # In the place of PEFT's card, which has nothing to say but the base.
-            (folder / "adapter" / "README.md").write_text(CARD.format(base=self.base))
+            (folder / "adapter" / "README.md").write_text(CARD.format(base=self.base))  # PEFT's says no more
             if self.base_scales:
                 scales = {f"{name}.weight": norm.get_parameter("weight").detach() for name, norm in self.norms.items()}
                 save_file(scales, folder / "norms.safetensors")
@@ -229,9 +233,7 @@ class Policy:
         if self.adapter is not None:
             state = load_file(folder / "adapter" / "adapter_model.safetensors")
             # PEFT silently skips tensors that do not fit, which would leave the fresh adapter in place.
-            there, here = (
-                {name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, self.adapter_state())
-            )
+            there, here = ({name: t.shape for name, t in of.items()} for of in (state, self.adapter_state()))
             require(there == here, f"{folder} holds the adapter of other layers, or of another rank; delete it")
             set_peft_model_state_dict(self.adapter, state)
             if self.base_scales:

@@ -132,7 +132,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list
     if not tokenizer.is_fast:
         return tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    calls = [texts] if backend.padding is None else [[text] for text in texts]  # it pads to the longest of a call
+    return [ids.ids for call in calls for ids in backend.encode_batch_fast(call, add_special_tokens=False)]
 
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
