@@ -23,6 +23,7 @@ from qerl_bench.studies.tables.markdown import markdown_table
 HERE = Path(__file__).resolve().parent / "pilot"
 FORMATS = ("bf16", "nvfp4")
 EARLY, LATE = (1, 5), (31, 40)  # steps
+END = 1e-4  # of the range of rates
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
     """Reward by rate and format, what the rule takes, and held-out accuracy, which chooses nothing."""
     by_rate = {(run.option("optim.lr"), run.option("quant.name")): run for run in runs}
-    rates = sorted({rate for rate, _ in by_rate})
+    rates = sorted(rate for rate in {rate for rate, _ in by_rate} if all((rate, quant) in by_rate for quant in FORMATS))
     pairs = {rate: [by_rate[rate, quant] for quant in FORMATS] for rate in rates}
     late = {rate: sum(mean_of(run, "reward/mean", LATE) for run in pair) / 2 for rate, pair in pairs.items()}
     heads = ["rate", "quant", "reward, steps 1 to 5", "reward, steps 31 to 40", "both formats", "entropy, 1 to 5"]
@@ -55,12 +56,13 @@ def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
         for rate, pair in pairs.items()
         for run in pair
     ]
-    best = max(late, key=lambda rate: late[rate])
+    fit = {rate: reward for rate, reward in late.items() if not any(map(diverged, pairs[rate]))}
+    best = max(fit, key=lambda rate: fit[rate])
     error = (late[best] * (1 - late[best]) / completions_of(pairs[best])) ** 0.5
-    taken = max(rate for rate in rates if late[rate] >= late[best] - error and not any(map(diverged, pairs[rate])))
+    taken = max(rate for rate in fit if fit[rate] >= fit[best] - error)
     text = (
         f"Best late reward: {late[best]:.3f} at {best:g}, with a standard error of {error:.4f}. The rule takes "
-        f"{taken:g}{'; it is the end of the range, so twice as much is run too' if taken == max(rates) else ''}."
+        f"{taken:g}{f'; it is the end of the range, so {2 * END:g} is run too' if taken == END else ''}."
     )
     parts = ["# Rates", markdown_table(heads, lines), text]
     if unfinished.is_file():

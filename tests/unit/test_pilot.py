@@ -39,14 +39,18 @@ def ended(rate: float, quant: str, early: float, late: float) -> Any:
 @pytest.mark.parametrize(
     ("late", "taken"),
     [
-        ({1e-5: 0.50, 2e-5: 0.60, 5e-5: 0.55}, "2e-05"),  # the best
-        ({1e-5: 0.50, 2e-5: 0.600, 5e-5: 0.595}, "5e-05; it is the end"),  # of equal ones the largest
-        ({1e-5: 0.50, 2e-5: 0.60, 5e-5: 0.30}, "2e-05"),  # not the one that falls below its beginning
+        ({1e-5: 0.50, 2e-5: 0.60, 5e-5: 0.55}, "2e-05."),  # the best
+        ({1e-5: 0.50, 2e-5: 0.600, 5e-5: 0.595}, "5e-05."),  # of equal ones the largest
+        ({1e-5: 0.50, 2e-5: 0.60, 5e-5: 0.30}, "2e-05."),  # not the one that falls below its beginning
+        ({5e-5: 0.55, 1e-4: 0.60}, "0.0001; it is the end of the range, so 0.0002 is run too."),
+        ({1e-4: 0.55, 2e-4: 0.60}, "0.0002."),
     ],
 )
 def test_the_rule_takes_the_largest_of_the_best_rates(late: dict[float, float], taken: str, tmp_path: Path) -> None:
     runs = [ended(rate, quant, 0.4, reward) for rate, reward in late.items() for quant in ("bf16", "nvfp4")]
     assert f"The rule takes {taken}" in PAGES.rates_page(runs, tmp_path / "none")
+    half = [*runs, ended(3e-4, "bf16", 0.4, 0.9)]  # a rate counts with both formats
+    assert f"The rule takes {taken}" in PAGES.rates_page(half, tmp_path / "none")
 
 
 @pytest.mark.parametrize("path", sorted(PILOT.glob("*.yaml")), ids=lambda path: path.stem)

@@ -121,6 +121,11 @@ def dose(at: int, key: str) -> Number:
     return of
 
 
+def log_dose(units: Sequence[Record], quant: str, at: int) -> Estimate:
+    """The logarithm of entropy with noise number `at` over that without, of the same units and format."""
+    return mean_ci([math.log(dose(at, "entropy")(one, quant)) for one in measured_in(quant, units)])
+
+
 def by_scale(probes: Sequence[Record]) -> dict[float, dict[str, Record]]:
     """Copies by size of dither, then by seed of the copy: those that all sizes have, in all formats. Empty with one
     size.

@@ -22,6 +22,7 @@ from qerl_bench.studies.probes.over_units import (
     gap_of,
     groups,
     kl,
+    log_dose,
     log_ratio,
     mean_accuracy,
     mean_of,
@@ -118,7 +119,7 @@ def noise(units: Sequence[Record]) -> str:
         [
             quant,
             f"{one['sigma']:g}",
-            bracketed(mean_of(units, quant, dose(at, "entropy")), "x{:.3f}"),
+            times(log_dose(units, quant, at)),
             bracketed(mean_of(units, quant, dose(at, "kl")), "{:.4f}"),
             points(mean_of(units, quant, dose(at, "accuracy")), 1, signed=True),
         ]
@@ -208,13 +209,7 @@ def format_panels(units: Sequence[Record], others: Sequence[str]) -> list[ProbeP
     curve = units[0]["formats"][formats_of(units)[0]]["curve"]
     if curve and all(one["curve"] for it in units for one in it["formats"].values()):
         sizes = range(1, len(curve))
-        rises = {
-            quant: [
-                as_per_cent(mean_ci([math.log(dose(at, "entropy")(one, quant)) for one in measured_in(quant, units)]))
-                for at in sizes
-            ]
-            for quant in formats_of(units)
-        }
+        rises = {quant: [as_per_cent(log_dose(units, quant, at)) for at in sizes] for quant in formats_of(units)}
         falls = {
             quant: [as_points(mean_of(units, quant, dose(at, "accuracy"))) for at in sizes]
             for quant in formats_of(units)
