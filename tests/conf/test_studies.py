@@ -21,7 +21,6 @@ import pandas as pd
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from qerl_bench import metrics
 from qerl_bench.checks import ConfigError
@@ -34,6 +33,7 @@ from qerl_bench.studies.claims.paper import CLAIMS
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import WARM_UP
+from tests.run_folders import write_run
 
 ROOT = CONF_DIR.parent
 FOLDERS = ("paper", "speed", "tiny")
@@ -195,19 +195,15 @@ def recorded(configs: dict[str, Any], place: Path) -> Path:
     for name, config in configs.items():
         for seed in (0, 1):
             folder = place / name.replace("-s0-", f"-s{seed}-")
-            folder.mkdir(parents=True)
-            written = config | {"name": folder.name, "seed": seed}
-            (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(written)))
-            (folder / "env.json").write_text(json.dumps({"device": "cuda", "gpu": "a GPU", "code": "1f"}))
-            (folder / "done.json").write_text("{}")
             size = 1 + zlib.crc32(folder.name.encode()) / 2**32
             keys = ("reward/mean", "accuracy", "entropy", "speed/rollout_tok_s", "time/step_s", "memory/peak_gib")
             keys = (*keys, "train/taught_frac")
             lines = [{"kind": "train", "step": step} | dict.fromkeys(keys, size * step) for step in range(1, 13)]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            if config["eval"]["name"] != "none":
-                answers = pd.DataFrame({"question": ["a", "b"], "correct": [True, size > 1.5]})
-                answers.assign(mode="sampled", step=config["steps"]).to_parquet(folder / "samples.parquet")
+            answers = pd.DataFrame({"question": ["a", "b"], "correct": [True, size > 1.5]})
+            answers = answers.assign(mode="sampled", step=config["steps"])
+            kept = None if config["eval"]["name"] == "none" else answers
+            environment = {"device": "cuda", "gpu": "a GPU", "code": "1f"}
+            write_run(folder, config | {"name": folder.name, "seed": seed}, lines, {}, environment, kept)
     return place
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -34,6 +33,7 @@ from qerl_bench.studies.report.claims_page import markdown, summary_text
 from qerl_bench.studies.report.study_page import evaluated, study_page
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
+from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
 STEPS, QUESTIONS = 40, 60
@@ -95,9 +95,8 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
         own = np.random.default_rng(zlib.crc32(" ".join([*overrides]).encode()))
         folders = {seed: place / f"{name.replace('-s0-', f'-s{seed}-')}-{device}" for seed in seeds}
         for seed, folder in folders.items():
-            folder.mkdir(parents=True)
             changed = text.replace(f"\nname: {name}\n", f"\nname: {folder.name}\n")
-            (folder / "config.yaml").write_text(changed.replace("\nseed: 0\n", f"\nseed: {seed}\n"))
+            changed = changed.replace("\nseed: 0\n", f"\nseed: {seed}\n")
             noise = own.normal(size=3)
             sizes = {"entropy": 1.0, "reward": 0.0, "late": 0.0, "speed": 1.0, "memory": 1.0, "noisy": 1.0}
             sizes |= {"start": 0.3, "rise": 0.4, "fall": 0.0, "taught": 1.0} | effects
@@ -109,9 +108,7 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
             lines += [{"kind": "eval", "step": 0, "eval/accuracy_sampled": 0.3}]
             also = {} if greedy is None else {"eval/accuracy_greedy": 0.7}
             lines += [{"kind": "eval", "step": STEPS, "eval/accuracy_sampled": 0.7, **also}]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             environment = {"code": "1f", "device": device, "gpu": device, "packages": packages}
-            (folder / "env.json").write_text(json.dumps(environment))
             common = np.random.default_rng(seed).uniform(size=(QUESTIONS, 4))
             right = common < 0.5 + accuracy + 0.2 * spread * noise[2]
             questions = [f"{asked}{question:02d}" for question in range(QUESTIONS) for _ in range(4)]
@@ -120,9 +117,7 @@ def study(tmp_path: Path, make_config: Callable[..., Any]) -> Study:
             if greedy is not None:
                 best = common < 0.5 + greedy + 0.2 * spread * noise[0]
                 answers.append(answers[0].assign(mode="greedy", correct=best.ravel()))
-            pd.concat(answers).to_parquet(folder / "samples.parquet")
-            if finished:
-                (folder / "done.json").write_text('{"wall_s": 60.0}')
+            write_run(folder, changed, lines, {"wall_s": 60.0} if finished else None, environment, pd.concat(answers))
         written.extend(load_runs(folders.values()))
         return sorted(written, key=lambda run: run.path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from functools import cache
@@ -30,6 +29,7 @@ from qerl_bench.studies.runs.measure import Measure, area, final_accuracy, media
 from qerl_bench.studies.runs.resampling import probability_of_improvement
 from qerl_bench.studies.runs.settings import Study, describe_repeats, group_by_setting
 from qerl_bench.studies.tables.terminal import summary
+from tests.run_folders import DONE, SHORT, write_run
 from tests.scripts import script
 
 REPOSITORY = Path(__file__).parents[2]
@@ -53,18 +53,15 @@ def make(
     if aqn == "constant":
         noise |= {"level": changes["level"]}
     base, course = changes.pop("base", 0), changes.pop("course", (0.5, 0.5, 0.5))
-    config = {
+    config = SHORT | {
         "name": f"{quant}-{aqn}-{rank}-{lr}-{'-'.join(map(str, changes.values()))}-s{seed}-x",
-        "steps": 3,
         "seed": seed,
         "quant": {"name": quant},
         "quantizer": {"name": changes.get("quantizer", "rtn")},
         "aqn": noise,
-        "algo": {"name": "grpo"},
         "eval": {"name": "task"},
         "lora": {"name": "default", "rank": rank, "alpha": rank},
         "model": {"name": "tiny", "lr": 3e-4, "seed": base},
-        "task": {"name": "arithmetic"},
         "rollout": {"temperature": changes.get("temperature", 1.0), "prompts_per_step": 2, "group_size": 4},
         "noise": {"cadence": changes.get("cadence", "step"), "where": changes.get("where", "norms")},
         "optim": {"lr": lr},
@@ -72,7 +69,6 @@ def make(
     }
     config["name"] += f"{len(list(root.glob('*')))}"
     folder = root / config["name"]
-    folder.mkdir(parents=True)
     lines: list[dict[str, Any]] = []
     for step, sigma, accuracy in zip((1, 2, 3), SIGMAS[aqn], course, strict=True):
         entropy = 0.1 * step * (1.1 if quant == "nvfp4" else 1)
@@ -83,10 +79,7 @@ def make(
         lines.append(line | {"memory/peak_gib": 0.5})
     for step, accuracy in ((0, 0.3), (3, held_out(quant, aqn, rank, seed))):
         lines.append({"kind": "eval", "step": step, "eval/accuracy_sampled": accuracy, "eval/accuracy_greedy": 0.9})
-    (folder / "config.yaml").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "done.json").write_text(json.dumps({"wall_s": 1.0, "final": {}, "peak_memory_gib": 0.5}))
-    return load_run(folder)
+    return load_run(write_run(folder, config, lines, DONE))
 
 
 @pytest.fixture(scope="module")

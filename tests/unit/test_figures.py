@@ -28,6 +28,8 @@ from qerl_bench.studies.figures.named import FIGURES
 from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import Study
+from tests import run_folders
+from tests.run_folders import DONE, SHORT
 
 REPOSITORY = Path(__file__).parents[2]
 FORMATS = ("bf16", "nf4", "mxfp4", "nvfp4", "fp8", "int8", "int4")
@@ -45,33 +47,17 @@ def write_run(
     **changes: Any,
 ) -> Path:
     """A run whose metric m at step i is train[m][i - 1], evaluated at the steps `evals`."""
-    folder.mkdir(parents=True)
-    config = {
-        "name": folder.name,
-        "steps": 3,
-        "seed": seed,
-        "quant": {"name": quant},
-        "quantizer": {"name": "rtn"},
-        "aqn": {"name": aqn},
-        "algo": {"name": "grpo"},
-        "lora": {"name": "default", "rank": rank},
-        "model": {"name": "tiny"},
-        "task": {"name": "arithmetic"},
-        "optim": {"lr": 0.001},
-        **changes,
-    }
-    (folder / "config.yaml").write_text(json.dumps(config))
+    named: dict[str, Any] = {"quant": {"name": quant}, "aqn": {"name": aqn}, "lora": {"name": "default", "rank": rank}}
+    config = SHORT | named | {"seed": seed, "optim": {"lr": 0.001}} | changes
     lines: list[dict[str, Any]] = [
         {"kind": "train", "step": step, **dict(zip(train, values, strict=True))}
         for step, values in enumerate(zip(*train.values(), strict=True), start=1)
     ]
     for step in evals:
         held_out = {"greedy": 0.5 + step / 100, "sampled": 0.4 + step / 100}
-        named = {f"eval/accuracy_{decoding}": value for decoding, value in held_out.items()}
-        lines.append({"kind": "eval", "step": step, **named, **{f"{name}_stderr": 0.02 for name in named}})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "done.json").write_text(json.dumps({"wall_s": 1.0, "final": {}, "peak_memory_gib": 0.5}))
-    return folder
+        found = {f"eval/accuracy_{decoding}": value for decoding, value in held_out.items()}
+        lines.append({"kind": "eval", "step": step, **found, **{f"{name}_stderr": 0.02 for name in found}})
+    return run_folders.write_run(folder, config, lines, DONE)
 
 
 def study_of(*folders: Path) -> Study:

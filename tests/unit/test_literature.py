@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -27,6 +26,7 @@ from qerl_bench.studies.claims.preconditions import ManipulationCheck
 from qerl_bench.studies.figures.forest import all_claims
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
+from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = REGISTRIES["literature"]
@@ -58,9 +58,6 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
         for seed in range(4):
             config["name"], config["seed"] = f"{setting}-{seed}", seed
             folder = tmp_path / "runs" / config["name"]
-            folder.mkdir(parents=True)
-            folders.append(folder)
-            (folder / "config.yaml").write_text(OmegaConf.to_yaml(config))
             wobble = 1 + 1e-3 * math.sin(zlib.crc32(folder.name.encode()))  # each run has its own
             lines: list[dict[str, Any]] = [
                 {
@@ -71,12 +68,11 @@ def arm(tmp_path: Path, make_config: Callable[..., Any]) -> Arm:
                 }
                 for step in range(1, STEPS + 1)
             ]  # fmt: skip
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            (folder / "env.json").write_text(json.dumps({"code": "1f", "device": "cpu", "packages": {}}))
-            (folder / "done.json").write_text('{"wall_s": 60.0}')
             answers = [question < 30 + 30 * right and question != seed * (2 if right else 1) for question in range(60)]
             rows = {"mode": "sampled", "question": [f"q{n:02d}" for n in range(60)], "step": STEPS, "correct": answers}
-            pd.DataFrame(rows).to_parquet(folder / "samples.parquet")
+            environment, answers_table = {"code": "1f", "device": "cpu", "packages": {}}, pd.DataFrame(rows)
+            text = OmegaConf.to_yaml(config)
+            folders.append(write_run(folder, text, lines, {"wall_s": 60.0}, environment, answers_table))
         added.extend(load_runs(folders))
         return sorted(added, key=lambda run: run.path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from itertools import product
@@ -25,23 +24,20 @@ from qerl_bench.studies.figures.noise import (
 )
 from qerl_bench.studies.runs.load import Run, load_run
 from qerl_bench.studies.runs.settings import Study
+from tests.run_folders import SHORT, write_run
 
 
 def _run(
     folder: Path, aqn: dict[str, Any], train: list[dict[str, float]], quant: str = "nvfp4", seed: int = 0, **more: Any
 ) -> Any:
     temperature, held_out = more.get("temperature", 1.0), more.get("held_out")
-    folder.mkdir(parents=True)
-    config = {
-        "name": folder.name,
+    config = {key: SHORT[key] for key in ("quantizer", "task")} | {
         "steps": len(train),
         "seed": seed,
         "quant": {"name": quant},
-        "quantizer": {"name": "rtn"},
         "aqn": aqn,
         "rollout": {"temperature": temperature},
         "model": {"name": "tiny", "seed": more.get("base", 0)},
-        "task": {"name": "arithmetic"},
     }
     lines = [{"kind": "train", "step": step, **values} for step, values in enumerate(train, start=1)]
     if held_out is not None:
@@ -50,9 +46,7 @@ def _run(
             *lines,
             {"kind": "eval", "step": len(train), "eval/accuracy_sampled": held_out},
         ]
-    (folder / "config.yaml").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return load_run(folder)
+    return load_run(write_run(folder, config, lines))
 
 
 def _step(entropy: float, **more: float) -> dict[str, float]:

@@ -24,6 +24,8 @@ from qerl_bench.studies.runs.find import find_runs
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import describe_repeats, group_by_setting
 from qerl_bench.studies.tables.terminal import no_gradient_warning, render, summary, wrapped
+from tests import run_folders
+from tests.run_folders import DONE, SHORT
 
 REPOSITORY = Path(__file__).parents[2]
 LINES = [
@@ -51,31 +53,9 @@ LINES = [
 ]  # fmt: skip
 
 
-def config(name: str = "a", **changes: object) -> dict[str, object]:
-    return {
-        "name": name,
-        "steps": 3,
-        "seed": 0,
-        "quant": {"name": "nvfp4"},
-        "quantizer": {"name": "rtn"},
-        "aqn": {"name": "exp"},
-        "algo": {"name": "grpo"},
-        "lora": {"name": "default", "rank": 32},
-        "model": {"name": "tiny"},
-        "task": {"name": "arithmetic"},
-        **changes,
-    }
-
-
 def write_run(folder: Path, lines: list[dict[str, Any]] = LINES, finished: bool = True, **changes: object) -> Path:
-    folder.mkdir(parents=True)
-    # JSON is YAML, except that 1e-5 must come out as the number that OmegaConf reads and plain YAML does not.
-    text = json.dumps(config(**{"name": folder.name, **changes}))[:-1] + ', "optim": {"lr": 1e-5}}'
-    (folder / "config.yaml").write_text(text)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if finished:
-        (folder / "done.json").write_text(json.dumps({"wall_s": 4.0, "final": {}, "peak_memory_gib": 0.5}))
-    return folder
+    config = SHORT | {"optim": {"lr": 1e-5}} | changes
+    return run_folders.write_run(folder, config, lines, DONE | {"wall_s": 4.0} if finished else None)
 
 
 def write_hub_run(folder: Path, model: dict[str, str], base: str | None, **changes: object) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -17,16 +16,13 @@ from qerl_bench.studies.figures.algorithms import algorithm_curves, gain_table, 
 from qerl_bench.studies.figures.style import FORMAT_COLORS
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.runs.settings import Study
+from tests.run_folders import write_run
 
 BEFORE = [True, False, False, False]
 AFTER = {0: [True, True, True, False], 1: [False, True, True, True]}
 
 
 def _write(root: Path, algo: str, seed: int, after: list[bool], refills: float | None = None) -> Path:
-    path = root / f"{algo}-{seed}"
-    path.mkdir(parents=True)
-    config = compose([f"algo={algo}", f"seed={seed}", "steps=10"])
-    (path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     lines = []
     for step, answers in ((0, BEFORE), (10, after)):
         share = sum(answers) / 4
@@ -34,16 +30,14 @@ def _write(root: Path, algo: str, seed: int, after: list[bool], refills: float |
     for i in range(1, 11):
         line = {"kind": "train", "step": i, "reward/mean": 0.1 * i, "entropy": 1 - 0.05 * i}
         lines.append(line if refills is None else line | {"dynamic/refills": refills})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path / "done.json").write_text("{}")
     rows = [
         {"step": step, "mode": mode, "question": f"q{3 - i}", "correct": correct if mode == "greedy" else not correct}
         for step, answers in ((10, after), (0, BEFORE))
         for mode in ("greedy", "sampled")
         for i, correct in enumerate(answers)
     ]
-    pd.DataFrame(rows).to_parquet(path / "samples.parquet")
-    return path
+    config = OmegaConf.to_yaml(compose([f"algo={algo}", f"seed={seed}", "steps=10"]))
+    return write_run(root / f"{algo}-{seed}", config, lines, {}, answers=pd.DataFrame(rows))
 
 
 def test_gains_by_hand(tmp_path: Path) -> None:

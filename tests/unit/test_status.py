@@ -16,6 +16,7 @@ from qerl_bench.rundir import locks
 from qerl_bench.rundir.run_checks import check_run_dir
 from qerl_bench.sweep import listing, status
 from qerl_bench.sweep.listing import listed
+from tests.run_folders import write_run
 
 STEPS = "steps: 100\n"
 
@@ -25,12 +26,9 @@ def run(tmp_path: Path):
     """run(name, log, steps): the folder of a run that has made `steps` steps of ten seconds each."""
 
     def make(name: str, log: str = "", steps: int = 0) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.yaml").write_text(STEPS)
-        (folder / "run.log").write_text(log)
         records = [{"kind": "train", "step": step, "time": 1000.0 + 10 * step} for step in range(1, steps + 1)]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        folder = write_run(tmp_path / name, STEPS, records)
+        (folder / "run.log").write_text(log)
         return folder
 
     return make
