@@ -186,7 +186,13 @@ def _sampler(name: str, quant: str = "bf16", device: str = "cpu", dtype: torch.d
     choose_kernels(model, layers, "auto")
     stop_ids = frozenset(range(3, 320, 12))
     return SimpleNamespace(
-        model=model, head=head, device=torch.device(device), pad_id=PAD_ID, stop_ids=stop_ids, fused=fused
+        rounding=None,
+        model=model,
+        head=head,
+        device=torch.device(device),
+        pad_id=PAD_ID,
+        stop_ids=stop_ids,
+        fused=fused,
     )
 
 
