@@ -6,12 +6,14 @@ import dataclasses
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import with_later_keys
@@ -57,6 +59,7 @@ class Listener:
     """In place of a policy: keeps what it should imitate."""
 
     pad_id = 0
+    model = SimpleNamespace(config=LlamaConfig())
 
     def __init__(self) -> None:
         self.heard: list[Demonstration] = []
