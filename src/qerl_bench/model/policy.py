@@ -147,7 +147,7 @@ class Policy:
         """What the model reads of a prompt, special tokens included."""
         if prompt.token_ids is None:
             return self.prompt_text(prompt.messages)
-        return str(self.tokenizer.decode(self.ids_of(prompt)))
+        return str(self.tokenizer.decode(list(prompt.token_ids)))
 
     def demonstration_ids(self, demonstrations: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the prompts and of the whole completions, their stop tokens included."""
