@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -168,8 +168,7 @@ def checked_engine(
     if known is None:
         source = Origin(folder, model.trust_remote_code, experiment.quantizer.rescales)
         try:
-            exact = nullcontext() if policy.rounding is None else policy.rounding.off()
-            with phase("comparing the engine with plain transformers"), exact:
+            with phase("comparing the engine with plain transformers"), policy.without_rounding():
                 checked |= sampled_check(policy, built, source, where)
         except BaseException:
             built.close()

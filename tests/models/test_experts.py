@@ -27,9 +27,6 @@ from qerl_bench.quant.experts import PackedExperts, expert_parameters
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nf4 import NF4
-from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quant.share import packed_share, unpacked_parameters, weights_of
 from qerl_bench.quantizer.apply import quantize_model
@@ -38,17 +35,8 @@ from qerl_bench.quantizer.gptq import GPTQ
 from qerl_bench.quantizer.mse import BlockScaleSearch
 from qerl_kernels import grouped
 from tests.models.builds import build, config_of, draw_weights, known
-from tests.weight_formats import PLAIN, symmetric
+from tests.weight_formats import FORMATS
 
-FORMATS = {
-    "nvfp4": NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN),
-    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", **PLAIN),
-    "nf4": NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
-    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
-    "fp8": symmetric("fp8", "row"),
-    "int8": symmetric("int8", "row"),
-    "int4": symmetric("int4", 32),
-}
 IN_4_BITS = ["nvfp4", "mxfp4", "nf4", "nf4-double"]
 MIXTURES = [
     "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoehybrid", "gpt_oss", "deepseek_v3", "glm4_moe",

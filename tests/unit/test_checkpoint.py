@@ -23,23 +23,10 @@ from qerl_bench.quant import export as exporting
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.quant.mxfp4 import MXFP4
-from qerl_bench.quant.nf4 import NF4
-from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quantizer.apply import quantize_model
-from tests.weight_formats import PLAIN, symmetric
+from tests.weight_formats import FORMATS
 
-NVFP4_SPEC = NVFP4(name="nvfp4", compute_dtype="bfloat16", convention="compressed-tensors", **PLAIN)
-SPECS = {
-    "nvfp4": NVFP4_SPEC,
-    "mxfp4": MXFP4(name="mxfp4", scale_rule="even", **PLAIN),
-    "nf4": NF4(name="nf4", double_quant=False, backend="own", **PLAIN),
-    "nf4-double": NF4(name="nf4", double_quant=True, backend="own", **PLAIN),
-    "fp8": symmetric("fp8", "row"),
-    "int8": symmetric("int8", "row"),
-    "int4": symmetric("int4", 32),
-}
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])
 
 
@@ -86,13 +73,13 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", list(SPECS))
+@pytest.mark.parametrize("kind", list(FORMATS))
 def test_what_is_exported_comes_back_bit_for_bit(tmp_path: Path, kind: str, tied: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(exporting, "SHARD_BYTES", 60_000)
-    model = _packed(SPECS[kind], tied)
-    export(model, byte_tokenizer(), SPECS[kind], tmp_path / "out")
+    model = _packed(FORMATS[kind], tied)
+    export(model, byte_tokenizer(), FORMATS[kind], tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    found = read_packed(tmp_path / "out", SPECS[kind], torch.bfloat16, "cpu")
+    found = read_packed(tmp_path / "out", FORMATS[kind], torch.bfloat16, "cpu")
     assert _bytes_of(found) == _bytes_of(model)
     assert torch.equal(_logits(found), _logits(model))
     assert not any(tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
@@ -102,7 +89,7 @@ def test_what_is_exported_comes_back_bit_for_bit(tmp_path: Path, kind: str, tied
 
 
 def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
-    for kind, spec in SPECS.items():
+    for kind, spec in FORMATS.items():
         export(_packed(spec), byte_tokenizer(), spec, tmp_path / kind)
     layers = {
         kind: {
@@ -110,7 +97,7 @@ def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
             for name, tensor in load_file(tmp_path / kind / "model.safetensors").items()
             if name.startswith("model.layers.0.mlp.up_proj")
         }
-        for kind in SPECS
+        for kind in FORMATS
     }
     assert layers["nvfp4"] == {
         "weight_packed": ((128, 32), torch.uint8),
@@ -138,8 +125,8 @@ def test_names_and_sizes_of_an_exported_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "fp8", "int8", "int4"])
 def test_transformers_and_compressed_tensors_read_the_same_weights(tmp_path: Path, kind: str, tied: bool) -> None:
-    model = _packed(SPECS[kind], tied)
-    export(model, byte_tokenizer(), SPECS[kind], tmp_path / "out")
+    model = _packed(FORMATS[kind], tied)
+    export(model, byte_tokenizer(), FORMATS[kind], tmp_path / "out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("compressed_tensors")
@@ -161,8 +148,8 @@ def test_transformers_and_bitsandbytes_read_the_same_weights(tmp_path: Path, kin
     pytest.importorskip("bitsandbytes")
     from bitsandbytes.functional import dequantize_4bit
 
-    model = _packed(SPECS[kind])
-    export(model, byte_tokenizer(), SPECS[kind], tmp_path / "out")
+    model = _packed(FORMATS[kind])
+    export(model, byte_tokenizer(), FORMATS[kind], tmp_path / "out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, device_map="cpu").eval()
@@ -183,11 +170,11 @@ def test_packing_while_reading_gives_the_model_packed_after_loading(tmp_path: Pa
     folder = _plain(tmp_path / "plain", tied, **({"max_shard_size": shards} if shards else {}))
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (shards is not None)
     weights, model = CheckpointReader(folder, "cpu"), skeleton(folder, torch.bfloat16)
-    reports = quantize_model(model, NVFP4_SPEC, source=weights)
-    whole = _packed(NVFP4_SPEC, tied)
+    reports = quantize_model(model, FORMATS["nvfp4"], source=weights)
+    whole = _packed(FORMATS["nvfp4"], tied)
     assert _bytes_of(model) == _bytes_of(whole)
     assert torch.equal(_logits(model), _logits(whole))
-    assert reports == quantize_model(_model(tied), NVFP4_SPEC)
+    assert reports == quantize_model(_model(tied), FORMATS["nvfp4"])
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -205,7 +192,7 @@ def test_blocks_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
         resident.append(sum(not isinstance(m, PackedLinear) and not m.weight.is_meta for m in linears))
 
     monkeypatch.setattr(CheckpointReader, "fill", fill)
-    quantize_model(model, NVFP4_SPEC, source=weights)
+    quantize_model(model, FORMATS["nvfp4"], source=weights)
     assert resident == [0, 7, 7]  # embeddings first, then never more than one block's matrices
     assert sorted(read) == sorted(name for name, _ in _model().named_parameters())
 
@@ -219,10 +206,10 @@ def test_the_harness_loads_plain_and_packed_folders(tmp_path: Path) -> None:
         return load_packed(experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, "cpu")
 
     ours, tokenizer, reports = load(plain, "quant=nvfp4")
-    assert _bytes_of(ours) == _bytes_of(_packed(NVFP4_SPEC))
+    assert _bytes_of(ours) == _bytes_of(_packed(FORMATS["nvfp4"]))
     assert tokenizer.eos_token == "<|end|>" and len(reports) == 14
     assert all(report.relative_error > 0.05 for report in reports.values())
-    export(ours, tokenizer, NVFP4_SPEC, tmp_path / "packed")
+    export(ours, tokenizer, FORMATS["nvfp4"], tmp_path / "packed")
     again, _, reports = load(tmp_path / "packed", "quant=nvfp4")
     assert _bytes_of(again) == _bytes_of(ours)
     assert len(reports) == 14 and all(report.relative_error == 0 for report in reports.values())
@@ -241,7 +228,7 @@ def test_the_harness_loads_plain_and_packed_folders(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    export(_packed(NVFP4_SPEC), byte_tokenizer(), NVFP4_SPEC, tmp_path / "packed")
+    export(_packed(FORMATS["nvfp4"]), byte_tokenizer(), FORMATS["nvfp4"], tmp_path / "packed")
     return tmp_path / "packed"
 
 
@@ -274,7 +261,7 @@ def test_a_damaged_tensor_is_refused_by_name(folder: Path, kind: str) -> None:
     change, message = DAMAGE[kind]
     _edit(folder, change)
     with pytest.raises(ConfigError, match=message):
-        read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
+        read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +271,7 @@ def test_a_file_that_is_cut_short_is_refused(folder: Path, keep: int, message: s
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ConfigError, match=message):
-        read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
+        read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu")
 
 
 def test_what_is_no_checkpoint_is_refused(folder: Path) -> None:
@@ -318,30 +305,30 @@ def test_other_packings_are_refused(folder: Path, change: Any, message: str) -> 
     change(config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
-        read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")
+        read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu")
 
 
 def test_a_checkpoint_that_quantizes_activations_too_gives_its_weights(folder: Path) -> None:
     """W4A4, as llm-compressor writes it: tests/models/test_packed_checkpoints.py compares with its own library."""
-    weights = _bytes_of(read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu"))
+    weights = _bytes_of(read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu"))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 4, "dynamic": "local"}
     (folder / "config.json").write_text(json.dumps(config))
     _edit(folder, lambda tensors: tensors.update({f"{NAME}.input_global_scale": torch.tensor([300.0])}))
-    assert _bytes_of(read_packed(folder, NVFP4_SPEC, torch.bfloat16, "cpu")) == weights
+    assert _bytes_of(read_packed(folder, FORMATS["nvfp4"], torch.bfloat16, "cpu")) == weights
 
 
 def test_a_plain_tensor_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     folder = _plain(tmp_path / "plain")
     _edit(folder, lambda tensors: tensors[f"{NAME}.weight"].view(-1)[5:6].fill_(float("nan")))
     with pytest.raises(ConfigError, match=f"^{NAME}: the weights hold NaN"):
-        quantize_model(skeleton(folder, torch.bfloat16), NVFP4_SPEC, source=CheckpointReader(folder, "cpu"))
+        quantize_model(skeleton(folder, torch.bfloat16), FORMATS["nvfp4"], source=CheckpointReader(folder, "cpu"))
 
 
 def test_double_quantization_must_agree(tmp_path: Path) -> None:
-    export(_packed(SPECS["nf4-double"]), byte_tokenizer(), SPECS["nf4-double"], tmp_path / "out")
+    export(_packed(FORMATS["nf4-double"]), byte_tokenizer(), FORMATS["nf4-double"], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"use quant\.double_quant=true"):
-        read_packed(tmp_path / "out", SPECS["nf4"], torch.bfloat16, "cpu")
+        read_packed(tmp_path / "out", FORMATS["nf4"], torch.bfloat16, "cpu")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -363,7 +350,7 @@ def test_the_command_exports_a_model_and_its_report(tmp_path: Path, capsys: pyte
     assert {"config.json", "model.safetensors", "tokenizer.json", "layers.parquet"} <= {p.name for p in out.iterdir()}
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"] and config["format"] == "nvfp4-pack-quantized"
-    read_packed(out, NVFP4_SPEC, torch.bfloat16, "cpu")
+    read_packed(out, FORMATS["nvfp4"], torch.bfloat16, "cpu")
     with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         main([f"model={plain}", "quant=nvfp4", f"out={out}"])
 

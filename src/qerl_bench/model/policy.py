@@ -189,6 +189,10 @@ class Policy:
             for norm, scale in zip(self.norms.values(), trained, strict=True):
                 norm.weight = scale
 
+    def without_rounding(self) -> AbstractContextManager[None]:
+        """Context in which the inputs of packed layers are not rounded, for comparisons to the last bit."""
+        return nullcontext() if self.rounding is None else self.rounding.off()
+
     def token_stats(
         self,
         input_ids: torch.Tensor,

@@ -22,7 +22,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,8 +57,7 @@ def preflight(
     The first is not made again where its results, `compared`, are known.
     """
     devices = [policy.device] if policy.device.type == "cuda" else []
-    exact = nullcontext() if policy.rounding is None else policy.rounding.off()
-    with torch.random.fork_rng(devices), torch.no_grad(), exact:
+    with torch.random.fork_rng(devices), torch.no_grad(), policy.without_rounding():
         check_adapters(policy, where)
         results = check_packed_share(policy, quant, where) | check_sites(policy)
         results |= check_logprobs(policy, where) if compared is None else compared

@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from qerl_bench.checks import ConfigError, check_fields, count, number, require
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.files import options_of
@@ -37,6 +35,7 @@ from qerl_bench.studies.figures.headline import paired
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.own_contrasts import factor_of, own_contrasts
 from qerl_bench.studies.runs.settings import group_by_setting
+from qerl_bench.studies.tables.templates import templates
 
 ASKED = "init=FOLDER"
 MOST_SEEDS = 64
@@ -141,7 +140,8 @@ def draft(arguments: Sequence[str]) -> None:
         "power": POWER,
         "rows": sorted({budget.seeds, *((budget.needed,) if budget.needed else ())}),
     }
-    texts = {name: _rendered(name, content) for name in ("study.yaml", "protocol.md")}
+    pages = templates("qerl_bench.studies.conduct")
+    texts = {name: pages.get_template(name).render(content) for name in ("study.yaml", "protocol.md")}
     with TemporaryDirectory() as folder:
         (Path(folder) / "study.yaml").write_text(texts["study.yaml"])
         read_design(Path(folder) / "study.yaml", search_path)
@@ -178,14 +178,3 @@ def budget_of(options: Namespace, key: str, arms: int) -> tuple[Budget, bool]:
         raise ConfigError("how long a run takes is not known: give run_minutes=6, or runs=FOLDER with a finished run")
     given = {key: getattr(options, key) for key in ("minutes", "slots", "margin")}
     return Budget(**given, run_minutes=run_minutes, models=len(options.model), arms=arms, sd=sd), bool(spreads)
-
-
-def _rendered(name: str, content: dict[str, object]) -> str:
-    environment = Environment(
-        loader=PackageLoader("qerl_bench.studies.conduct"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    return environment.get_template(name).render(content)

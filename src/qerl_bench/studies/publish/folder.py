@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as parquet
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.studies.runs.private import Private
+from qerl_bench.studies.tables.templates import templates
 
 HOMEPAGE = "https://arxiv.org/abs/2510.11696"  # what the numbers are about; the project itself is named, not linked
 TEXT_FILES = (".json", ".jsonl", ".yaml", ".md", ".csv")
@@ -64,14 +64,7 @@ def _texts(path: Path) -> list[str]:
 
 def rendered(template: str, **values: Any) -> str:
     """A page of templates/."""
-    pages = Environment(
-        loader=PackageLoader("qerl_bench.studies.publish"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    return pages.get_template(template).render(values)
+    return templates("qerl_bench.studies.publish").get_template(template).render(values)
 
 
 def listing(folder: Path) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from qerl_bench.statistics import Estimate
 from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, greedy_text
@@ -16,6 +15,7 @@ from qerl_bench.studies.claims.preconditions import diverged_arms
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.tables.markdown import markdown_table
 from qerl_bench.studies.tables.paper import Table
+from qerl_bench.studies.tables.templates import templates
 
 DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
@@ -24,13 +24,7 @@ COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % 
 
 def markdown(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> str:
     """The text of claims.md; `results` are by model and task."""
-    environment = Environment(
-        loader=PackageLoader("qerl_bench.studies.report"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
+    environment = templates("qerl_bench.studies.report")
     environment.filters["cell"] = lambda text: text.replace("|", "/")
     return environment.get_template("claims.md").render(content(results, runs))
 

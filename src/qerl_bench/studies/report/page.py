@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from qerl_bench.studies.figures.style import FORMAT_COLORS, color
 from qerl_bench.studies.report.claims_page import css_class
+from qerl_bench.studies.tables.templates import templates
 
 FILES = Path(__file__).parent / "templates"
 
@@ -55,12 +56,6 @@ def colors(formats: list[str]) -> dict[str, str]:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("qerl_bench.studies.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = templates("qerl_bench.studies.report", html=True)
     environment.filters["css"] = css_class
     return environment
