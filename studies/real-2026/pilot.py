@@ -2,7 +2,7 @@
 
     python studies/real-2026/pilot.py
 
-Writes pilot/results/NAME/rates.md for each folder pilot/data/rates-*.
+Writes pilot/results/rates-MODEL/rates.md from the folders pilot/data/rates-MODEL and pilot/data/rates-MODEL-*.
 """
 
 from __future__ import annotations
@@ -28,19 +28,44 @@ END = 1e-4  # of the range of rates
 
 def main(arguments: list[str] | None = None) -> None:
     KeyValueParser(__doc__).parse_args(arguments)
-    for folder in sorted((HERE / "data").glob("rates-*")):
-        out = HERE / "results" / folder.name
+    for name, folders in folders_of("rates").items():
+        out = HERE / "results" / name
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "rates.md", rates_page(load_runs([folder]), folder / "unfinished.csv"))
+        write_atomically(out / "rates.md", rates_page(load_runs(folders), HERE / "data" / name / "unfinished.csv"))
         print(out / "rates.md")
+
+
+def folders_of(kind: str) -> dict[str, list[Path]]:
+    """The folders of each model, by the name of its first: rates-15b has rates-15b and rates-15b-up."""
+    found: dict[str, list[Path]] = {}
+    for folder in sorted((HERE / "data").glob(f"{kind}-*")):
+        found.setdefault("-".join(folder.name.split("-")[:2]), []).append(folder)
+    return found
+
+
+def taken_rate(runs: Sequence[Run]) -> tuple[float, float, float, float]:
+    """What the rule takes, the rate with the best late reward, that reward and its standard error."""
+    pairs = pairs_of(runs)
+    late = {rate: late_reward(pair) for rate, pair in pairs.items() if not any(map(diverged, pair))}
+    best = max(late, key=lambda rate: late[rate])
+    error = (late[best] * (1 - late[best]) / completions_of(pairs[best])) ** 0.5
+    return max(rate for rate in late if late[rate] >= late[best] - error), best, late[best], error
+
+
+def pairs_of(runs: Sequence[Run]) -> dict[float, list[Run]]:
+    """Of the rates with a run in both formats, those two."""
+    by_rate = {(run.option("optim.lr"), run.option("quant.name")): run for run in runs}
+    rates = sorted(rate for rate in {rate for rate, _ in by_rate} if all((rate, quant) in by_rate for quant in FORMATS))
+    return {rate: [by_rate[rate, quant] for quant in FORMATS] for rate in rates}
+
+
+def late_reward(pair: Sequence[Run]) -> float:
+    return sum(mean_of(run, "reward/mean", LATE) for run in pair) / len(pair)
 
 
 def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
     """Reward by rate and format, what the rule takes, and held-out accuracy, which chooses nothing."""
-    by_rate = {(run.option("optim.lr"), run.option("quant.name")): run for run in runs}
-    rates = sorted(rate for rate in {rate for rate, _ in by_rate} if all((rate, quant) in by_rate for quant in FORMATS))
-    pairs = {rate: [by_rate[rate, quant] for quant in FORMATS] for rate in rates}
-    late = {rate: sum(mean_of(run, "reward/mean", LATE) for run in pair) / 2 for rate, pair in pairs.items()}
+    pairs = pairs_of(runs)
     heads = ["rate", "quant", "reward, steps 1 to 5", "reward, steps 31 to 40", "both formats", "entropy, 1 to 5"]
     heads += ["entropy, 31 to 40", "tokens, 1 to 5", "tokens, 31 to 40"]
     lines = [
@@ -49,19 +74,16 @@ def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
             run.option("quant.name"),
             f"{mean_of(run, 'reward/mean', EARLY):.3f}",
             f"{mean_of(run, 'reward/mean', LATE):.3f}",
-            f"{late[rate]:.3f}",
+            f"{late_reward(pair):.3f}",
             *(f"{mean_of(run, 'entropy', steps):.3f}" for steps in (EARLY, LATE)),
             *(f"{mean_of(run, 'completions/mean_length', steps):.0f}" for steps in (EARLY, LATE)),
         ]
         for rate, pair in pairs.items()
         for run in pair
     ]
-    fit = {rate: reward for rate, reward in late.items() if not any(map(diverged, pairs[rate]))}
-    best = max(fit, key=lambda rate: fit[rate])
-    error = (late[best] * (1 - late[best]) / completions_of(pairs[best])) ** 0.5
-    taken = max(rate for rate in fit if fit[rate] >= fit[best] - error)
+    taken, best, reward, error = taken_rate(runs)
     text = (
-        f"Best late reward: {late[best]:.3f} at {best:g}, with a standard error of {error:.4f}. The rule takes "
+        f"Best late reward: {reward:.3f} at {best:g}, with a standard error of {error:.4f}. The rule takes "
         f"{taken:g}{f'; it is the end of the range, so {2 * END:g} is run too' if taken == END else ''}."
     )
     parts = ["# Rates", markdown_table(heads, lines), text]

@@ -17,10 +17,10 @@ PILOT = ROOT / "studies" / "real-2026" / "pilot"
 PAGES = script("studies/real-2026/pilot.py")
 
 
-@pytest.mark.parametrize("folder", sorted((PILOT / "data").iterdir()), ids=lambda path: path.name)
-def test_pages_come_out_again(folder: Path) -> None:
-    page = PAGES.rates_page(load_runs([folder]), folder / "unfinished.csv")
-    assert (PILOT / "results" / folder.name / "rates.md").read_text() == page
+@pytest.mark.parametrize("name", PAGES.folders_of("rates"))
+def test_pages_come_out_again(name: str) -> None:
+    page = PAGES.rates_page(load_runs(PAGES.folders_of("rates")[name]), PILOT / "data" / name / "unfinished.csv")
+    assert (PILOT / "results" / name / "rates.md").read_text() == page
 
 
 def ended(rate: float, quant: str, early: float, late: float) -> Any:
