@@ -2,12 +2,13 @@
 
     python studies/real-2026/pilot.py
 
-Writes pilot/results/rates-MODEL/rates.md from the folders pilot/data/rates-MODEL and pilot/data/rates-MODEL-*.
+Writes pilot/results/rates-MODEL/rates.md from the folders pilot/data/rates-MODEL and pilot/data/rates-MODEL-*, and
+controls.md likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,21 +19,27 @@ from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import Estimate, mean_ci
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.measure import late_mean
 from qerl_bench.studies.tables.markdown import markdown_table
 
 HERE = Path(__file__).resolve().parent / "pilot"
 FORMATS = ("bf16", "nvfp4")
 EARLY, LATE = (1, 5), (31, 40)  # steps
-END = 1e-4  # of the range of rates
+PAYS = 0.01  # by how much an arm with more exploration ends above BF16
 
 
 def main(arguments: list[str] | None = None) -> None:
     KeyValueParser(__doc__).parse_args(arguments)
-    for name, folders in folders_of("rates").items():
-        out = HERE / "results" / name
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "rates.md", rates_page(load_runs(folders), HERE / "data" / name / "unfinished.csv"))
-        print(out / "rates.md")
+    for kind, page_of in PAGES.items():
+        for name in folders_of(kind):
+            file = HERE / "results" / name / f"{kind}.md"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, page_of(name))
+            print(file)
+
+
+def runs_in(name: str) -> list[Run]:
+    return load_runs(folders_of(name.partition("-")[0])[name], mixed_code=True)
 
 
 def folders_of(kind: str) -> dict[str, list[Path]]:
@@ -63,6 +70,17 @@ def late_reward(pair: Sequence[Run]) -> float:
     return sum(mean_of(run, "reward/mean", LATE) for run in pair) / len(pair)
 
 
+def rates_of(name: str) -> str:
+    return rates_page(runs_in(name), HERE / "data" / name / "unfinished.csv")
+
+
+def controls_of(name: str) -> str:
+    return controls_page(runs_in(name))
+
+
+PAGES = {"rates": rates_of, "controls": controls_of}
+
+
 def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
     """Reward by rate and format, what the rule takes, and held-out accuracy, which chooses nothing."""
     pairs = pairs_of(runs)
@@ -82,9 +100,10 @@ def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
         for run in pair
     ]
     taken, best, reward, error = taken_rate(runs)
+    end = max(pairs)
     text = (
         f"Best late reward: {reward:.3f} at {best:g}, with a standard error of {error:.4f}. The rule takes "
-        f"{taken:g}{f'; it is the end of the range, so {2 * END:g} is run too' if taken == END else ''}."
+        f"{taken:g}{f'; it is the end of the range, so {2 * end:g} is run too' if taken == end else ''}."
     )
     parts = ["# Rates", markdown_table(heads, lines), text]
     if unfinished.is_file():
@@ -106,6 +125,80 @@ def rates_page(runs: Sequence[Run], unfinished: Path) -> str:
         markdown_table(heads, [accuracy(run) for run in runs_of(pairs)]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def controls_page(runs: Sequence[Run]) -> str:
+    """Accuracy of each arm on each copy before, at half time and late, and what the rules of pilot.md say of it."""
+    by_arm = {(arm_of(run), run.option("model.dither")): run for run in runs}
+    copies = sorted({copy for _, copy in by_arm})
+    heads = ["copy", "arm", "before", "half time", "late", "gain", "gain where both ends are complete", "late, greedy"]
+    heads += ["tokens before", "late", "cut"]
+    lines = [[str(copy), arm, *levels(by_arm[arm, copy])] for copy in copies for arm in ARMS if (arm, copy) in by_arm]
+    parts = [
+        "# Controls",
+        f"Learning rate {' and '.join(f'{rate:g}' for rate in sorted({run.option('optim.lr') for run in runs}))}. "
+        "Lenient accuracy at temperature 0.6, per cent; late is the mean of steps 32, 36 and 40; points with intervals "
+        "over questions.",
+        markdown_table(heads, lines),
+        "## The rules",
+    ]
+    heads = [
+        "copy",
+        "it learns",
+        "late above half time",
+        "a random reward's share of the gain",
+        "1.2 above",
+        "16 above",
+    ]
+    return "\n\n".join([*parts, markdown_table(heads, [rules(by_arm, copy) for copy in copies])]) + "\n"
+
+
+ARMS = ("bf16", "nvfp4", "bf16-hot", "bf16-group16", "bf16-random")
+
+
+def arm_of(run: Run) -> str:
+    """The arm of controls.yaml that a run is of."""
+    told = {
+        "-hot": run.option("rollout.temperature") > 1,
+        "-group16": run.option("rollout.group_size") == 16,
+        "-random": run.option("reward.name") == "random",
+    }
+    return run.option("quant.name") + "".join(suffix for suffix, holds in told.items() if holds)
+
+
+def late_accuracy(run: Run) -> pd.Series:
+    return late_mean("sampled", "lenient")(run)
+
+
+def levels(run: Run) -> list[str]:
+    right, ends, tokens = (run.answers("sampled", column) for column in ("lenient", "finished", "tokens"))
+    half, last = run.option("steps") // 2, run.option("steps")
+    whole = (ends[0] == 1) & (ends[last] == 1)
+    late, greedy = late_accuracy(run), late_mean("greedy", "lenient")(run)
+    return [
+        *(f"{100 * column.mean():.1f}" for column in (right[0], right[half], late)),
+        in_points(mean_ci((late - right[0]).tolist())),
+        in_points(mean_ci((right[last] - right[0])[whole].tolist())),
+        f"{100 * greedy.mean():.1f}",
+        *(f"{tokens[step].mean():.0f}" for step in (0, last)),
+        f"{1 - ends[last].mean():.1%}",
+    ]
+
+
+def rules(by_arm: Mapping[tuple[str, int], Run], copy: int) -> list[str]:
+    """A cell for each rule about controls; a dash where a run is missing."""
+    late = {arm: late_accuracy(by_arm[arm, copy]).mean() for arm in ARMS if (arm, copy) in by_arm}
+    answers = by_arm["bf16", copy].answers("sampled", "lenient")
+    before, half = answers[0].mean(), answers[by_arm["bf16", copy].option("steps") // 2].mean()
+    gain = late["bf16"] - before
+    above = [late[arm] - late["bf16"] if arm in late else None for arm in ("bf16-hot", "bf16-group16")]
+    return [
+        str(copy),
+        f"{100 * gain:+.1f}",
+        f"{100 * (late['bf16'] - half):+.1f}",
+        f"{(late['bf16-random'] - before) / gain:.2f}" if "bf16-random" in late else "-",
+        *("-" if by is None else f"{100 * by:+.1f}: {'pays' if by >= PAYS else 'does not'}" for by in above),
+    ]
 
 
 def runs_of(pairs: dict[float, list[Run]]) -> list[Run]:

@@ -10,17 +10,15 @@ import pandas as pd
 import pytest
 
 from qerl_bench.studies.design.design import read_design
-from qerl_bench.studies.runs.comparable import load_runs
 from tests.scripts import ROOT, script
 
 PILOT = ROOT / "studies" / "real-2026" / "pilot"
 PAGES = script("studies/real-2026/pilot.py")
 
 
-@pytest.mark.parametrize("name", PAGES.folders_of("rates"))
-def test_pages_come_out_again(name: str) -> None:
-    page = PAGES.rates_page(load_runs(PAGES.folders_of("rates")[name]), PILOT / "data" / name / "unfinished.csv")
-    assert (PILOT / "results" / name / "rates.md").read_text() == page
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in PAGES.PAGES for name in PAGES.folders_of(kind)])
+def test_pages_come_out_again(kind: str, name: str) -> None:
+    assert (PILOT / "results" / name / f"{kind}.md").read_text() == PAGES.PAGES[kind](name)
 
 
 def ended(rate: float, quant: str, early: float, late: float) -> Any:
@@ -40,17 +38,44 @@ def ended(rate: float, quant: str, early: float, late: float) -> Any:
     ("late", "taken"),
     [
         ({1e-5: 0.50, 2e-5: 0.60, 5e-5: 0.55}, "2e-05."),  # the best
-        ({1e-5: 0.50, 2e-5: 0.600, 5e-5: 0.595}, "5e-05."),  # of equal ones the largest
+        ({2e-5: 0.600, 5e-5: 0.595, 1e-4: 0.50}, "5e-05."),  # of equal ones the largest
         ({1e-5: 0.50, 2e-5: 0.60, 5e-5: 0.30}, "2e-05."),  # not the one that falls below its beginning
         ({5e-5: 0.55, 1e-4: 0.60}, "0.0001; it is the end of the range, so 0.0002 is run too."),
-        ({1e-4: 0.55, 2e-4: 0.60}, "0.0002."),
+        ({1e-4: 0.55, 2e-4: 0.60}, "0.0002; it is the end of the range, so 0.0004 is run too."),
     ],
 )
 def test_the_rule_takes_the_largest_of_the_best_rates(late: dict[float, float], taken: str, tmp_path: Path) -> None:
     runs = [ended(rate, quant, 0.4, reward) for rate, reward in late.items() for quant in ("bf16", "nvfp4")]
     assert f"The rule takes {taken}" in PAGES.rates_page(runs, tmp_path / "none")
-    half = [*runs, ended(3e-4, "bf16", 0.4, 0.9)]  # a rate counts with both formats
+    half = [*runs, ended(9e-4, "bf16", 0.4, 0.9)]  # a rate counts with both formats
     assert f"The rule takes {taken}" in PAGES.rates_page(half, tmp_path / "none")
+
+
+def controlled(arm: str, late: float) -> Any:
+    """A run of copy 1 in which half of two questions is right before, at half time as many as late."""
+    options = {
+        "quant.name": arm.partition("-")[0],
+        "rollout.temperature": 1.2 if "hot" in arm else 1.0,
+        "rollout.group_size": 16 if "16" in arm else 8,
+        "reward.name": "random" if "random" in arm else "task",
+        "model.dither": 1,
+        "optim.lr": 1e-4,
+        "steps": 40,
+    }
+    right = pd.DataFrame({0: [0.0, 1.0], **{step: [late, late] for step in (20, 32, 36, 40)}})
+    columns = {"lenient": right, "finished": right * 0 + 1, "tokens": right * 0 + 300}
+    return SimpleNamespace(
+        option=lambda key: options[key],
+        answers=lambda _mode, column: columns[column],
+        name=arm,
+    )
+
+
+def test_controls_are_read_by_the_rules() -> None:
+    late = {"bf16": 0.7, "bf16-hot": 0.711, "bf16-group16": 0.709, "bf16-random": 0.55}
+    page = PAGES.controls_page([controlled(arm, value) for arm, value in late.items()])
+    assert page.splitlines()[-1] == "| 1 | +20.0 | +0.0 | 0.25 | +1.1: pays | +0.9: does not |"
+    assert PAGES.controls_page([controlled("bf16", 0.7)]).splitlines()[-1] == "| 1 | +20.0 | +0.0 | - | - | - |"
 
 
 @pytest.mark.parametrize("path", sorted(PILOT.glob("*.yaml")), ids=lambda path: path.stem)
