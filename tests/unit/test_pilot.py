@@ -56,7 +56,7 @@ def controlled(arm: str, late: float) -> Any:
     options = {
         "quant.name": arm.partition("-")[0],
         "rollout.temperature": 1.2 if "hot" in arm else 1.0,
-        "rollout.group_size": 16 if "16" in arm else 8,
+        "rollout.group_size": 16 if "group" in arm else 8,
         "reward.name": "random" if "random" in arm else "task",
         "model.dither": 1,
         "optim.lr": 1e-4,
