@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,7 +28,16 @@ from qerl_bench.engine.base import RolloutEngine, Sampling
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
-from qerl_bench.eval.validation import best_step, is_due, is_on, is_whole, metrics_of_point, reduced, rows_of_point
+from qerl_bench.eval.validation import (
+    best_step,
+    evaluation_after,
+    is_due,
+    is_on,
+    is_whole,
+    metrics_of_point,
+    reduced,
+    rows_of_point,
+)
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror
 from qerl_bench.model.context import require_one_rope
@@ -334,7 +344,8 @@ def evaluate_and_log(
     step: int,
     world: World,
 ) -> None:
-    if scores := evaluate(experiment, policy, engine, run, step, world, untrained=step == 0):
+    asked = replace(experiment, eval=evaluation_after(experiment.eval, step))
+    if scores := evaluate(asked, policy, engine, run, step, world, untrained=step == 0):
         run.log("eval", step, metrics_of(scores))
         mirror.log("eval", step, metrics_of(scores))
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
@@ -346,7 +357,7 @@ def evaluate_and_log(
 def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, float]) -> None:
     run.log("validation", step, point)
     mirror.log("validation", step, point)
-    accuracies = ("validation/accuracy_greedy", "validation/accuracy_sampled")
+    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in point]
     shown = ", ".join(
         f"{name.removeprefix('validation/')} {point[name]:.3f} +- {point[f'{name}_stderr']:.3f}" for name in accuracies
     )

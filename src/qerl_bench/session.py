@@ -31,7 +31,7 @@ from qerl_bench.model.gguf.convert import record_of, told
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.remembered import key_of, passed_before, recall, remember
+from qerl_bench.model.remembered import alone, key_of, passed_before, recall, remember
 from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
@@ -233,19 +233,23 @@ def ask(
 def ask_untrained(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
 ) -> Evaluation | None:
-    """What `ask` would say before any training; what it has said, if an equal policy was asked the same before."""
+    """What `ask` would say before any training; what it has said, if an equal policy was asked the same before.
+
+    Of runs that ask the same at one time, one asks and the others wait.
+    """
     folder = Path(experiment.root) / "cache" / "evaluations"
     key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
-    known = world.from_first(lambda: recall(key, folder))
-    if known is not None:
-        log.info(
-            "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
-        )
-        return evaluation_of(known)
-    evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
-    if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
-        remember(key, asdict(evaluation), folder)
-    return evaluation
+    with alone(key if world.first else None, folder, "the same evaluation of an untrained policy"):
+        known = world.from_first(lambda: recall(key, folder))
+        if known is not None:
+            log.info(
+                "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
+            )
+            return evaluation_of(known)
+        evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
+        if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
+            remember(key, asdict(evaluation), folder)
+        return evaluation
 
 
 def evaluate(

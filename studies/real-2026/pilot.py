@@ -131,7 +131,7 @@ def controls_page(runs: Sequence[Run]) -> str:
     """Accuracy of each arm on each copy before, at half time and late, and what the rules of pilot.md say of it."""
     by_arm = {(arm_of(run), run.option("model.dither")): run for run in runs}
     copies = sorted({copy for _, copy in by_arm})
-    heads = ["copy", "arm", "before", "half time", "late", "gain", "gain where both ends are complete", "late, greedy"]
+    heads = ["copy", "arm", "before", "half time", "late", "gain", "gain where both ends are complete", "after, greedy"]
     heads += ["tokens before", "late", "cut"]
     lines = [[str(copy), arm, *levels(by_arm[arm, copy])] for copy in copies for arm in ARMS if (arm, copy) in by_arm]
     parts = [
@@ -174,7 +174,7 @@ def levels(run: Run) -> list[str]:
     right, ends, tokens = (run.answers("sampled", column) for column in ("lenient", "finished", "tokens"))
     half, last = run.option("steps") // 2, run.option("steps")
     whole = (ends[0] == 1) & (ends[last] == 1)
-    late, greedy = late_accuracy(run), late_mean("greedy", "lenient")(run)
+    late, greedy = late_accuracy(run), run.answers("greedy", "lenient")[last]
     return [
         *(f"{100 * column.mean():.1f}" for column in (right[0], right[half], late)),
         in_points(mean_ci((late - right[0]).tolist())),

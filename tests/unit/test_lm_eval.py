@@ -85,6 +85,7 @@ def through_task(policy, engine, task, folder):
         every=0,
         every_questions=1,
         at=(),
+        at_greedy=True,
         quant=None,
     )
     return spec.evaluate(policy, engine, task, SimpleNamespace(path=folder), seed=0)

@@ -72,10 +72,10 @@ def controlled(arm: str, late: float) -> Any:
 
 
 def test_controls_are_read_by_the_rules() -> None:
-    late = {"bf16": 0.7, "bf16-hot": 0.711, "bf16-group16": 0.709, "bf16-random": 0.55}
+    late = {"bf16": 0.75, "bf16-hot": 0.761, "bf16-group16": 0.759, "bf16-random": 0.55}
     page = PAGES.controls_page([controlled(arm, value) for arm, value in late.items()])
-    assert page.splitlines()[-1] == "| 1 | +20.0 | +0.0 | 0.25 | +1.1: pays | +0.9: does not |"
-    assert PAGES.controls_page([controlled("bf16", 0.7)]).splitlines()[-1] == "| 1 | +20.0 | +0.0 | - | - | - |"
+    assert page.splitlines()[-1] == "| 1 | +25.0 | +0.0 | 0.20 | +1.1: pays | +0.9: does not |"
+    assert PAGES.controls_page([controlled("bf16", 0.75)]).splitlines()[-1] == "| 1 | +25.0 | +0.0 | - | - | - |"
 
 
 @pytest.mark.parametrize("path", sorted(PILOT.glob("*.yaml")), ids=lambda path: path.stem)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from qerl_bench.eval.untrained import OF_TRAINING, OF_TRAINING_IN, key_of_untrai
 from qerl_bench.experiment import run_experiment
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import remembered
+from qerl_bench.model.remembered import alone, recall, remember
 
 pytestmark = pytest.mark.usefixtures("no_figures")
 SHORT = ("steps=1", "save_every=1", "aqn=none")
@@ -71,6 +74,7 @@ WAYS_TO_TRAIN = {
     "more of everything": (
         *("steps=3", "save_every=2", "rollout.group_size=2", "rollout.temperature=0.7", "train.micro_batch_tokens=64"),
         *("train.updates_per_batch=2", "train.kept_groups=2", "kl.coef=0.1", "eval.every=1", "eval.at=[2]"),
+        "eval.at_greedy=false",
         *("train.on_nonfinite=skip", "train.entropy_coef=0.01", "importance_sampling.mode=truncate"),
     ),
     "another batch": ("rollout.prompts_per_step=4", "eval.every_questions=2", "train.mismatch_share=0.5"),
@@ -94,9 +98,9 @@ def test_runs_of_one_base_write_what_they_would_alone(
     del asked[:]
     second = run(tmp_path / "shared", "second", *words)
     shared = len(asked)
-    alone = run(tmp_path / "alone", "second", *words)
+    apart = run(tmp_path / "apart", "second", *words)
     assert len(asked) == 2 * shared + 1
-    assert written(second) == written(alone)
+    assert written(second) == written(apart)
 
 
 def test_every_option_of_training_is_one_that_a_way_to_train_changes(make_experiment: Callable[..., Any]) -> None:
@@ -112,6 +116,35 @@ def test_every_option_of_training_is_one_that_a_way_to_train_changes(make_experi
     outside = {"name", "root", "device", "save_on_term", "checkpoints", "logger"}
     assert changed >= OF_TRAINING - outside
     assert changed >= {f"{option}.{name}" for option, names in OF_TRAINING_IN.items() for name in names}
+
+
+def test_of_processes_that_ask_the_same_one_asks(tmp_path: Path) -> None:
+    """The second waits for the first, and is told; another key waits for nobody."""
+    key, began, asked = {"base": 1}, threading.Event(), []
+
+    def ask(name: str) -> None:
+        with alone(key, tmp_path, "the evaluation"):
+            if recall(key, tmp_path) is None:
+                began.set()
+                with alone({"base": 2}, tmp_path, "another"):
+                    time.sleep(0.3)
+                asked.append(name)
+                remember(key, {"scores": [name]}, tmp_path)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("first", "second")]
+    threads[0].start()
+    began.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert asked == ["first"]
+    assert recall(key, tmp_path) == {"scores": ["first"]}
+
+
+def test_nobody_waits_where_nothing_can_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with alone({"base": 1}, tmp_path / "file" / "below", "it"), alone({"base": 1}, tmp_path / "file" / "below", "it"):
+        assert recall({"base": 1}, tmp_path / "file" / "below") is None
 
 
 OTHERS = {
@@ -199,7 +232,7 @@ def test_a_damaged_memory_is_made_again(
     content: str, tmp_path: Path, run: Callable[..., Path], asked: list[int]
 ) -> None:
     first = run(tmp_path, "first")
-    (file,) = (tmp_path / "cache" / "evaluations").iterdir()
+    (file,) = (tmp_path / "cache" / "evaluations").glob("*.json")
     whole = file.read_text()
     file.write_text(content)
     del asked[:]
@@ -223,7 +256,7 @@ def test_a_shortage_of_memory_is_not_remembered(
 
     monkeypatch.setattr(HFEngine, "_generate", short)
     run(tmp_path, "first")
-    assert failed and not (tmp_path / "cache" / "evaluations").exists()
+    assert failed and not list((tmp_path / "cache" / "evaluations").glob("*.json"))
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, run: Callable[..., Path]) -> None:

@@ -124,6 +124,20 @@ def test_whole_evaluations_at_chosen_steps(
     assert records(folder) == before
 
 
+def test_evaluations_between_may_leave_greedy_completions_out(
+    runs: dict[str, Path], tmp_path: Path, make_config: Callable[..., Any]
+) -> None:
+    words = ("eval.every=0", "eval.at=[2]")
+    both = run(make_config, tmp_path, "both", *words)
+    sampled = run(make_config, tmp_path, "sampled", *words, "eval.at_greedy=false")
+    every, some = (pd.read_parquet(folder / "samples.parquet") for folder in (both, sampled))
+    kept = every[(every["step"] != 2) | (every["mode"] == "sampled")].reset_index(drop=True)
+    pd.testing.assert_frame_equal(some, kept)
+    assert of_kind(sampled, "train") == of_kind(runs["every0"], "train")
+    (between,) = (one for one in of_kind(sampled, "eval") if one["step"] == 2)
+    assert not [name for name in between if "greedy" in name]
+
+
 @pytest.mark.parametrize(("steps", "said"), [("[4]", r"eval\.at has \[4\].*steps=4"), ("[0]", r"eval\.at must be")])
 def test_no_whole_evaluation_after_the_last_step_or_before_the_first(
     steps: str, said: str, make_experiment: Callable[..., Any]

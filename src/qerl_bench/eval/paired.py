@@ -46,12 +46,12 @@ def paired(first: pd.DataFrame, second: pd.DataFrame, mode: str, column: str = "
 
 
 def gains(first: pd.DataFrame, second: pd.DataFrame) -> list[Score]:
-    """The paired difference in each mode, as eval/gain_<mode> and, where both have it, eval/gain_lenient_<mode>."""
+    """The paired difference in each mode of `second`: eval/gain_<mode>, and gain_lenient_<mode> where both have it."""
     lenient = all("lenient" in rows and rows["lenient"].notna().all() for rows in (first, second))
     columns = {"": "correct"} | ({"lenient_": "lenient"} if lenient else {})
     return [
         Score.from_estimate(f"eval/gain_{prefix}{mode}", paired(first, second, mode, column))
-        for mode in first["mode"].unique()
+        for mode in second["mode"].unique()
         for prefix, column in columns.items()
     ]
 

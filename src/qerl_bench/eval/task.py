@@ -10,6 +10,7 @@ from qerl_bench.checks import (
     Check,
     check_fields,
     count,
+    flag,
     number,
     optional,
     require,
@@ -41,6 +42,9 @@ STEPS = Check(
 )
 
 
+Decoding = tuple[str, int, float, float]  # mode, samples, temperature, top-p
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
     """Accuracy on held-out questions: greedy, mean over samples (pass@1), maj@n of all samples, and pass@k.
@@ -56,6 +60,7 @@ class TaskEvaluation:
     top_p: float
     max_tokens: int | None
     at: Sequence[int]
+    at_greedy: bool
     every: int | None
     every_questions: int
     quant: str | None
@@ -71,6 +76,7 @@ class TaskEvaluation:
             top_p=number(above=0, most=1),
             max_tokens=optional(count()),
             at=STEPS,
+            at_greedy=flag,
             every=optional(count(0)),
             every_questions=count(),
             quant=optional(text),
@@ -80,6 +86,14 @@ class TaskEvaluation:
             f"eval.k={self.k} (of pass@k) must be at most eval.samples={self.samples}",
         )
         require_completions("eval.questions x eval.samples", self.questions or 1, self.samples)
+
+    @property
+    def decoding(self) -> tuple[Decoding, ...]:
+        return ("greedy", 1, 0.0, 1.0), ("sampled", self.samples, self.temperature, self.top_p)
+
+    def after(self, step: int) -> TaskEvaluation:
+        """The evaluation after a step of a run: without greedy completions if `at` has it and `at_greedy` is false."""
+        return self if self.at_greedy or step not in self.at else SampledEvaluation(**vars(self))
 
     def check(self, task: Task) -> None:
         """Raise ConfigError unless the task has `questions` held-out questions."""
@@ -94,8 +108,7 @@ class TaskEvaluation:
         scores: list[Score] = []
         rows: list[dict[str, Any]] = []
         adapter_gaps: dict[str, float] = {}
-        decoding = (("greedy", 1, 0.0, 1.0), ("sampled", self.samples, self.temperature, self.top_p))
-        for mode, samples, sampling_temperature, top_p in decoding:
+        for mode, samples, sampling_temperature, top_p in self.decoding:
             sampling = Sampling(
                 samples=samples,
                 temperature=sampling_temperature,
@@ -119,6 +132,14 @@ class TaskEvaluation:
             "max_tokens": limit,
         }
         return Evaluation(scores=scores, samples=rows, settings=settings | adapter_gaps)
+
+
+class SampledEvaluation(TaskEvaluation):
+    """The same without greedy completions."""
+
+    @property
+    def decoding(self) -> tuple[Decoding, ...]:
+        return super().decoding[1:]
 
 
 def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:

@@ -45,6 +45,11 @@ def is_whole(evaluator: Evaluator, step: int) -> bool:
     return isinstance(evaluator, TaskEvaluation) and step in evaluator.at
 
 
+def evaluation_after(evaluator: Evaluator, step: int) -> Evaluator:
+    """The whole evaluation after `step`."""
+    return evaluator.after(step) if isinstance(evaluator, TaskEvaluation) else evaluator
+
+
 def is_on(evaluator: Evaluator, steps: int, save_every: int) -> bool:
     """Whether any step has a point."""
     return isinstance(evaluator, TaskEvaluation) and 0 < spacing(evaluator.every, steps, save_every) < steps

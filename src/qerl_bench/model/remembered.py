@@ -12,14 +12,15 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl_bench.rundir.checksums import digest
 from qerl_bench.rundir.environment import code_digest, cpu_name, nvidia_driver, own_modules, versions
+from qerl_bench.rundir.locks import wait_for_lock
 
 if TYPE_CHECKING:
     from qerl_bench.quantizer.base import Quantizer
@@ -108,6 +109,20 @@ def remember(key: dict[str, Any] | None, measured: Mapping[str, Any], folder: Pa
         log.debug("%s is not remembered: %s", file, error)
         with suppress(OSError):
             writing.unlink()
+
+
+@contextmanager
+def alone(key: dict[str, Any] | None, folder: Path, what: str) -> Iterator[None]:
+    """For as long as something is recalled or measured, so that of several processes one measures it.
+
+    A process whose key is not known, or that cannot write to `folder`, waits for nobody.
+    """
+    with ExitStack() as held:
+        if key is not None:
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                held.enter_context(wait_for_lock(_file(key, folder).with_suffix(".lock"), what))
+        yield
 
 
 def _file(key: dict[str, Any], folder: Path) -> Path:

@@ -30,6 +30,7 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "engine.dequantized_gib": 0.0,
     "eval.quant": None,
     "eval.at": [],
+    "eval.at_greedy": True,
     "rollout.quant": None,
     "rollout.activations": None,
     **{
