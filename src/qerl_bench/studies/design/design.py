@@ -10,6 +10,7 @@
     probe: {questions: 256, samples: 64}     # of a base, before any arm; more of it: sizes.py
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
     gates: {pass_at_1: [0.15, 0.65]}         # which are asked, and their limits, if not those of worlds (limits.py)
+    primary: {...}                           # the few contrasts that it is about, if it says so (primary.py)
 
 Tier 1 is run on all bases before tier 2 begins. A control shows that the world has a gain to be had (`gain`), or that
 more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
@@ -39,6 +40,7 @@ from qerl_bench.options.composer import Composer
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.studies.design.limits import GateLimits, read_limits
+from qerl_bench.studies.design.primary import Primary, read_primary
 from qerl_bench.studies.design.sizes import DoseSize, ProbeSize, probe_size
 from qerl_bench.studies.design.units import Unit, read_seeds, read_units
 from qerl_bench.sweep.points import Point
@@ -87,6 +89,7 @@ class Design:
     probe: ProbeSize
     dose: DoseSize
     limits: GateLimits
+    primary: Primary | None
 
     def __post_init__(self) -> None:
         check_words("common", self.common)
@@ -211,7 +214,7 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     require(path.is_file(), f"there is no study {path}; give its YAML file")
     written: Any = yaml.safe_load(path.read_text())
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
-    limits = read_limits(written.pop("gates", None) if isinstance(written, dict) else None)
+    chosen = {key: written.pop(key, None) if isinstance(written, dict) else None for key in ("gates", "primary")}
     content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})
     units = read_units(content)
     set_by_units = {word.partition("=")[0] for unit in units.values() for word in unit.words}
@@ -220,6 +223,7 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     common = {word.partition("=")[0]: word for word in [*content["common"], *words]}
     arms: Any = content["arms"]
     require(isinstance(arms, dict), f"{path}: arms must have a name each")
+    primary = read_primary(chosen["primary"], arms, len(units))
     return Design(
         path=path,
         common=[*common.values()],
@@ -229,7 +233,8 @@ def read_design(path: Path, words: Sequence[str] = ()) -> Design:
         arms=tuple(_arm(name, entry) for name, entry in arms.items()),
         probe=probe_size(content["probe"]),
         dose=DoseSize(**_object("dose", content["dose"], {"rise", "prompts", "draws"})),
-        limits=limits,
+        limits=read_limits(chosen["gates"]),
+        primary=primary,
     )
 
 

@@ -47,6 +47,7 @@ from qerl_bench.studies.figures.specification import specification_curve, specif
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report import probe_page
 from qerl_bench.studies.report.claims_page import markdown
+from qerl_bench.studies.report.primary import looks_reached, primary_page
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import held_out
@@ -72,10 +73,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def texts(study: Sessions) -> dict[str, str]:
-    """The files of the report that are text, by name."""
+    """The files of the report that are text, by name; before the first look at primary contrasts only their page."""
+    primary = {} if study.design.primary is None else {"primary.md": primary_page(study)}
+    if is_blind(study):
+        return primary
     scope, runs, verdicts, later = judged(study)
     results = gates(study.design, [*study.probes.values()], study.runs)
-    found = {
+    found = primary | {
         "gates.md": render(override(results, study.overridden)) + "\n",
         "claims.md": markdown({scope: verdicts}, runs),
         "claims.svg": svg(all_claims(verdicts, scope)),
@@ -89,6 +93,11 @@ def texts(study: Sessions) -> dict[str, str]:
         found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
         found["specification.svg"] = svg(specification_curve(ways))
     return found
+
+
+def is_blind(study: Sessions) -> bool:
+    """Whether the study has primary contrasts, and too few bases for the first look at them."""
+    return study.design.primary is not None and not looks_reached(study, study.design.primary)
 
 
 def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[ClaimResult]]:
@@ -119,8 +128,11 @@ def beside(study: Sessions) -> list[Path]:
 def figures(study: Sessions) -> dict[str, Figure]:
     """The figures of the report, by name. Arms too many for one figure of lines have one for each of their controls.
 
-    Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them.
+    Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them. No figure
+    shows arms before the first look at primary contrasts.
     """
+    if is_blind(study):
+        return {}
     sampling = [arm for arm in study.arms if study.design.option(arm, "algo")["name"] != "sft"]
     graded = [arm for arm in sampling if study.design.option(arm, "reward")["name"] == "task"]
     drawn = {"arms": dot_plot([*plotted(study, graded, pairs=True).values()], MEASURES)}

@@ -1,0 +1,167 @@
+"""The page of a study's primary contrasts: what each look shows, and before the first of them no arm's number.
+
+Units are bases. A base counts when all arms that the contrasts name are finished on it, on one machine and card; the
+first so many in the order of the design are a look. Until the first look the page shows progress and spread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+import pandas as pd
+
+from qerl_bench.checks import require
+from qerl_bench.statistics import Estimate, holm, mean_ci, mean_ci_crossed
+from qerl_bench.studies.design.primary import MEASURES, Primary
+from qerl_bench.studies.design.sessions import Sessions
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.tables.markdown import markdown_table
+
+POWER = 0.8
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The bases that count, in the order of the design, and why others with some runs do not."""
+
+    bases: tuple[int, ...]
+    left_out: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A contrast at a look: over bases, and with questions as draws too. `p` is adjusted for the other contrasts."""
+
+    name: str
+    over_bases: Estimate
+    over_questions: Estimate
+    p: float
+    verdict: str
+
+
+def counted(study: Sessions, primary: Primary) -> Counted:
+    bases, left_out = [], {}
+    for base in study.design.bases:
+        runs = {arm: runs_of(study, arm, base) for arm in primary.arms}
+        lacking = [arm for arm, found in runs.items() if len(found) < len(study.design.seeds)]
+        machines = {run.block for found in runs.values() for run in found}
+        if lacking and machines:
+            left_out[base] = f"no finished run of {', '.join(lacking)}"
+        elif len(machines) > 1:
+            left_out[base] = f"its arms ran on different machines: {'; '.join(sorted(machines))}"
+        elif machines:
+            bases.append(base)
+    return Counted(tuple(bases), left_out)
+
+
+def runs_of(study: Sessions, arm: str, base: int) -> list[Run]:
+    """Those of each seed that is finished."""
+    return [study.runs[arm, base, seed] for seed in study.design.seeds if (arm, base, seed) in study.runs]
+
+
+def looks_reached(study: Sessions, primary: Primary) -> list[int]:
+    return [count for count in primary.looks if count <= len(counted(study, primary).bases)]
+
+
+def differences(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> np.ndarray:
+    """Treated minus control, a mean over seeds: (questions, bases). Raises ConfigError for different questions."""
+    columns = []
+    for base in bases:
+        treated, control = (_mean(study, primary, arm, base) for arm in primary.contrasts[contrast])
+        columns.append(treated - control)
+    table = pd.DataFrame(columns).T
+    require(bool(table.notna().all(axis=None)), f"the arms of {contrast} were asked different questions")
+    return table.to_numpy()
+
+
+def _mean(study: Sessions, primary: Primary, arm: str, base: int) -> pd.Series:
+    """What an arm reached on a base, by question."""
+    found = [pd.Series(MEASURES[primary.measure].metric(run)) for run in runs_of(study, arm, base)]
+    return pd.concat(found, axis=1).mean(axis=1)
+
+
+def look(study: Sessions, primary: Primary, count: int) -> list[Looked]:
+    """What the first `count` bases show. Student's t over bases, Holm's method over contrasts."""
+    bases = counted(study, primary).bases[:count]
+    tables = {name: differences(study, primary, name, bases) for name in primary.contrasts}
+    estimates = {name: mean_ci(table.mean(axis=0)) for name, table in tables.items()}
+    adjusted = holm([estimate.p_outside(0.0) for estimate in estimates.values()])
+    last = count == max(primary.looks)
+    return [
+        Looked(
+            name,
+            estimates[name],
+            mean_ci_crossed(tables[name]) if len(tables[name]) > 1 else estimates[name],
+            p,
+            _verdict(estimates[name], p, primary.looks[count], primary.margin if last else None),
+        )
+        for name, p in zip(estimates, adjusted.tolist(), strict=True)
+    ]
+
+
+def _verdict(estimate: Estimate, p: float, level: float, margin: float | None) -> str:
+    """What is said of a contrast. Only the last look, which has a `margin` here, may say that it is negligible."""
+    if p <= level:
+        return "higher" if estimate.value > 0 else "lower"
+    if margin is not None and -margin < estimate.low and estimate.high < margin:
+        return "negligible"
+    return "open"
+
+
+def primary_page(study: Sessions) -> str:
+    """Markdown: the looks that are reached, or how far the study is."""
+    primary = study.design.primary
+    assert primary is not None
+    have, reached = counted(study, primary), looks_reached(study, primary)
+    measure, codes = MEASURES[primary.measure], sorted({run.code for run in study.runs.values()})
+    parts = [
+        "# Primary contrasts",
+        f"{measure.name[0].upper()}{measure.name[1:]}. {len(have.bases)} bases have all arms; looks at "
+        f"{' and '.join(map(str, primary.looks))}. Code {', '.join(codes)}.",
+    ]
+    if have.left_out:
+        parts.append("\n".join(f"- Base {base} does not count: {reason}." for base, reason in have.left_out.items()))
+    if not reached:
+        parts.append(_blinded(study, primary, have.bases))
+    for count in reached:
+        heads = ["contrast", "difference", "95 %, over bases", "over questions too", "p (Holm)", "found with 80 %", ""]
+        lines = [
+            [
+                f"{name}: {' - '.join(primary.contrasts[name])}",
+                measure.text(one.over_bases.value),
+                *(measure.interval_text(found.low, found.high) for found in (one.over_bases, one.over_questions)),
+                f"{one.p:.3f}",
+                measure.size_text(one.over_bases.detectable(primary.looks[count] / 2, POWER)),
+                one.verdict,
+            ]
+            for one in look(study, primary, count)
+            for name in [one.name]
+        ]
+        parts += [
+            f"## {count} bases, level {primary.looks[count]:g}",
+            markdown_table(heads, lines),
+            _levels(study, primary, have.bases[:count]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _blinded(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
+    """The spread of the contrasts, by size and without names, since no arm's number is looked at before a look."""
+    if len(bases) < 2:
+        return "Arms are compared at the first look."
+    measure = MEASURES[primary.measure]
+    tables = (differences(study, primary, name, bases).mean(axis=0) for name in primary.contrasts)
+    spreads = ", ".join(measure.size_text(spread) for spread in sorted(float(table.std(ddof=1)) for table in tables))
+    return (
+        f"Arms are compared at the first look. Standard deviations over bases, in the order of their size: {spreads}."
+    )
+
+
+def _levels(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
+    """The mean of each arm."""
+    measure = MEASURES[primary.measure]
+    means = {arm: fmean(_mean(study, primary, arm, base).mean() for base in bases) for arm in primary.arms}
+    return f"Levels: {', '.join(f'{arm} {measure.level_text(mean)}' for arm, mean in means.items())}."

@@ -1,0 +1,155 @@
+"""Primary contrasts: what study.yaml may say of them, when arms are compared, and what a look shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from scipy import stats
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.primary import Primary
+from qerl_bench.studies.report.primary import counted, look, primary_page
+from qerl_bench.studies.report.sessions import figures, texts
+from tests.scripts import ROOT
+
+REAL = ROOT / "studies" / "real-2026"
+QUESTIONS = 50
+LOOKS = {4: 0.012, 6: 0.046}
+CONTRASTS = {"noise": ("noisy", "plain"), "format": ("plain", "bf16")}
+
+
+def run_with(late: pd.Series, block: str = "a card") -> Any:
+    """A run of 40 steps whose answers were right so often at steps 32, 36 and 40."""
+    answers = pd.DataFrame({0: late * 0, 20: late * 0, **{step: late for step in (32, 36, 40)}})
+    return SimpleNamespace(
+        name="run", block=block, code="c0de", option=lambda _key: 40, answers=lambda _mode, _column: answers
+    )
+
+
+def study_of(effects: dict[str, list[float]], **changed: Any) -> Any:
+    """A study with a run of each arm on as many bases as it has effects, which are added to a base's own accuracy."""
+    draw = np.random.default_rng(0)
+    runs = {}
+    for base in range(6):
+        own = pd.Series(draw.uniform(0.3, 0.5, QUESTIONS), index=[f"q{i}" for i in range(QUESTIONS)])
+        for arm, added in effects.items():
+            if base < len(added):
+                runs[arm, base, 0] = run_with(own + added[base])
+    primary = Primary(contrasts=CONTRASTS, measure="late_lenient", margin=0.01, looks=LOOKS)
+    design = SimpleNamespace(bases=tuple(range(6)), seeds=(0,), primary=primary)
+    return SimpleNamespace(design=design, runs=runs, **changed)
+
+
+NOISY = [0.05, 0.06, 0.04, 0.055, 0.2, 0.2]
+PLAIN = [-0.02, 0.01, -0.03, 0.02, 0.0, 0.01]
+
+
+def of(bases: int) -> Any:
+    return study_of({"bf16": [0.0] * bases, "plain": PLAIN[:bases], "noisy": NOISY[:bases]})
+
+
+def test_a_look_is_a_paired_t_test_over_its_bases_adjusted_by_holm() -> None:
+    study = of(6)
+    (noise, form) = look(study, study.design.primary, 4)
+    deltas = np.array(NOISY[:4]) - PLAIN[:4], np.array(PLAIN[:4])
+    p = [float(stats.ttest_1samp(one, 0.0).pvalue) for one in deltas]
+    assert noise.over_bases.value == pytest.approx(deltas[0].mean())
+    low, high = stats.t.interval(0.95, 3, deltas[1].mean(), stats.sem(deltas[1]))
+    assert (form.over_bases.low, form.over_bases.high) == pytest.approx((low, high))
+    assert [noise.p, form.p] == pytest.approx([2 * p[0], p[1]])  # the smaller p counts twice
+    assert min(noise.p, form.p) > LOOKS[4]
+    assert [noise.verdict, form.verdict] == ["open", "open"]
+
+
+def test_the_level_of_a_look_decides_and_the_sign_gives_the_word() -> None:
+    even = np.array([0.05, 0.051, 0.049, 0.05])
+    for sign, word in ((1, "higher"), (-1, "lower")):
+        noisy = (PLAIN[:4] + sign * even).tolist()
+        study = study_of({"bf16": [0.0] * 4, "plain": PLAIN[:4], "noisy": noisy})
+        assert [one.verdict for one in look(study, study.design.primary, 4)] == [word, "open"]
+
+
+@pytest.mark.parametrize(("bases", "verdict"), [(4, "open"), (6, "negligible")])
+def test_only_the_last_look_may_say_negligible(bases: int, verdict: str) -> None:
+    small = [0.002, -0.002, 0.001, -0.001, 0.003, -0.003]
+    study = study_of({"bf16": [0.0] * 6, "plain": small, "noisy": [0.0] * 6})
+    assert [one.verdict for one in look(study, study.design.primary, bases)] == [verdict, verdict]
+
+
+def test_before_the_first_look_no_number_of_an_arm_is_shown() -> None:
+    study = of(3)
+    page = primary_page(study)
+    assert figures(study) == {} and texts(study) == {"primary.md": page}
+    spreads = [100 * np.std(np.array(NOISY[:3]) - PLAIN[:3], ddof=1), 100 * np.std(PLAIN[:3], ddof=1)]
+    assert all(f"{spread:.2f} points" in page for spread in spreads)
+    assert page.index(f"{min(spreads):.2f}") < page.index(f"{max(spreads):.2f}")
+    assert not any(arm in page for arm in ("noisy", "plain", "bf16"))
+
+
+def test_a_look_reads_the_first_bases_that_count_whatever_came_later() -> None:
+    study = of(6)
+    del study.runs["noisy", 1, 0]
+    study.runs["plain", 2, 0].block = "another card"
+    have = counted(study, study.design.primary)
+    assert have.bases == (0, 3, 4, 5)
+    assert "noisy" in have.left_out[1] and "another card" in have.left_out[2]
+    noise = look(study, study.design.primary, 4)[0]
+    assert noise.over_bases.value == pytest.approx(np.mean([NOISY[i] - PLAIN[i] for i in (0, 3, 4, 5)]))
+    page = primary_page(study)
+    assert "## 4 bases" in page and "## 6 bases" not in page and "Base 2 does not count" in page
+
+
+def test_both_sizes_are_studied_alike() -> None:
+    """But for the model, and the rate that the pilot's rule takes for it."""
+    large, small = (yaml.safe_load((REAL / size / "study.yaml").read_text()) for size in ("15b", "05b"))
+    own = ("model.id=", "optim.lr=")
+    for one in (large, small):
+        one["common"] = [word for word in one["common"] if not word.startswith(own)]
+    assert large == small
+    assert read_design(REAL / "15b/study.yaml").primary == read_design(REAL / "05b/study.yaml").primary
+
+
+def written(tmp_path: Path, primary: object) -> Path:
+    content = yaml.safe_load((ROOT / "studies/real-2026/15b/study.yaml").read_text()) | {"primary": primary}
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+GOOD = {
+    "contrasts": {"noise": ["nvfp4-noise", "nvfp4"]},
+    "measure": "late_lenient",
+    "margin": 0.01,
+    "looks": {8: 0.012, 12: 0.046},
+}
+
+
+def test_a_design_without_primary_contrasts_has_none(tmp_path: Path) -> None:
+    assert read_design(written(tmp_path, None)).primary is None
+    primary = read_design(written(tmp_path, GOOD)).primary
+    assert primary is not None and primary.arms == ["nvfp4-noise", "nvfp4"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"measure": "best"}, r"primary\.measure must be one of late_lenient.*got 'best'"),
+        ({"margin": 0}, r"primary\.margin"),
+        ({"contrasts": {"noise": ["nvfp4"]}}, r"primary\.contrasts must have two arms"),
+        ({"contrasts": {"noise": ["nvfp4-loud", "nvfp4"]}}, r"does not have: nvfp4-loud"),
+        ({"looks": {8: 0.012, 13: 0.046}}, r"primary\.looks .* from 2 to 12"),
+        ({"looks": {8: 1.2}}, r"primary\.looks"),
+        ({"looks": {12: 0.046, 8: 0.012}}, r"primary\.looks must have, in order"),
+        ({"alpha": 0.05}, r"primary must have exactly the keys contrasts, looks, margin, measure"),
+    ],
+)
+def test_wrong_entries_are_refused_by_name(changed: dict[str, object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_design(written(tmp_path, GOOD | changed))
