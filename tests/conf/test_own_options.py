@@ -75,7 +75,7 @@ def test_sweeps_studies_and_help_know_the_folder(tmp_path: Path) -> None:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_DEFAULTS):
         config = hydra_compose("run", words, return_hydra_config=True)
-    launcher = ProcessLauncher(slots=1)
+    launcher = ProcessLauncher(slots=1, mps=False)
     launcher.setup(hydra_context=None, task_function=None, config=config)  # type: ignore[arg-type]
     assert launcher.search_path == words
 

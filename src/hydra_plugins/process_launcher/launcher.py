@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
 
-from qerl_bench.checks import count, optional
+from qerl_bench.checks import count, flag, optional
 from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.process.mps import side_by_side
 from qerl_bench.sweep.launcher import SweepLauncher
 from qerl_bench.sweep.points import Point
 from qerl_bench.sweep.sweep import Sweep
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 class ProcessLauncherConf:
     _target_: str = "hydra_plugins.process_launcher.launcher.ProcessLauncher"
     slots: int | None = None  # runs side by side; null = one per visible GPU, or one on a machine without
+    mps: bool = False  # with NVIDIA's Multi-Process Service, for several slots a GPU: their kernels run side by side
 
 
 ConfigStore.instance().store(
@@ -29,14 +31,16 @@ ConfigStore.instance().store(
 class ProcessLauncher(SweepLauncher):
     """Start a process for each point of the sweep."""
 
-    def __init__(self, slots: int | None) -> None:
-        self.slots = slots
+    def __init__(self, slots: int | None, mps: bool) -> None:
+        self.slots, self.mps = slots, mps
 
     def check(self) -> None:
         optional(count())("hydra.launcher.slots", self.slots)
+        flag("hydra.launcher.mps", self.mps)
 
     def run_points(self, points: Sequence[Point]) -> list[tuple[Point, str]]:
         gpus = visible_gpus()
         slots = self.slots or max(1, len(gpus))
         log.info("%d at a time", slots)
-        return Sweep(points, slots, gpus).run()
+        with side_by_side(self.mps):
+            return Sweep(points, slots, gpus).run()

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from qerl_bench.checks import TrainingStopped, require
+from qerl_bench.process.mps import side_by_side
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.probing import probe_bases
@@ -41,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
         probes = [*study.probes.values()]
         results = gates(design, probes, study.runs)
     else:
-        probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)
+        with side_by_side(options.mps):
+            probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)
         pack_probes(design, probes, out)
         results = gates_so_far(design, probes)
     results = override(results, options.despite)

@@ -1,6 +1,6 @@
 """Run a study within a time: bases and their probes, gates, then arms in order of priority.
 
-    qerl-bench study studies/worlds-2026/study.yaml minutes=25 slots=24 out=results/
+    qerl-bench study studies/worlds-2026/study.yaml minutes=25 slots=24 mps=true out=results/
     qerl-bench study init=FOLDER model=... task=... contrast=aqn=none,exp ...   # writes a design
 
 Every base is pretrained and probed first, `slots` processes at a time, each on a GPU if there are any; no run begins
@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.process.mps import side_by_side
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.studies.conduct.accountable import account_for_changes
+from qerl_bench.studies.conduct.deadline import Deadline
 from qerl_bench.studies.conduct.draft import draft
 from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of, gates_so_far, pack, parsed, parser_of, prepared
+from qerl_bench.studies.design.design import Design
 from qerl_bench.studies.design.gates import Result, override, render, stopped
 
 log = logging.getLogger(__name__)
@@ -49,14 +55,20 @@ def main(arguments: list[str] | None = None) -> None:
     require({*chosen} <= {*tiers}, f"{options.study} has the tiers {tiers}, got tiers={chosen}")
     out = options.out or design.root / "study"
     account_for_changes(design.path, out, options.with_changes)
-    arms = [arm for arm in design.arms if arm.tier in chosen or arm is design.reference]
+    with side_by_side(options.mps):
+        conduct(design, options, slots, deadline, chosen, out)
+
+
+def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers: Collection[int], out: Path) -> None:
+    """Probe the bases, ask the gates, and run the arms of these tiers. Raises TrainingStopped if a process failed."""
+    arms = [arm for arm in design.arms if arm.tier in tiers or arm is design.reference]
     probes, failed = probe_bases(design, options.words, slots, deadline, arms, out)
     results = override(gates_so_far(design, probes), options.despite)
     arms_stopped = stopped(results)
     log.info("before the runs\n%s", render(results))
     for name, by in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
-    not_chosen = {arm.name for arm in design.arms if arm.tier not in chosen}
+    not_chosen = {arm.name for arm in design.arms if arm.tier not in tiers}
     blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
 
     def packed() -> list[Result]:
