@@ -152,8 +152,8 @@ class Experiment:
             f"lora.dropout={self.lora.dropout} would change them at random. Use lora.dropout=0",
         )
         require(
-            self.kl.coef == 0 or (not full_training and self.algo.on_policy),
-            "kl.coef > 0 compares sampled completions with the base model, which is the policy without its adapter. It "
+            self.kl.coef == self.kl.every == 0 or (not full_training and self.algo.on_policy),
+            "kl.coef > 0 or kl.every > 0 compares completions with the base, the policy without its adapter. It "
             f"needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
         )
 

@@ -165,6 +165,12 @@ IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
 }
 KL = {  # only with kl.coef > 0
     "kl": Metric(
+POSITIONS = tuple(4**power for power in range(8))  # the first token of each bin, counted from 1 in its completion
+BY_POSITION = {  # bins without tokens are left out
+    f"mismatch/kl_by_position_{first}": Metric("nats/token", f"mismatch/kl of the tokens of a completion from {which}")
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
+    for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
+}
         "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
     ),
 }
@@ -177,6 +183,13 @@ EVAL = {
     "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
     "eval/accuracy_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/accuracy_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
+KL_TO_BASE = {  # every kl.every steps
+    "kl_to_base": Metric(
+        "nats/token",
+        "KL(policy || base), policy and adapter without noise, k3 estimate on the sampled tokens of a share of "
+        "train.mismatch_share of the micro-batches",
+    ),
+}
     "eval/accuracy_sampled_truncated": Metric("share", "sampled completions cut at the token limit"),
     "eval/accuracy_sampled_format_failed": Metric(
         "share", "sampled completions without an answer in task.answer_format"
@@ -256,7 +269,9 @@ TABLES = {  # what makes a run write them: the metrics
     "Held-out accuracy during training (`eval.every`)": VALIDATION,
     "The last number of a completion (tasks with `task.answer_format` and numbers as answers)": LENIENT,
     "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
+    "Mismatch by position (bins that have tokens)": BY_POSITION,
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
+    "Distance to the base (every `kl.every` steps)": KL_TO_BASE,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
     "GPU": GPU_MEMORY,
@@ -303,8 +318,9 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     """Metrics of the training pass from its per-token columns; those of the sampler only if `on_policy`.
 
     `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
-    `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`. These
-    metrics are left out without them. `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
+    `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`,
+    BY_POSITION `position`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out without them.
+    `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
     """
     values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not on_policy:
@@ -322,6 +338,10 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     if "router_changed" in columns:
         values["router/changed_frac"] = table["router_changed"].mean().item()
     if "importance" in columns:
+    if "position" in columns:
+        values |= kl_by_position(trainer, sampler, table["position"])
+    if "base_gap" in columns:
+        values["kl_to_base"] = k3(table["base_gap"]).mean().item()
         values |= importance_metrics(table["importance"], table["importance_raw"])
     return values
 
@@ -338,9 +358,8 @@ def importance_metrics(bounded: torch.Tensor, raw: torch.Tensor) -> dict[str, fl
 def mismatch_metrics(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
     """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, both (n,)."""
     difference = trainer - sampler
-    weight = difference.exp()
     return {
-        "mismatch/kl": (weight - difference - 1).mean().item(),
+        "mismatch/kl": k3(difference).mean().item(),
         "mismatch/logp_abs_mean": difference.abs().mean().item(),
         "mismatch/logp_abs_max": difference.abs().max().item(),
         "mismatch/ess": ess(difference),
@@ -357,6 +376,21 @@ def ess(log_weights: torch.Tensor) -> float:
 
 
 def rollout_metrics(groups: list[Group]) -> dict[str, float]:
+def kl_by_position(trainer: torch.Tensor, sampler: torch.Tensor, position: torch.Tensor) -> dict[str, float]:
+    """mismatch/kl of the tokens in each bin of POSITIONS that has some, all (n,)."""
+    found, estimate = {}, k3(trainer - sampler)
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], math.inf), strict=True):
+        inside = (position >= first) & (position < end)
+        if bool(inside.any()):
+            found[f"mismatch/kl_by_position_{first}"] = estimate[inside].mean().item()
+    return found
+
+
+def k3(difference: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(p || q) at tokens that p sampled, from log q - log p."""
+    return difference.exp() - difference - 1
+
+
     """Metrics of all completions of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
