@@ -98,6 +98,15 @@ ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
     ),
     "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
 }
+MERGED = {  # with rollout.merge
+    "merge/update_kept": Metric(
+        "share",
+        "<Q(W + D) - Q(W), D> / <D, D> over the adapted weights, D = s B A: what rounding leaves of the adapter",
+    ),
+}
+LAGGED = {  # with rollout.lag
+    "rollout/lag": Metric("steps", "by which the adapter that sampled is behind the trained one"),
+}
 NOISE_DOSE = {  # of the first step with noise: dose.py
     "aqn/dose_kl": Metric(
         "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
@@ -156,6 +165,12 @@ ROUTING = {  # with experts, if the trainer makes a pass with noise and one with
         "experts of a completion token that the noise replaces by others, in the layers whose router reads a norm",
     ),
 }
+POSITIONS = tuple(4**power for power in range(8))  # the first token of each bin, counted from 1 in its completion
+BY_POSITION = {  # bins without tokens are left out
+    f"mismatch/kl_by_position_{first}": Metric("nats/token", f"mismatch/kl of the tokens of a completion from {which}")
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
+    for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
+}
 IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
     "importance_sampling/weight_mean": Metric(
         "-", "mean over tokens of the importance weight that multiplied the loss"
@@ -165,13 +180,14 @@ IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
 }
 KL = {  # only with kl.coef > 0
     "kl": Metric(
-POSITIONS = tuple(4**power for power in range(8))  # the first token of each bin, counted from 1 in its completion
-BY_POSITION = {  # bins without tokens are left out
-    f"mismatch/kl_by_position_{first}": Metric("nats/token", f"mismatch/kl of the tokens of a completion from {which}")
-    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
-    for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
-}
         "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
+    ),
+}
+KL_TO_BASE = {  # every kl.every steps
+    "kl_to_base": Metric(
+        "nats/token",
+        "KL(policy || base), policy and adapter without noise, k3 estimate on the sampled tokens of a share of "
+        "train.mismatch_share of the micro-batches",
     ),
 }
 EVAL = {
@@ -183,13 +199,6 @@ EVAL = {
     "eval/accuracy_sampled_stderr": Metric("share", "its standard error over questions"),
     "eval/accuracy_sampled_stderr_questions": Metric("share", "the part of it that more samples would not remove"),
     "eval/accuracy_sampled_stderr_sampling": Metric("share", "the part of it that comes from sampling the answers"),
-KL_TO_BASE = {  # every kl.every steps
-    "kl_to_base": Metric(
-        "nats/token",
-        "KL(policy || base), policy and adapter without noise, k3 estimate on the sampled tokens of a share of "
-        "train.mismatch_share of the micro-batches",
-    ),
-}
     "eval/accuracy_sampled_truncated": Metric("share", "sampled completions cut at the token limit"),
     "eval/accuracy_sampled_format_failed": Metric(
         "share", "sampled completions without an answer in task.answer_format"
@@ -260,7 +269,9 @@ TABLES = {  # what makes a run write them: the metrics
     "Steps that train": TRAIN,
     "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
     "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
+    "Mismatch by position (bins that have tokens)": BY_POSITION,
     "Penalty (`kl.coef` above 0)": KL,
+    "Distance to the base (every `kl.every` steps)": KL_TO_BASE,
     "First step with noise": NOISE_DOSE,
     "Closed loop (`aqn=entropy`)": NOISE_CONTROLLER,
     "Experts (models that route tokens, a pass with noise and one without)": ROUTING,
@@ -269,11 +280,11 @@ TABLES = {  # what makes a run write them: the metrics
     "Held-out accuracy during training (`eval.every`)": VALIDATION,
     "The last number of a completion (tasks with `task.answer_format` and numbers as answers)": LENIENT,
     "Gain of that over the packed base (every evaluation after the first)": LENIENT_GAIN,
-    "Mismatch by position (bins that have tokens)": BY_POSITION,
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
-    "Distance to the base (every `kl.every` steps)": KL_TO_BASE,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
+    "Base and adapter rounded together while sampling (`rollout.merge`)": MERGED,
+    "Sampling with an earlier adapter (`rollout.lag` above 0)": LAGGED,
     "GPU": GPU_MEMORY,
     "vLLM on a GPU": VLLM_MEMORY,
     "CUDA graphs of `engine=hf` on a GPU": ENGINE_HF,
@@ -327,6 +338,10 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
         return values
     trainer, sampler, columns = table["logprobs"], table["sampler_logprobs"], table.names()
     values |= mismatch_metrics(trainer, sampler) | {"mismatch/ess_sequence": ess(table["sequence_gap"])}
+    if "position" in columns:
+        values |= kl_by_position(trainer, sampler, table["position"])
+    if "base_gap" in columns:
+        values["kl_to_base"] = k3(table["base_gap"]).mean().item()
     if "noisy_logprobs" in columns:
         measured = table["noisy_measured"].bool()
         noisy, trainer, sampler = table["noisy_logprobs"], trainer[measured], sampler[measured]
@@ -338,10 +353,6 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     if "router_changed" in columns:
         values["router/changed_frac"] = table["router_changed"].mean().item()
     if "importance" in columns:
-    if "position" in columns:
-        values |= kl_by_position(trainer, sampler, table["position"])
-    if "base_gap" in columns:
-        values["kl_to_base"] = k3(table["base_gap"]).mean().item()
         values |= importance_metrics(table["importance"], table["importance_raw"])
     return values
 
@@ -366,16 +377,6 @@ def mismatch_metrics(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, 
     }
 
 
-def ess(log_weights: torch.Tensor) -> float:
-    """Kish's effective sample size of weights exp(`log_weights`) (n,) as a share of n: 1/n to 1, 1 for equal weights.
-
-    A common factor cancels, so the largest weight is taken as 1 and none can overflow.
-    """
-    weights = (log_weights - log_weights.max()).exp()
-    return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
-
-
-def rollout_metrics(groups: list[Group]) -> dict[str, float]:
 def kl_by_position(trainer: torch.Tensor, sampler: torch.Tensor, position: torch.Tensor) -> dict[str, float]:
     """mismatch/kl of the tokens in each bin of POSITIONS that has some, all (n,)."""
     found, estimate = {}, k3(trainer - sampler)
@@ -391,6 +392,16 @@ def k3(difference: torch.Tensor) -> torch.Tensor:
     return difference.exp() - difference - 1
 
 
+def ess(log_weights: torch.Tensor) -> float:
+    """Kish's effective sample size of weights exp(`log_weights`) (n,) as a share of n: 1/n to 1, 1 for equal weights.
+
+    A common factor cancels, so the largest weight is taken as 1 and none can overflow.
+    """
+    weights = (log_weights - log_weights.max()).exp()
+    return (weights.sum().square() / (len(weights) * weights.square().sum())).item()
+
+
+def rollout_metrics(groups: list[Group]) -> dict[str, float]:
     """Metrics of all completions of one step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
