@@ -156,6 +156,7 @@ def checked_engine(
         "recompute": experiment.train.recompute,
         "lora": experiment.lora,
         "engine": engine,
+        "merged_into": experiment.merged_into,  # which keeps passes from being recorded
     }
     device = policy.device.type
     key = key_of(policy.digest, folder, model.remote_code(), experiment.quantizer, options, device)

@@ -36,17 +36,15 @@ def advantage_collapse(runs: Sequence[Run]) -> Table:
     rows: list[dict[str, object]] = []
     for setting in group_by_setting(chosen):
         shares, trends, ends = (np.array([metric(run) for run in setting.runs]) for metric in (SHARE, trend, ACCURACY))
-        rows.append(
-            {"setting": setting.name, "runs": len(shares), "share": shares.mean(), "trend": trends.mean()}
-            | {"accuracy": ends.mean()}
-        )
+        means = {"share": shares.mean(), "trend": trends.mean(), "accuracy": ends.mean()}
+        rows.append({"setting": setting.name, "runs": len(shares), **means})
     slope = slope_within(
         [SHARE(run) for run in chosen],
         [ACCURACY(run) for run in chosen],
         [[run.setting_items for run in chosen], [run.base for run in chosen]],
     )
     bounds = {"slope": slope.value, "low": slope.low, "high": slope.high}
-    rows.append({"setting": WITHIN, "runs": slope.n} | bounds)
+    rows.append({"setting": WITHIN, "runs": slope.n, **bounds})
     numbers = pd.DataFrame(rows, columns=["setting", "runs", "share", "trend", "accuracy", "slope", "low", "high"])
     shown = pd.DataFrame({"setting": numbers["setting"], "runs": numbers["runs"]})
     for name, key, scale in (("share", "share", 1), ("per step", "trend", 1), ("accuracy (%)", "accuracy", 100)):
