@@ -118,12 +118,7 @@ def all_settings(runs: Sequence[Run]) -> Figure:
 CONSTANT = Differing(SIGMA_FACTORS, of=with_constant_sigma)
 FIGURES = {
     "accuracy": Named("held-out accuracy: formats minus BF16, noise minus none", Differing(NOISE), accuracy),
-    "advantage_collapse": Named(
-        "groups without signal in the first tenth, and accuracy over their share: a table alone",
-        all_runs,
-        None,
-        advantage_collapse,
-    ),
+    "advantage_collapse": Named("final accuracy over early groups without signal", all_runs, None, advantage_collapse),
     "algorithms": Named("reward and entropy by algorithm, and gains", Differing(("algo",)), algorithms, gains),
     "aqn": Named("reward and entropy by step: noise minus none, by format", Differing(NOISE, unfinished=True), aqn),
     "controls": Named("noise, and other sources of entropy, each minus BF16", Differing(ADDED), controls),
