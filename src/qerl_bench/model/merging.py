@@ -92,10 +92,8 @@ class Siblings:
     def kept(self) -> tuple[float, float]:
         """<Q(W + D) - Q(W), D> and <D, D> over the layers, with D = s B A."""
         merged, updates = {path: self.merged(path) for path in self.layers}, self._updates()
-        bases = {path: layer.get_base_layer() for path, layer in self.layers.items()}
-        if any(getattr(bases[path], "weight_format", None) != self.formats[path] for path in bases):
-            bases = self._rounded({path: weight() for path, weight in self.frozen.items()})
-        pairs = [((_weight(merged[path]) - _weight(bases[path])), update) for path, update in updates.items()]
+        bases = self._rounded({path: weight() for path, weight in self.frozen.items()})
+        pairs = [(_weight(merged[path]) - _weight(bases[path]), update) for path, update in updates.items()]
         return sum(float((left * right).sum()) for left, right in pairs), sum(float(d.square().sum()) for _, d in pairs)
 
     def _updates(self) -> dict[str, torch.Tensor]:
@@ -197,9 +195,9 @@ def _require_siblings(model: torch.nn.Module, adapted: Mapping[str, object]) -> 
 
 
 def _formats(
-    model: torch.nn.Module, weight_format: WeightFormat, adapted: Mapping[str, object]
+    model: torch.nn.Module, weight_format: WeightFormat, adapted: Mapping[str, Any]
 ) -> dict[str, WeightFormat]:
-    """The layers in the blocks of `model` that `weight_format` packs.
+    """The layers of `model` that `weight_format` packs: those of the blocks, and others that are packed now.
 
     Raises ConfigError if one of them is not in that format now, nor among the `adapted`.
     """
@@ -218,7 +216,8 @@ def _formats(
         f"rollout.merge=true rounds layers to {weight_format.name} with their adapters, and lora.targets leaves out "
         f"{', '.join(apart[:3])}, which are in another format: use lora.targets=all, or quant={weight_format.name}",
     )
-    return dict.fromkeys(packed, weight_format)
+    outside = {path for path, layer in adapted.items() if isinstance(layer.get_base_layer(), PackedLinear)}
+    return dict.fromkeys({*packed, *outside}, weight_format)
 
 
 def _matrices(layer: LoRALinear) -> tuple[torch.Tensor, torch.Tensor, float]:
