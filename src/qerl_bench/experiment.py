@@ -2,7 +2,8 @@
 
 With engine=hf one model samples and trains, so syncing the weights means only putting noise into norm scales or adapter
 before the rollout and taking it out afterwards. An engine with its own copy of the weights gets adapter and noise then.
-With `rollout.quant` or `rollout.activations` a second model samples, which shares all but its packed layers.
+With `rollout.quant` or `rollout.activations` a second model samples, which shares all but its packed layers; with
+`rollout.merge` base and adapter are rounded together meanwhile, and with `rollout.lag` the adapter is an earlier one.
 Every random draw is seeded by (run seed, purpose, step), so a resumed run repeats an uninterrupted one.
 """
 
@@ -25,6 +26,7 @@ from qerl_bench.algo.base import Algorithm
 from qerl_bench.aqn.injector import NoiseReport, noise_metrics
 from qerl_bench.checks import ConfigError, TrainingStopped, require
 from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.eval import formats
 from qerl_bench.eval.base import metrics_of
 from qerl_bench.eval.paired import read_samples
@@ -59,6 +61,7 @@ from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
 from qerl_bench.train.kept import TokenColumns, kept_records
+from qerl_bench.train.lag import Lag
 from qerl_bench.train.memory_plan import remember
 from qerl_bench.train.nonfinite import during
 from qerl_bench.train.shares import require_equal_weights
@@ -116,20 +119,24 @@ def run_steps(
     optimizer = make_optimizer(policy, experiment.optim)
     first = world.from_first(run.resume_step)
     remember(policy, run)
+    lag = Lag(policy.trainable, experiment.rollout.lag)
     if first > 0:
-        load_checkpoint(experiment.run_dir, run, policy, optimizer)
+        load_checkpoint(experiment.run_dir, run, policy, optimizer, lag)
         log.info("continuing after step %d", first)
     require_equal_weights(policy.model, world)
     make_mirror = experiment.logger.mirror if world.first else no_mirror
     rollout = experiment.rollout
     with (
         make_mirror(run.path, run.metrics(), config) as mirror,
-        on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (_, sampler),
+        on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (other, sampler),
     ):
-        sampled = experiment.in_format("rollout.quant", rollout.quant, rollout.activations).quant
+        sampled, copies = experiment.sampled.quant, 1 + (sampler is not engine) + rollout.merge
         weights = {"quant": sampled.name, "activations": sampled.activations} | (
-            {} if sampler is engine else {"copies_of_weights": 2}
+            {"copies_of_weights": copies} if copies > 1 else {}
         )
+        if rollout.merge:
+            assert other.merging is not None
+            sampler = MergingEngine(sampler, other.merging)
         run.write("engine.json", json.dumps(sampler.record() | weights, indent=1))
         prompts = experiment.task.train_prompts(1, experiment.rollout.prompts_per_step, experiment.seed)
         run.write("prompt.txt", policy.text_of(prompts[0]))
@@ -138,7 +145,7 @@ def run_steps(
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
                 shortages_of(policy).begin(step)
-                step_metrics = train_step(experiment, policy, sampler, optimizer, world, run, step)
+                step_metrics = train_step(experiment, policy, sampler, optimizer, lag, world, run, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
@@ -152,7 +159,7 @@ def run_steps(
                     require_equal_weights(policy.model, world)
                     if world.first:
                         with memory_for("checkpoint"), run.checkpoint(step) as folder:
-                            save_checkpoint(folder, experiment, policy, optimizer, run, step)
+                            save_checkpoint(folder, experiment, policy, optimizer, lag, run, step)
                         drop_checkpoints(experiment, run)
                 if signum:
                     raise Terminated(signum)
@@ -176,6 +183,7 @@ def train_step(
     policy: Policy,
     engine: RolloutEngine,
     optimizer: torch.optim.Optimizer,
+    lag: Lag,
     world: World,
     run: RunDir,
     step: int,
@@ -187,15 +195,17 @@ def train_step(
     timer = PhaseTimer(str(policy.device.type))
     with timer("step"):
         if algo.on_policy:
-            groups, everything, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+            with lag.sampling() as behind:
+                groups, everything, step_metrics = collect_rollouts(experiment, policy, engine, step, timer, world)
+                if noise_begins:
+                    with timer("dose"):
+                        sampling = rollout_sampling(experiment, step)
+                        step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling, world)
+            step_metrics |= behind
             if step == 1 and world.first and not (run.path / formats.FILE).exists():  # no evaluation has said it
                 answers = [(one.prompt, one.text, one.finished) for group in everything for one in group.rollouts]
                 longest = experiment.task.max_completion_tokens
                 formats.report_formats(run, experiment.task, answers, "rollouts of step 1", longest)
-            if noise_begins:
-                with timer("dose"):
-                    sampling = rollout_sampling(experiment, step)
-                    step_metrics |= dose.first_dose(experiment, policy, engine, everything, sampling, world)
             batch = rollout_batch(groups, algo, policy)
             step_metrics |= policy.noise.controller.update(step, step_metrics["entropy"])
         else:
@@ -369,12 +379,20 @@ def no_mirror(run_dir: Path, records: list[dict[str, Any]], config: dict[str, An
 
 
 def save_checkpoint(
-    folder: Path, experiment: Experiment, policy: Policy, optimizer: torch.optim.Optimizer, run: RunDir, step: int
+    folder: Path,
+    experiment: Experiment,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    lag: Lag,
+    run: RunDir,
+    step: int,
 ) -> None:
     """Fill `folder` with everything that the next step depends on."""
     policy.save(folder)
     state = {"optimizer": optimizer.state_dict(), "torch_rng": torch.get_rng_state(), "noise": policy.noise.state()}
     state["shortages"] = shortages_of(policy).state()
+    if lag.steps:
+        state["lag"] = lag.state()
     torch.save(state, folder / "trainer.pt")
     position = {
         "step": step,
@@ -388,7 +406,9 @@ def save_checkpoint(
     (folder / "state.json").write_text(json.dumps(position, indent=1))
 
 
-def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(
+    run_dir: Path, run: RunDir, policy: Policy, optimizer: torch.optim.Optimizer, lag: Lag | None = None
+) -> None:
     """Restore from the last checkpoint in `run_dir` all that the next step depends on, and the clock."""
     folder = last_checkpoint(run_dir)
     require(folder is not None, f"only process 0 sees the checkpoint in {run_dir}: choose a root=DIR that all can read")
@@ -402,6 +422,8 @@ def load_checkpoint(run_dir: Path, run: RunDir, policy: Policy, optimizer: torch
     torch.set_rng_state(state["torch_rng"].cpu())
     policy.noise.restore(state["noise"])
     shortages_of(policy).restore(state.get("shortages"))  # which earlier versions did not write
+    if lag is not None:
+        lag.restore(state.get("lag", []))
     position = json.loads((folder / "state.json").read_text())
     run.spent_s, run.spent_j = position["wall_s"], position.get("energy_j")
     run.begun = position.get("started")

@@ -35,11 +35,12 @@ from qerl_bench.options import user_options
 from qerl_bench.options.files import options_of
 from qerl_bench.options.names import option
 from qerl_bench.parallel import ParallelSpec
-from qerl_bench.quant.base import NOT_ROUNDED, BlockFormat, WeightFormat
+from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.reward.base import RewardSource
 from qerl_bench.task.base import Task
 from qerl_bench.task.graded import check_reward
+from qerl_bench.train.rollout_checks import check_merging, check_sampler
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
 
 
@@ -152,8 +153,8 @@ class Experiment:
             f"lora.dropout={self.lora.dropout} would change them at random. Use lora.dropout=0",
         )
         require(
-            self.kl.coef == 0 or (not full_training and self.algo.on_policy),
-            "kl.coef > 0 compares sampled completions with the base model, which is the policy without its adapter. It "
+            self.kl.coef == self.kl.every == 0 or (not full_training and self.algo.on_policy),
+            "kl.coef > 0 or kl.every > 0 compares completions with the base, the policy without its adapter. It "
             f"needs lora=default and an on-policy algorithm, got lora={self.lora.name}, algo={self.algo.name}",
         )
 
@@ -196,13 +197,7 @@ class Experiment:
     def _check_other_formats(self) -> None:
         """Formats that evaluations or rollouts have of their own."""
         rollout, engine_is_own = self.rollout, self.engine.name == "hf"
-        rounds = {"quant.activations": self.quant.activations, "rollout.activations": rollout.activations}
-        for key, kind in rounds.items():
-            require(
-                kind in (None, NOT_ROUNDED) or engine_is_own,
-                f"{key}={kind} rounds the inputs of layers, which only engine=hf does while sampling, got "
-                f"engine={self.engine.name}. Use engine=hf, or {key}=none",
-            )
+        check_sampler(rollout, self.quant, self.algo, self.engine.name, self.steps)
         for key, name in {"eval.quant": self.served_in, "rollout.quant": rollout.quant}.items():
             require(
                 self.in_format(key, name, rollout.activations if key == "rollout.quant" else None) is self
@@ -211,12 +206,7 @@ class Experiment:
                 f"engine={self.engine.name}. Use engine=hf, or leave {key} out; a finished run can be evaluated in "
                 f"another format with any engine: qerl-bench eval RUN eval.quant=nvfp4",
             )
-        for key, value in {"rollout.quant": rollout.quant, "rollout.activations": rollout.activations}.items():
-            require(
-                value is None or self.algo.on_policy,
-                f"{key}={value} is of what samples, and algo={self.algo.name} trains on demonstrations. Leave {key} "
-                "out",
-            )
+        check_merging(rollout, self.train, self.lora, self.sampled.quant, self.quantizer, self.engine.name)
 
     def _check_evaluations(self) -> None:
         late = [step for step in getattr(self.eval, "at", ()) if step >= self.steps]
@@ -230,6 +220,17 @@ class Experiment:
     def served_in(self) -> str | None:
         """The weight format that evaluations ask for; None for that of training."""
         return getattr(self.eval, "quant", None)
+
+    @property
+    def sampled(self) -> Experiment:
+        """This experiment on the base that rollouts are sampled from; itself if that is the one of training."""
+        return self.in_format("rollout.quant", self.rollout.quant, self.rollout.activations)
+
+    @property
+    def merged_into(self) -> WeightFormat | None:
+        """The format that base and adapter of this experiment's policy are rounded to together, in some passes."""
+        own = self.rollout.merge and (self.train.merge != "none" or self.sampled is self)
+        return self.sampled.quant if own else None
 
     def in_format(self, key: str, name: str | None, activations: str | None = None) -> Experiment:
         """This experiment on a base in the weight format `name`, without noise; itself if that is its format.
@@ -251,6 +252,11 @@ class Experiment:
         return self._on_base(key, option("quant", str(name)), activations)
 
     def _on_base(self, key: str, quant: WeightFormat, activations: str | None) -> Experiment:
+        require(
+            self.train.merge == "none" or key == "rollout.quant",
+            f"{key}={quant.name} puts the adapter on another base, and with train.merge={self.train.merge} it was "
+            f"trained in one rounded weight with its own. Leave {key} out",
+        )
         if isinstance(quant, BlockFormat):
             quant = replace(quant, activations=activations or self.quant.activations)
         require(
@@ -261,10 +267,10 @@ class Experiment:
         quantizer = self.quantizer if quant.bits_per_weight is not None else option("quantizer", "rtn")
         own_eval = {} if self.served_in is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
         try:
-            rollout = replace(self.rollout, quant=None, activations=None)
-            return replace(
-                self, quant=quant, quantizer=quantizer, aqn=option("aqn", "none"), rollout=rollout, **own_eval
-            )
+            merge = self.rollout.merge and key == "rollout.quant"
+            rollout = replace(self.rollout, quant=None, activations=None, merge=merge)
+            train, aqn = replace(self.train, merge="none"), option("aqn", "none")
+            return replace(self, quant=quant, quantizer=quantizer, aqn=aqn, rollout=rollout, train=train, **own_eval)
         except ConfigError as error:
             raise ConfigError(f"{key}={quant.name}: {error}") from error
 

@@ -98,6 +98,15 @@ ACTIVATIONS = {  # with quant.activations or rollout.activations other than none
     ),
     "activations/underflow_rollout": Metric("share", "the same while sampling; of several GPUs the one with most"),
 }
+MERGED = {  # with rollout.merge
+    "merge/update_kept": Metric(
+        "share",
+        "<Q(W + D) - Q(W), D> / <D, D> over the adapted weights, D = s B A: what rounding leaves of the adapter",
+    ),
+}
+LAGGED = {  # with rollout.lag
+    "rollout/lag": Metric("steps", "by which the adapter that sampled is behind the trained one"),
+}
 NOISE_DOSE = {  # of the first step with noise: dose.py
     "aqn/dose_kl": Metric(
         "nats/token", "mismatch/noise_kl or, where training does not measure that, mismatch/kl of the completions below"
@@ -156,6 +165,12 @@ ROUTING = {  # with experts, if the trainer makes a pass with noise and one with
         "experts of a completion token that the noise replaces by others, in the layers whose router reads a norm",
     ),
 }
+POSITIONS = tuple(4**power for power in range(8))  # the first token of each bin, counted from 1 in its completion
+BY_POSITION = {  # bins without tokens are left out
+    f"mismatch/kl_by_position_{first}": Metric("nats/token", f"mismatch/kl of the tokens of a completion from {which}")
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True)
+    for which in [f"{first} on" if end is None else f"{first} to {end - 1}"]
+}
 IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
     "importance_sampling/weight_mean": Metric(
         "-", "mean over tokens of the importance weight that multiplied the loss"
@@ -166,6 +181,13 @@ IMPORTANCE_SAMPLING = {  # only with importance_sampling.mode other than none
 KL = {  # only with kl.coef > 0
     "kl": Metric(
         "nats/token", "policy against the base without its adapter, by kl.estimator, unweighted, over all updates"
+    ),
+}
+KL_TO_BASE = {  # every kl.every steps
+    "kl_to_base": Metric(
+        "nats/token",
+        "KL(policy || base), policy and adapter without noise, k3 estimate on the sampled tokens of a share of "
+        "train.mismatch_share of the micro-batches",
     ),
 }
 EVAL = {
@@ -247,7 +269,9 @@ TABLES = {  # what makes a run write them: the metrics
     "Steps that train": TRAIN,
     "Sampler, trainer and noise apart (`importance_sampling.split_mismatch`, one draw of noise a step)": MISMATCH_SPLIT,
     "Weights on the loss (`importance_sampling.mode` other than none)": IMPORTANCE_SAMPLING,
+    "Mismatch by position (bins that have tokens)": BY_POSITION,
     "Penalty (`kl.coef` above 0)": KL,
+    "Distance to the base (every `kl.every` steps)": KL_TO_BASE,
     "First step with noise": NOISE_DOSE,
     "Closed loop (`aqn=entropy`)": NOISE_CONTROLLER,
     "Experts (models that route tokens, a pass with noise and one without)": ROUTING,
@@ -259,6 +283,8 @@ TABLES = {  # what makes a run write them: the metrics
     "`eval=lm_eval eval.protocol=standard`": LM_EVAL,
     "Copy of the weights (`engine=vllm`)": WEIGHT_SYNC,
     "Rounded inputs of packed layers (`quant.activations`, `rollout.activations`)": ACTIVATIONS,
+    "Base and adapter rounded together while sampling (`rollout.merge`)": MERGED,
+    "Sampling with an earlier adapter (`rollout.lag` above 0)": LAGGED,
     "GPU": GPU_MEMORY,
     "vLLM on a GPU": VLLM_MEMORY,
     "CUDA graphs of `engine=hf` on a GPU": ENGINE_HF,
@@ -303,14 +329,19 @@ def token_metrics(table: TokenTable, on_policy: bool) -> dict[str, float]:
     """Metrics of the training pass from its per-token columns; those of the sampler only if `on_policy`.
 
     `sequence_gap` has one entry per completion. MISMATCH_SPLIT needs the column `noisy_logprobs`, ROUTING
-    `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`. These
-    metrics are left out without them. `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
+    `router_changed`, with an entry per expert of a token, IMPORTANCE_SAMPLING `importance` and `importance_raw`,
+    BY_POSITION `position`, KL_TO_BASE `base_gap`, base minus policy. These metrics are left out without them.
+    `noisy_measured` is 1 for the tokens that `noisy_logprobs` has.
     """
     values = {"entropy_clean": table["entropy"].mean().item(), "entropy_t1": table["entropy_t1"].mean().item()}
     if not on_policy:
         return values
     trainer, sampler, columns = table["logprobs"], table["sampler_logprobs"], table.names()
     values |= mismatch_metrics(trainer, sampler) | {"mismatch/ess_sequence": ess(table["sequence_gap"])}
+    if "position" in columns:
+        values |= kl_by_position(trainer, sampler, table["position"])
+    if "base_gap" in columns:
+        values["kl_to_base"] = k3(table["base_gap"]).mean().item()
     if "noisy_logprobs" in columns:
         measured = table["noisy_measured"].bool()
         noisy, trainer, sampler = table["noisy_logprobs"], trainer[measured], sampler[measured]
@@ -338,13 +369,27 @@ def importance_metrics(bounded: torch.Tensor, raw: torch.Tensor) -> dict[str, fl
 def mismatch_metrics(trainer: torch.Tensor, sampler: torch.Tensor) -> dict[str, float]:
     """How far the trainer's log-probabilities of the sampled tokens are from the sampler's, both (n,)."""
     difference = trainer - sampler
-    weight = difference.exp()
     return {
-        "mismatch/kl": (weight - difference - 1).mean().item(),
+        "mismatch/kl": k3(difference).mean().item(),
         "mismatch/logp_abs_mean": difference.abs().mean().item(),
         "mismatch/logp_abs_max": difference.abs().max().item(),
         "mismatch/ess": ess(difference),
     }
+
+
+def kl_by_position(trainer: torch.Tensor, sampler: torch.Tensor, position: torch.Tensor) -> dict[str, float]:
+    """mismatch/kl of the tokens in each bin of POSITIONS that has some, all (n,)."""
+    found, estimate = {}, k3(trainer - sampler)
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], math.inf), strict=True):
+        inside = (position >= first) & (position < end)
+        if bool(inside.any()):
+            found[f"mismatch/kl_by_position_{first}"] = estimate[inside].mean().item()
+    return found
+
+
+def k3(difference: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(p || q) at tokens that p sampled, from log q - log p."""
+    return difference.exp() - difference - 1
 
 
 def ess(log_weights: torch.Tensor) -> float:

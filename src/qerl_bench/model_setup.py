@@ -23,6 +23,7 @@ from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model, require_writable
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.load import load_packed
+from qerl_bench.model.merging import merging_of
 from qerl_bench.model.policy import Policy, share_all_but_base
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
 from qerl_bench.model.structure import NormSite, Structure, probe
@@ -107,6 +108,10 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     adapter = experiment.lora.attach(model, f"model={spec.name}", derive(experiment.seed, "adapter"))
     if like is not None:
         share_all_but_base(model, like)
+    merging = None
+    if (merged := experiment.merged_into) is not None:
+        trained = None if like is None else like.model
+        merging = merging_of(model, merged, experiment.quantizer, f"model={spec.name} as {merged.name}", trained)
     policy = Policy(
         model,
         tokenizer,
@@ -119,6 +124,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
         train_norms=experiment.lora.train_norms and like is None,
         template=spec.template,
         rounding=rounding,
+        merging=merging,
     )
     if like is not None:
         policy.base_scales = like.base_scales

@@ -130,6 +130,8 @@ def session(
             policy = build_policy(experiment, base, device)
         policy.name_base(name_of_base(experiment.model), digest, base or experiment.model.folder())
         built = checked_engine(experiment, engine, policy, base, f"model={experiment.model.name}", run)
+    if policy.merging is not None:
+        policy.merging.on = experiment.train.merge != "none"  # of what is checked, base and adapter are apart
     with closing(built) as rollout_engine:
         shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
         yield policy, rollout_engine if world.size == 1 and not shared.exact else shared
@@ -154,6 +156,7 @@ def checked_engine(
         "recompute": experiment.train.recompute,
         "lora": experiment.lora,
         "engine": engine,
+        "merged_into": experiment.merged_into,  # which keeps passes from being recorded
     }
     device = policy.device.type
     key = key_of(policy.digest, folder, model.remote_code(), experiment.quantizer, options, device)
@@ -226,7 +229,7 @@ def ask(
     with on_base_in("eval.quant", experiment.served_in, experiment, policy, engine) as (asked, sampler):
         evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
-    quant = experiment.served_in or experiment.quant.name
+    quant = experiment.served_in or (experiment.merged_into or experiment.quant).name
     return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
 
 

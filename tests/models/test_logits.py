@@ -187,6 +187,7 @@ def _sampler(name: str, quant: str = "bf16", device: str = "cpu", dtype: torch.d
     stop_ids = frozenset(range(3, 320, 12))
     return SimpleNamespace(
         rounding=None,
+        merging=None,
         model=model,
         head=head,
         device=torch.device(device),

@@ -38,7 +38,7 @@ REINFORCE_PP = reinforce_pp.ReinforcePlusPlus(name="reinforce_pp", **NARROW, adv
 SFT = sft.SFT(name="sft", right_only=False)
 ON_POLICY = [GRPO, DAPO, BNPO, DR_GRPO, GSPO, CISPO, RLOO, REINFORCE_PP]
 ALGORITHMS = pytest.mark.parametrize("algo", [*ON_POLICY, SFT], ids=lambda algo: algo.name)
-NO_KL = KLPenalty(coef=0.0, estimator="k3", ratio_weighted=True)
+NO_KL = KLPenalty(coef=0.0, estimator="k3", ratio_weighted=True, every=0)
 
 
 def loss_of_one_batch(
@@ -462,7 +462,7 @@ def test_overlong_penalty_by_hand() -> None:
 
 
 def _kl(estimator: str, weighted: bool, coef: float = 0.5) -> KLPenalty:
-    return KLPenalty(coef=coef, estimator=estimator, ratio_weighted=weighted)
+    return KLPenalty(coef=coef, estimator=estimator, ratio_weighted=weighted, every=0)
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,73 @@ def test_a_sample_of_the_micro_batches_measures_noise_and_says_how_much(
         assert 0 < found["mismatch/noise_logp_abs_max"] <= full["mismatch/noise_logp_abs_max"]
 
 
+# --- by position, and to the base ------------------------------------------------------------------------------------
+
+
+def test_mismatch_by_position_is_that_of_the_tokens_there(make_policy: Maker, make_experiment: Maker) -> None:
+    experiment, policy, batch = _world(make_policy, make_experiment, sigma=0)
+    with torch.no_grad():
+        trains = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+    found, _ = _run(experiment, policy, batch)
+    for first, end in ((1, 4), (4, 16)):
+        inside = torch.zeros_like(batch.mask)
+        for row in range(len(LENGTHS)):
+            inside[row, batch.mask[row].nonzero()[first - 1 : end - 1, 0]] = True
+        kl = _loops(trains, batch.sampler_logprobs, inside)["kl"]
+        assert found[f"mismatch/kl_by_position_{first}"] == pytest.approx(kl, rel=1e-3) and kl > 0
+    assert not {f"mismatch/kl_by_position_{first}" for first in metrics.POSITIONS[2:]} & set(found)
+
+
+def test_the_bins_of_positions_are_eight_powers_of_four() -> None:
+    ends = [1, 3, 4, 15, 16, 63, 64, 255, 256, 1023, 1024, 4095, 4096, 16383, 16384, 10**6]
+    gaps = torch.arange(1.0, len(ends) + 1).double() / 10
+    found = metrics.kl_by_position(gaps, torch.zeros_like(gaps), torch.tensor(ends))
+    k3 = (gaps.exp() - gaps - 1).view(-1, 2).mean(1).tolist()
+    assert [*found] == [*metrics.BY_POSITION] and [*found.values()] == pytest.approx(k3)
+    assert metrics.kl_by_position(gaps[:1], gaps[:1], torch.tensor([64])) == {"mismatch/kl_by_position_64": 0.0}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("noise.site=rollout_and_training",),
+        ("kl.coef=0.1", "train.updates_per_batch=2"),
+        ("importance_sampling.mode=truncate",),
+    ],
+    ids=str,
+)
+def test_kl_to_the_base_is_that_of_the_policy_without_noise_and_changes_nothing(
+    make_policy: Maker, make_experiment: Maker, words: tuple[str, ...]
+) -> None:
+    experiment, policy, batch = _world(make_policy, make_experiment, *words)
+    with torch.no_grad():
+        clean = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+        with policy.without_adapter():
+            base = policy.token_stats(batch.input_ids, batch.mask, 0.8).logprobs
+    off, moments = _run(experiment, policy, batch)
+    found, same = _run(*_world(make_policy, make_experiment, *words, "kl.every=1"))
+    kl = found.pop("kl_to_base")
+    assert kl == pytest.approx(_loops(base, clean, batch.mask)["kl"], rel=1e-3) and kl > 1e-3
+    assert found == off and torch.equal(same, moments)
+
+
+def test_kl_to_the_base_is_measured_in_some_steps_and_micro_batches(
+    make_policy: Maker, make_experiment: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train.micro_batch_tokens=20", "train.mismatch_share=0.5", "kl.every=2")
+    experiment, policy, batch = _world(make_policy, make_experiment, *words, sigma=0)
+    passes, plain = [], policy.without_adapter
+    monkeypatch.setattr(policy, "without_adapter", lambda: passes.append(1) or plain())
+    optimizer = make_optimizer(policy, experiment.optim)
+    counts = []
+    for step in (1, 2, 3, 4):
+        found = update(experiment, policy, optimizer, batch, NO_RUN, step)
+        assert ("kl_to_base" in found) == (step % 2 == 0)
+        counts.append(len(passes))
+    assert counts == [0, 3, 3, 6]  # of six micro-batches
+
+
 # --- the warning -----------------------------------------------------------------------------------------------------
 
 

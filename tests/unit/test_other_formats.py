@@ -13,8 +13,8 @@ import torch
 
 from qerl_bench import experiment as loop
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import _without_training
 from qerl_bench.commands.eval import main as evaluate_again
+from qerl_bench.commands.eval import without_training
 from qerl_bench.config import build
 from qerl_bench.experiment import collect_rollouts, run_experiment
 from qerl_bench.model_setup import build_policy
@@ -112,7 +112,7 @@ def test_an_engine_that_cannot_sample_in_another_format_can_evaluate_what_was_tr
     trained.engine = make_config("engine=vllm").engine
     with pytest.raises(ConfigError, match=r"rollout\.quant"):
         build(trained)
-    assert build(_without_training(trained)).rollout.quant is None
+    assert build(without_training(trained)).rollout.quant is None
 
 
 def test_the_record_says_in_which_format(runs: dict[str, Path]) -> None:

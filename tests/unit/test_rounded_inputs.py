@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.commands.eval import _without_training
+from qerl_bench.commands.eval import without_training
 from qerl_bench.config import build, compose
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.experiment import run_experiment
@@ -285,7 +285,7 @@ def test_an_other_format_rounds_as_training_does_unless_it_is_said(make_experime
 
 def test_a_later_evaluation_forgets_what_the_sampler_did(make_config: Any) -> None:
     cfg = make_config("quant=nvfp4", "rollout.activations=fp8")
-    assert build(_without_training(cfg)).rollout.activations is None
+    assert build(without_training(cfg)).rollout.activations is None
 
 
 @pytest.mark.parametrize("quant", FORMATS)

@@ -129,7 +129,8 @@ def test_where_it_cannot_be_the_log_says_why(
     for words, reason in (((), "no GPU"), (("train.capture=off",), "capture=off")):
         assert reason in str(why_not(make_experiment(*words), policy))
     assert static.static_passes(make_experiment(), policy) is None and "not recorded: there is no GPU" in caplog.text
-    seen = {"device": torch.device("cuda"), "model": policy.model, "packing": True, "experts": [], "rounding": None}
+    seen = {"device": torch.device("cuda"), "model": policy.model, "packing": True, "experts": []}
+    seen |= {"rounding": None, "merging": None}
     on_gpu: Any = type("OnGpu", (), seen)()
     refused = {
         "train.recompute=full": "recompute=full",

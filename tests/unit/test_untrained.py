@@ -72,9 +72,9 @@ WAYS_TO_TRAIN = {
     "demonstrations": ("algo=sft",),
     "another reward": ("reward=random", "optim.lr=0.05"),
     "more of everything": (
-        *("steps=3", "save_every=2", "rollout.group_size=2", "rollout.temperature=0.7", "train.micro_batch_tokens=64"),
-        *("train.updates_per_batch=2", "train.kept_groups=2", "kl.coef=0.1", "eval.every=1", "eval.at=[2]"),
-        "eval.at_greedy=false",
+        *("steps=3", "save_every=2", "rollout.group_size=2", "rollout.temperature=0.7", "rollout.lag=1"),
+        *("train.micro_batch_tokens=64", "train.updates_per_batch=2", "train.kept_groups=2", "kl.coef=0.1"),
+        *("eval.every=1", "eval.at=[2]", "eval.at_greedy=false"),
         *("train.on_nonfinite=skip", "train.entropy_coef=0.01", "importance_sampling.mode=truncate"),
     ),
     "another batch": ("rollout.prompts_per_step=4", "eval.every_questions=2", "train.mismatch_share=0.5"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qerl_bench.checks import check_fields, flag, number, one_of, require
+from qerl_bench.checks import check_fields, count, flag, number, one_of, require
 
 if TYPE_CHECKING:
     import torch
@@ -20,19 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
-    """`coef` times the estimated KL divergence per token, added to each token's loss; 0 needs no reference."""
+    """`coef` times the estimated KL divergence per token, added to each token's loss; 0 needs no reference.
+
+    Whatever `coef`, the metric kl_to_base is measured in each step that `every` divides; 0: in none.
+    """
 
     coef: float
     estimator: str
     ratio_weighted: bool
+    every: int
 
     def __post_init__(self) -> None:
-        check_fields(self, "kl", coef=number(0), estimator=one_of("k1", "k2", "k3"), ratio_weighted=flag)
+        check_fields(
+            self, "kl", coef=number(0), estimator=one_of("k1", "k2", "k3"), ratio_weighted=flag, every=count(0)
+        )
         require(
             self.coef == 0 or self.estimator != "k1" or self.ratio_weighted,
             "kl.estimator=k1 needs kl.ratio_weighted=true: without it the expected gradient of the penalty is zero. "
             "Use k2 or k3 for an unweighted penalty",
         )
+
+    def measured_at(self, step: int) -> bool:
+        """Whether kl_to_base is measured in `step`."""
+        return self.every > 0 and step % self.every == 0
 
     def estimate(self, logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The estimate at each token (B, T) in nats, 0 off the mask."""

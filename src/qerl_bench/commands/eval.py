@@ -199,7 +199,7 @@ def reevaluate(
     The record is in `out`; nothing is done if that is complete. Raises ConfigError if the evaluation is not possible.
     All ranks of `world` call this; rank 0 writes the record.
     """
-    trained, protocol = (build(_without_training(one)) for one in (stored, cfg))
+    trained, protocol = (build(without_training(one)) for one in (stored, cfg))
     if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
         trained, protocol = (one.in_format("eval.quant", served_in) for one in (trained, protocol))
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
@@ -230,16 +230,19 @@ def reevaluate(
         record.mark_finished({"run": str(run_dir.resolve())} | earlier)
 
 
-def _without_training(cfg: DictConfig) -> DictConfig:
+def without_training(cfg: DictConfig) -> DictConfig:
     """`cfg` without formats of weights and inputs in evaluations and rollouts, which its engine may lack.
 
-    And without what training alone asks of a task: demonstrations, and answers that fit a micro-batch.
+    But with those of weights that were trained merged (train.merge). And without what training alone asks of a task:
+    demonstrations, and answers that fit a micro-batch.
     """
     cfg = cfg.copy()
     cfg.train.micro_batch_tokens = None
     cfg.algo, cfg.rollout.group_size = load_option(user_options.folders(), "algo", "grpo"), 2
-    for part in (cfg.eval, cfg.rollout):
+    merged = OmegaConf.select(cfg, "train.merge", default="none") != "none"
+    for part in (cfg.eval,) if merged else (cfg.eval, cfg.rollout):
         part.update({key: None for key in ("quant", "activations") if key in part})
+    cfg.rollout.merge, cfg.rollout.lag = merged, 0
     return cfg
 
 

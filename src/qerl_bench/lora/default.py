@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """A low-rank adapter B A * alpha / rank on each target layer; the base stays frozen and is never merged with it.
+    """A low-rank adapter B A * alpha / rank on each target layer; the base stays frozen.
 
     `targets` is `all`, the linear layers of the blocks, or a list of their names.
     """

@@ -1,7 +1,7 @@
 """The policy: a packed base model, its adapter and its noise in one object.
 
-The same weights serve sampling and training. Adapters are never merged into the base: rounding to 4 bits would remove
-almost the whole update.
+The same weights serve sampling and training. Adapters stay apart from the base, since rounding to 4 bits removes almost
+the whole of a small update, unless `merging` asks for that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
 from qerl_bench.model.lm_head import TokenStats, decoder_of, head_of, token_stats
+from qerl_bench.model.merging import REASON as MERGED
+from qerl_bench.model.merging import Merging
 from qerl_bench.model.packing import Packing, why_not_packed
 from qerl_bench.model.routing import chosen_experts
 from qerl_bench.model.sharing import why_not_shared
@@ -56,7 +58,8 @@ class Policy:
     """A causal LM with a packed base. `model` includes the adapter's modules; `adapter` is PEFT's wrapper, or None.
 
     `layers` reports on the packing of each layer, and `kernels` names the kernel each of them runs. `fused` tells
-    whether loss head and sampling run fused kernels. `rounding` is that of the inputs of packed layers.
+    whether loss head and sampling run fused kernels. `rounding` is that of the inputs of packed layers, `merging` that
+    of base and adapter together.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Policy:
         train_norms: bool,
         template: Keywords | None,
         rounding: Rounding | None = None,
+        merging: Merging | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -80,7 +84,7 @@ class Policy:
         self.layers = layers
         self.structure = structure
         self.noise = noise
-        self.rounding = rounding
+        self.rounding, self.merging = rounding, merging
         self.adapter = adapter
         self.head = head_of(model)
         self.packing = prepare_attention(decoder_of(model)) and packing
@@ -105,7 +109,7 @@ class Policy:
         reason = why_not_fused(kernel, self.device)
         self.fused = reason is None
         log.info("kernel of the loss head and of sampling: %s", "triton" if reason is None else f"torch ({reason})")
-        reason = reason or (ROUNDED if rounding else None)
+        reason = reason or (ROUNDED if rounding else MERGED if merging else None)
         reason = reason or why_not_fused_blocks(kernel, model) or fuse_blocks(decoder_of(model))
         log.info("blocks in training: %s", "triton" if reason is None else f"modules of transformers ({reason})")
         reason = why_not_shared(decoder_of(model), self.packing, bool(self.experts))

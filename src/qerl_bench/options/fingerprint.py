@@ -33,6 +33,10 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
     "eval.at_greedy": True,
     "rollout.quant": None,
     "rollout.activations": None,
+    "rollout.merge": False,
+    "rollout.lag": 0,
+    "train.merge": "none",
+    "kl.every": 0,
     **{
         f"{group}.{key}": value
         for group in ("quant", "aqn.format")

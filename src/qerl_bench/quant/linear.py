@@ -1,7 +1,7 @@
 """Linear layers over packed weights: one frozen copy that serves rollout and training.
 
 Each matmul rebuilds the weight and frees it again, in the forward and in the backward pass, so training keeps no 16-bit
-copy; the decode kernel reads the packed weight directly. Merging an adapter into the packed weight is refused: rounding
+copy; the decode kernel reads the packed weight directly. PEFT cannot merge an adapter into the packed weight: rounding
 back to 4 bits would keep only a few per cent of the update. Left out: gradients of weight and bias, which are frozen.
 """
 

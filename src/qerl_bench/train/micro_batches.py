@@ -31,6 +31,7 @@ class MicroBatch:
     static: StaticInputs | None = None  # with fixed shapes, if its pass can be recorded
     tokens_of: tuple[tuple[int, int], ...] = ()  # for each sequence its row in the step's batch, and its tokens
     measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
+    measures_base: bool = False  # whether it makes a pass of the base to measure kl_to_base
 
 
 def split(
@@ -72,12 +73,16 @@ def split(
     ]
 
 
-def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int) -> None:
-    """Let `share` of the micro-batches, drawn by `seed`, at least one, measure the mismatch that noise makes."""
+def sample_measured(micro_batches: list[MicroBatch], share: float, seed: int, base: bool = False) -> None:
+    """Let `share` of the micro-batches, drawn by `seed`, at least one, measure the mismatch that noise makes.
+
+    And, if `base`, the KL to the base.
+    """
     count = max(1, math.ceil(share * len(micro_batches)))
     drawn = Random(seed).sample(range(len(micro_batches)), min(count, len(micro_batches)))
     for index, micro_batch in enumerate(micro_batches):
         micro_batch.measures_noise = index in drawn
+        micro_batch.measures_base = base and index in drawn
 
 
 def carry_over(old: Sequence[MicroBatch], new: Sequence[MicroBatch]) -> None:

@@ -156,14 +156,18 @@ def before_first_update(
             with policy.noise.for_training(), policy.routing(batch.mask, layout) as other_experts:
                 noisy_logprobs = forward().logprobs
     micro_batch.old_logprobs = noisy_logprobs if noise.site == "rollout_and_old_logprobs" else trainer_logprobs
-    if specs.kl.coef > 0:
+    if specs.kl.coef > 0 or micro_batch.measures_base:
         with policy.without_adapter():
-            micro_batch.reference_logprobs = forward().logprobs
+            of_base = forward().logprobs
+        micro_batch.reference_logprobs = of_base if specs.kl.coef > 0 else None
+        if micro_batch.measures_base:
+            tokens.add(base_gap=layout.completion(of_base - clean.logprobs))
     tokens.add(
         logprobs=layout.completion(trainer_logprobs),
         sampler_logprobs=layout.completion(batch.sampler_logprobs),
         entropy=layout.completion(clean.entropy),
         entropy_t1=layout.completion(clean.entropy_t1),
+        position=layout.completion(batch.mask.cumsum(1)),  # in its completion, from 1
     )
     gap = torch.where(batch.mask, (trainer_logprobs - batch.sampler_logprobs).double(), 0.0)
     tokens.add(sequence_gap=gap.sum(1).index_select(0, micro_batch.completed))

@@ -27,13 +27,15 @@ MAX_UPDATES = 1_000  # on one batch
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
-    """How many completions one step samples, at which temperature, and from weights in which format."""
+    """How many completions one step samples, at which temperature, and from which weights in which format."""
 
     prompts_per_step: int
     group_size: int
     temperature: float
     quant: str | None
     activations: str | None
+    merge: bool
+    lag: int
 
     def __post_init__(self) -> None:
         check_fields(
@@ -44,6 +46,8 @@ class RolloutSpec:
             temperature=temperature,
             quant=optional(text),
             activations=optional(one_of(*ACTIVATIONS)),
+            merge=flag,
+            lag=count(0),
         )
         require_completions("rollout.prompts_per_step x rollout.group_size", self.prompts_per_step, self.group_size)
 
@@ -88,6 +92,7 @@ class TrainSpec:
     """How to train on one batch of rollouts."""
 
     updates_per_batch: int
+    merge: str
     micro_batch_tokens: int | None
     packing: bool
     recompute: str
@@ -104,6 +109,7 @@ class TrainSpec:
             self,
             "train",
             updates_per_batch=at_most(MAX_UPDATES, count()),
+            merge=one_of("none", "ste"),
             micro_batch_tokens=optional(count()),
             packing=flag,
             recompute=one_of("none", "selective", "full"),

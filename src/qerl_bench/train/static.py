@@ -18,6 +18,7 @@ import torch
 from qerl_bench.algo.base import LossInputs
 from qerl_bench.model.kernels import is_small
 from qerl_bench.model.lm_head import TokenStats
+from qerl_bench.model.merging import REASON as MERGED
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.process.device import peak_bytes
@@ -43,6 +44,7 @@ def why_not(specs: Specs, policy: Policy) -> str | None:
         "the model keeps a GPU busy without": not is_small(policy.model),
         "train.packing is off": not policy.packing,
         ROUNDED: policy.rounding is not None,
+        MERGED: policy.merging is not None,
         "the number of tokens of each expert differs": bool(policy.experts),
         f"train.recompute={train.recompute}": train.recompute != "none",
         f"train.updates_per_batch={train.updates_per_batch}": train.updates_per_batch > 1,

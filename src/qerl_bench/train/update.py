@@ -6,7 +6,7 @@ Log-probabilities of the same tokens come from up to four policies:
 - trainer: the pass that computes the loss. It sees the sampler's noise only with noise.site=rollout_and_training.
 - old: the denominator of the ratio, fixed before the first update: the trainer's, or with
   noise.site=rollout_and_old_logprobs those of a pass with the sampler's noise.
-- reference: the base without its adapter, for the KL penalty.
+- reference: the base without its adapter, for the KL penalty and for kl_to_base.
 
 Neither the split into micro-batches nor packing nor computing a group's prompt once nor leaving out completions of
 advantage 0 changes the gradient.
@@ -98,7 +98,8 @@ def update(
         rows = torch.ones_like(trained) if exact else rows_of_rank(batch, trained, world, shares and not fixed)
         pad_id = policy.pad_id if fixed else None
         parts = split(batch, weights, trained, rows, size.tokens, policy.device, pad_id, shares)
-        sample_measured(parts, train.mismatch_share, derive(specs.seed, "mismatch", step))
+        seed = derive(specs.seed, "mismatch", step)
+        sample_measured(parts, train.mismatch_share, seed, specs.kl.measured_at(step))
         return parts
 
     def cut(size: Size) -> None:

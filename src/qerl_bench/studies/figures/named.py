@@ -23,6 +23,7 @@ from qerl_bench.studies.figures.read import Differing, all_runs, layers
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure, final_accuracy, median_after_warmup, peak
 from qerl_bench.studies.runs.settings import Study
+from qerl_bench.studies.tables.advantage_collapse import advantage_collapse
 from qerl_bench.studies.tables.paper import Table
 from qerl_bench.studies.tables.step_times import step_times
 
@@ -117,6 +118,7 @@ def all_settings(runs: Sequence[Run]) -> Figure:
 CONSTANT = Differing(SIGMA_FACTORS, of=with_constant_sigma)
 FIGURES = {
     "accuracy": Named("held-out accuracy: formats minus BF16, noise minus none", Differing(NOISE), accuracy),
+    "advantage_collapse": Named("final accuracy over early groups without signal", all_runs, None, advantage_collapse),
     "algorithms": Named("reward and entropy by algorithm, and gains", Differing(("algo",)), algorithms, gains),
     "aqn": Named("reward and entropy by step: noise minus none, by format", Differing(NOISE, unfinished=True), aqn),
     "controls": Named("noise, and other sources of entropy, each minus BF16", Differing(ADDED), controls),

@@ -45,6 +45,8 @@ STUDY_METRICS = (
     "dynamic/refills",
     "mismatch/kl",
     "mismatch/ess",
+    "merge/update_kept",
+    "kl_to_base",
     "aqn/sigma",
     "aqn/sigma_realised",
     "aqn/entropy_target",

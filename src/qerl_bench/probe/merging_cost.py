@@ -1,0 +1,70 @@
+"""What an adapter loses when it is rounded together with its base: accuracy, KL, and what is left of the update."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+from qerl_bench.dose import kl_to
+from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.policy import Policy
+from qerl_bench.probe.answers import asked_at
+from qerl_bench.process.progress import phase
+from qerl_bench.records import Rollout
+from qerl_bench.statistics import over_samples, paired_difference
+
+DRAW = "merging"  # the random numbers of all answers
+
+
+def merging_cost(experiment: Experiment, policy: Policy, questions: int | None, samples: int) -> dict[str, Any]:
+    """The policy with its adapter apart, base and adapter merged, and the base alone, asked alike: plain data.
+
+    `samples` answers to each of the first held-out `questions` (None: all) at temperature 1, with equal random numbers.
+    Differences of accuracy are paired, and KL is in nats a token, as mismatch/kl: both from the adapter apart, on the
+    answers of which KL is measured. `rollout.temperature` of `experiment` must be 1.
+    """
+    task, merging = experiment.task, policy.merging
+    assert merging is not None and experiment.rollout.temperature == 1
+    prompts = task.eval_prompts(questions)
+    right: dict[str, list[list[float]]] = {}
+    kl: dict[str, float] = {}
+    with closing(experiment.engine.build(policy)) as engine:
+
+        def ask(name: str) -> list[Rollout]:
+            asked = asked_at(task, engine, prompts, 1.0, samples, DRAW)
+            marks = [float(row["correct"]) for row in asked.rows]
+            right[name] = [marks[start : start + samples] for start in range(0, len(marks), samples)]
+            return asked.rollouts
+
+        def measured(name: str, apart: list[Rollout]) -> None:
+            ask(name)
+            with phase("scoring the answers of the adapter apart"):
+                kl[name] = kl_to(experiment, policy, apart)
+
+        apart = ask("apart")
+        with merging.active():
+            measured("merged", apart)
+        with policy.without_adapter():
+            measured("base", apart)
+    differences = {name: paired_difference(right["apart"], right[name]) for name in kl}
+    return {
+        "questions": len(prompts),
+        "samples": samples,
+        "accuracy": {name: over_samples(rows).value for name, rows in right.items()},
+        "difference": {name: {"value": one.value, "stderr": one.stderr} for name, one in differences.items()},
+        "kl": kl,
+        "update_kept": merging.update_kept(),
+    }
+
+
+def in_words(cost: dict[str, Any]) -> str:
+    """A table of `merging_cost`."""
+    names = {"apart": "adapter apart", "merged": "rounded together", "base": "base alone"}
+    lines = [f"{cost['questions']} held-out questions x {cost['samples']}, temperature 1"]
+    lines += [f"{'':16}  {'accuracy':>8}  {'minus apart':>15}  {'KL, nats/token':>14}"]
+    for key, name in names.items():
+        one = cost["difference"].get(key)
+        gap = "" if one is None else f"{100 * one['value']:+.1f} +- {100 * one['stderr']:.1f}"
+        kl = "" if one is None else f"{cost['kl'][key]:.2g}"
+        lines.append(f"{name:16}  {100 * cost['accuracy'][key]:6.1f} %  {gap:>15}  {kl:>14}".rstrip())
+    return "\n".join([*lines, f"rounding keeps {cost['update_kept']:.1%} of the adapter's update"])
