@@ -56,7 +56,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         with_search_path(["--config-dir", str(tmp_path), "hydra.searchpath=[x]"])
 
 
-@pytest.mark.parametrize("command", ["status", "collect", "claims", "plan"])
+@pytest.mark.parametrize("command", ["status", "collect", "compare", "matrix"])
 def test_a_command_that_composes_nothing_refuses_the_flag(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
