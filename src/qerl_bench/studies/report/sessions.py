@@ -85,7 +85,7 @@ def texts(study: Sessions) -> dict[str, str]:
     if page := probe_page.markdown([*study.probes.values()]):
         found["probes.md"] = page
     for family, of_family in later.items():
-        if any(one.verdict != "incomplete" for one in of_family):
+        if any(one.verdict not in ("incomplete", "not testable here") for one in of_family):
             found |= {f"{family}.md": page_table(of_family) + "\n", f"{family}.svg": svg(all_claims(of_family, scope))}
     if ways := specifications([*verdicts, *chain(*later.values())], runs, [_other(one) for one in beside(study)]):
         found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
