@@ -7,6 +7,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 
 from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
-from qerl_bench.studies.claims.claim import ClaimResult
+from qerl_bench.studies.claims.claim import Claim, ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.measures import NOISY_ENTROPY, answered_once, growth_of_mismatch
 from qerl_bench.studies.claims.preconditions import ManipulationCheck
@@ -272,13 +273,36 @@ def test_formats_are_in_the_order_of_their_grid_noise() -> None:
     assert all(f"{noise[quant]:.4f}" in claim.source for quant in ("mxfp4", "nvfp4", "nf4"))
 
 
-@pytest.mark.parametrize("words", sorted({claim.command for claim in CLAIMS} | {claim.at_scale for claim in CLAIMS}))
+@pytest.mark.parametrize(
+    "words",
+    sorted(
+        {
+            sweep
+            for claim in (*CLAIMS, *claims_of("frontier"))
+            for command_of_claim in (claim.command, claim.at_scale)
+            for sweep in command_of_claim.split("; ")
+        }
+    ),
+)
 def test_what_to_run_can_be_run(words: str) -> None:
     python, path, *overrides = shlex.split(words)
     assert (python, path) == ("python", "src/run.py") and "-m" in overrides
     swept = [word.partition("=") for word in overrides if word != "-m"]
     for place in (0, -1):
         build(compose([f"{key}={values.split(',')[place]}" for key, _, values in swept]))
+
+
+@pytest.mark.parametrize("claim", claims_of("frontier"), ids=lambda claim: claim.title)
+def test_whoever_runs_its_command_gets_a_claim_of_the_frontier_compared(claim: Claim, arm: Arm) -> None:
+    """Named without runs, so that only this shows that its conditions are those of the arms that its command makes."""
+    runs: list[Run] = []
+    for sweep in claim.command.split("; "):
+        swept = [word.partition("=") for word in shlex.split(sweep)[2:-1]]
+        options = [[f"{key}={value}" for value in values.split(",")] for key, _, values in swept]
+        for words in product(*(one for one in options if not one[0].startswith(("model.seed=", "experiment=")))):
+            runs = arm(*words, right=0.1 * len(runs))
+    (found,) = evaluate_claims([claim], runs)
+    assert all(one.primary and one.primary.effect for one in found.voting), found.reason
 
 
 def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

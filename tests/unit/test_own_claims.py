@@ -114,6 +114,10 @@ def test_families_are_corrected_by_themselves(tmp_path: Path) -> None:
         ({"defaults": None}, r"lacks .*defaults"),
         ({"nmber": 3}, r"'nmber'.*number"),
         ({"command": ""}, r"command must be a text"),
+        ({"defaults": ["shared/lerning"]}, r"defaults names .*lerning\.yaml"),
+        ({"measure": {"name": "entropy"}}, r"measure lacks metric, over, ratio, unit"),
+        ({"reported_effects": "many"}, r"reported_effects must be a list, got 'many'"),
+        ({"where": ["steps"]}, r"where must have conditions .*got \['steps'\]"),
     ],
 )
 def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -121,6 +125,15 @@ def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, changes: dict[str
     with pytest.raises(ConfigError, match=said) as refused:
         families()
     assert str(tmp_path / "mine" / "claim" / "ten_steps.yaml") in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", ""])
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, text: str) -> None:
+    folder = folder_with(tmp_path / "mine")
+    (folder / "claim" / "ten_steps.yaml").write_text(text)
+    use([folder])
+    with pytest.raises(ConfigError, match=r"ten_steps\.yaml"):
+        families()
 
 
 def test_two_claims_of_a_family_have_two_places_and_titles(tmp_path: Path) -> None:

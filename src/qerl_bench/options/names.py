@@ -141,7 +141,9 @@ def load_option(folders: Sequence[Path], group: str, option: str) -> Any:
 
 def layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, Any]]:
     """What these files hold, the option's own last."""
-    node = _read(_file(folders, group, option) or folders[0] / group / f"{option}.yaml")
+    file = _file(folders, group, option) or folders[0] / group / f"{option}.yaml"
+    node = _read(file)
+    require(isinstance(node, dict), f"{file} must have lines KEY: VALUE, got {node!r}")
     place = option.rpartition("/")[0]
     named = [name for name in node.get("defaults", []) if isinstance(name, str) and name != "_self_"]
     bases = [layer for name in named for layer in layers(folders, group, f"{place}/{name}".lstrip("/"))]

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from qerl_bench.checks import ConfigError, positive, require, text
 from qerl_bench.metrics import TABLES
 from qerl_bench.options.explain import AXES, SEVERAL, root_groups
@@ -42,10 +44,15 @@ def read_claim(folders: Sequence[Path], name: str) -> Claim:
 
     Raises ConfigError that names the file, the key, what is wrong with its value, and what would be right.
     """
+    file = find_option(folders, GROUP, name)
     try:
         return _claim(_merged(layers(folders, GROUP, name)), tuple(folders))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: defaults names {error.filename}, which does not exist") from error
+    except YAMLError as error:
+        raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from error
     except ConfigError as error:
-        raise ConfigError(f"{find_option(folders, GROUP, name)}: {error}") from error
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def conditions(folders: Sequence[Path], name: str, part: str) -> tuple[Filter, ...]:
@@ -179,7 +186,7 @@ def _command(place: str, words: object) -> str:
     sweeps = words if isinstance(words, list) else [words]
     for sweep in sweeps:
         text(place, sweep)
-    return " && ".join(f"python src/run.py {sweep} -m" for sweep in sweeps)
+    return "; ".join(f"python src/run.py {sweep} -m" for sweep in sweeps)
 
 
 def _object(place: str, content: object, keys: set[str]) -> Mapping[str, Any]:
