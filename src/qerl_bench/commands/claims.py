@@ -2,7 +2,7 @@
 
     qerl-bench claims runs/ out=figures/
     qerl-bench claims runs/ out=figures/ papers=literature
-    qerl-bench claims runs/ out=figures/ --config-dir mine     # QeRL's, and those of mine/claim/NAME.yaml
+    qerl-bench claims runs/ out=figures/ --config-dir mine     # mine/claim/NAME.yaml too
 
 Writes claims.md, and claims.svg, all claims in one picture; for another family of claims, papers=FAMILY, FAMILY.md, a
 table, and FAMILY.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the
