@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pandas as pd
@@ -52,12 +53,17 @@ def answered_once(run: Run) -> pd.Series:
     return (shares > 0).astype(float)
 
 
-INITIAL_ENTROPY = Measure("entropy of the sampler at the first step", first_step("entropy"), ratio=True)
+# Margins of these and of ACCURACY are for figures, which are about no single claim; a claim has its own.
+INITIAL_ENTROPY = Measure(
+    "entropy of the sampler at the first step", first_step("entropy"), ratio=True, margin=math.log(1.02)
+)
 NOISY_ENTROPY = Measure(
     "entropy of the sampler over the second tenth of the steps", OVER["second tenth"]("entropy"), ratio=True
 )
 REWARD = Measure("mean reward over the run (area under its curve)", area("reward/mean"), unit="reward", margin=0.02)
-LATE_REWARD = Measure("mean reward over the last fifth of the steps", last_fifth_mean("reward/mean"), unit="reward")
+LATE_REWARD = Measure(
+    "mean reward over the last fifth of the steps", last_fifth_mean("reward/mean"), unit="reward", margin=0.02
+)
 MEASURES = {
     "initial_entropy": INITIAL_ENTROPY,
     "early_entropy": NOISY_ENTROPY,
