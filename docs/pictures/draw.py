@@ -20,7 +20,7 @@ from qerl_bench.config import build, compose
 from qerl_bench.quant.base import BlockFormat
 from qerl_bench.statistics import CONFIDENCE, Estimate, t_quantile
 from qerl_bench.studies.claims.evaluate import DIRECTION, SMALLNESS, evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures.style import BAND, FORMAT_COLORS, GRAY, panels, paper_style, save, small
 from qerl_bench.studies.runs.comparable import load_runs
 
@@ -118,7 +118,7 @@ def noise() -> Figure:
 
 def statistics() -> Figure:
     """Left: the arms of claim 2 in the tiny study, by seed. Middle: their difference. Right: intervals and words."""
-    claim = CLAIMS[1]
+    claim = claims_of(QERL)[1]
     result = evaluate_claims([claim], load_runs([STUDY]))[0].contrasts[0].primary
     assert result is not None and result.effect is not None
     estimate, stratum, margin = result.effect.whole, result.stratum, claim.measure.margin

@@ -1,7 +1,8 @@
-"""Writes values.md and metrics.md beside this file: `python docs/reference/write.py`, after a change of either source.
+"""Writes values.md, metrics.md and claims.md beside this file: `python docs/reference/write.py`, if a source changed.
 
 values.md comes from the comments of conf/*.yaml, as `--explain` does, and from the checks of the options' classes;
-metrics.md from the definitions in qerl_bench/metrics.py.
+metrics.md from the definitions in qerl_bench/metrics.py; claims.md from conf/claim/*.yaml and the tables of verdicts in
+studies/*/results, which a test makes again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -21,6 +23,8 @@ from qerl_bench.options.explain import AXES, SEVERAL, root_groups
 from qerl_bench.options.files import Field, option_fields
 from qerl_bench.options.suggestions import keys_of_axis
 from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.studies.claims.claim import Claim
+from qerl_bench.studies.claims.registry import QERL, families
 
 HERE = Path(__file__).resolve().parent
 FEW = 4  # different defaults that a row shows
@@ -37,6 +41,20 @@ Made by `docs/reference/write.py` from `src/qerl_bench/metrics.py`. A mean is ta
 of a step, never over means of micro-batches. `env.json` of a run has the definitions that it was made with. The files:
 [runs](../runs.md).
 """
+CLAIMS = """# All claims
+
+Made by `docs/reference/write.py` from the files of `conf/claim/` and the committed verdicts. A claim is
+[one file](../claims.md#a-claim-is-a-file): the paper's sentence, the contrast that tests it, the smallest effect that
+matters, and what must hold before anything is said. Verdicts are of [committed studies](../../studies/README.md);
+[what the words mean](../claims.md#verdicts). *No run yet*: no study has runs for it. `qerl-bench claims RUNS
+papers=FAMILY` judges yours.
+"""
+FAMILIES = {
+    QERL: "QeRL's own claims.",
+    "literature": "Claims of later papers: [what the runs say](../literature.md).",
+    "frontier": "Claims of 2026 about 8 bits, rounded activations, layers kept in 16 bits and adapters. No run was "
+    "made here before they were named.",
+}
 
 
 def values() -> str:
@@ -112,7 +130,56 @@ def metric_tables() -> str:
     return "\n".join(parts)
 
 
-FILES = {"values.md": values, "metrics.md": metric_tables}
+def claims() -> str:
+    """claims.md: a table for each family, a row for each claim."""
+    found = verdicts()
+    parts = [CLAIMS]
+    for family, title in FAMILIES.items():
+        heads = ("paper", "claim", "contrast", "measure, margin, gates", "verdict", "makes the runs")
+        parts += [f"## `{family}`\n", f"{title}\n", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        parts += [_row(*_claim_cells(claim, found.get(claim.title, {}))) for claim in families()[family]]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _claim_cells(claim: Claim, found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    link = claim.address.replace("arXiv ", "https://arxiv.org/abs/")
+    address = f"[{'page' if link == claim.address else claim.address}]({link})" if "://" in link else claim.address
+    contrasts = "; ".join(one.label for one in claim.contrasts if one.votes)
+    margin = claim.measure.size_text(claim.measure.margin)
+    acts = any(not inspect.isfunction(gate) for gate in claim.gates)
+    gates = [*(["acts"] if acts else []), *(gate.__name__ for gate in claim.gates if inspect.isfunction(gate))]
+    said = "; ".join(f"{word}: {', '.join(studies)}" for word, studies in found.items()) or "no run yet"
+    how = f"{claim.measure.name}, {margin}" + (f"; {', '.join(gates)}" if gates else "")
+    return (
+        f"{claim.paper} ({address})",
+        f"{claim.title}{' (exploratory)' if claim.exploratory else ''}: {claim.expected}",
+        contrasts,
+        how,
+        said,
+        f"`{claim.command}`",
+    )
+
+
+@cache
+def verdicts() -> dict[str, dict[str, list[str]]]:
+    """By title of the claim and verdict, the studies whose committed tables say so; those without runs are left out."""
+    found: dict[str, dict[str, list[str]]] = {}
+    tables = [(file, file.parents[1].name) for file in sorted(HERE.parents[1].glob("studies/*/results/*.md"))]
+    for file, study in [*tables, (HERE.parent / "literature.md", "tiny")]:
+        for title, word in _said(file.read_text()):
+            studies = found.setdefault(title, {}).setdefault(word, [])
+            studies += [study] if word != "incomplete" and study not in studies else []
+    return {title: {word: studies for word, studies in words.items() if studies} for title, words in found.items()}
+
+
+def _said(text: str) -> Iterator[tuple[str, str]]:
+    """The title and verdict in each row of a table, of QeRL's claims and of other families."""
+    yield from re.findall(r"^\| \d+\. (.*): \*\*(.*?)\*\* \|", text, flags=re.M)
+    yield from re.findall(r"^\| [^|]*\) \| ([^|]*) \| `[^|]*` \| \*\*(.*?)\*\*", text, flags=re.M)
+
+
+FILES = {"values.md": values, "metrics.md": metric_tables, "claims.md": claims}
 
 if __name__ == "__main__":
     for file, content in FILES.items():

@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
     summary: str
     stopped: str = "stopped"  # what Ctrl-C prints
-    composes: bool = False  # configs out of options, so that --config-dir means something
+    composes: bool = False  # configs of options, or reads claims, so that --config-dir means something
     shared: bool = False  # by the ranks that torchrun starts
 
 
@@ -58,14 +58,14 @@ COMMANDS = {
         "stopped; the same command continues",
         composes=True,
     ),
-    "claims": Command("report what runs say about each claim of the paper"),
-    "report": Command("make pages of a folder of runs: verdicts, effects, samples"),
+    "claims": Command("report what runs say about each claim of the paper", composes=True),
+    "report": Command("make pages of a folder of runs: verdicts, effects, samples", composes=True),
     "figure": Command("draw a figure of runs by its name, or write a table"),
     "compare": Command("tell in which options and numbers two runs, or two arms, differ"),
     "publish": Command("make a run or a study ready for others, as a folder or at the hub"),
     "check": Command("check published studies, those in community/ for example"),
     "matrix": Command("put the verdicts of several studies side by side"),
-    "plan": Command("find out how many bases and seeds a claim needs"),
+    "plan": Command("find out how many bases and seeds a claim needs", composes=True),
 }
 USAGE = "\n".join(
     [

@@ -33,7 +33,7 @@ from qerl_bench.commands.exits import guarded
 from qerl_bench.seeding import derive
 from qerl_bench.studies.claims.claim import Claim
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.tables.markdown import markdown_table
 
@@ -47,7 +47,7 @@ QUESTIONS, SAMPLES = 128, 32
 TABLE = "planting.csv"
 WORDS = ("supported", "negligible", "reversed")
 # Controls of exploration are no more simulated than other gates.
-TRAINING = tuple(replace(claim, explores=False) for claim in CLAIMS if not claim.measure.gpu)
+TRAINING = tuple(replace(claim, explores=False) for claim in claims_of(QERL) if not claim.measure.gpu)
 
 
 @dataclass(frozen=True)

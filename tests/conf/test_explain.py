@@ -79,7 +79,10 @@ def test_explain_is_about_the_chosen_options_and_needs_no_torch() -> None:
     [
         (["aqn", "aqn=exp"], ("aqn = exp;", "  constant ", "aqn.stages = 10   (aqn=exp)")),
         (["aqn.", "aqn=layerwise", "quant=nvfp4", "aqn@aqn.schedule=constant"], ("aqn.schedule.level = 1.0e-2",)),
-        (["aqn.stages"], ("aqn=none has no option", "(aqn=cosine|linear|log)", "(aqn=exp|exp_paper|exp_repo|matched)")),
+        (
+            ["aqn.stages"],
+            ("aqn=none has no option", "(aqn=cosine|linear|log)", "(aqn=exp|exp_paper|exp_repo|exp_surogate|matched)"),
+        ),
         (["steps", "experiment=smoke"], ("steps = 6   (conf/run.yaml, default 150)",)),
         (["task.eval.marker", "task=gsm8k"], ('task.eval.marker = "####"', "separates")),
         (["task=shape", "eval=none"], ("task = shape;", "eval = none;", "task.lengths = fixed")),

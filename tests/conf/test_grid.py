@@ -29,7 +29,7 @@ from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.sweep.check import warn_of_single_point
 
 ROOT = CONF_DIR.parent
-WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
+WHOLE = {"experiment", "recipe", "claim"}  # folders whose files set several axes, or none
 AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name not in WHOLE)
 RECIPES = sorted(path.stem for path in (CONF_DIR / "recipe").glob("*.yaml"))
 OPTIONS = {
@@ -255,7 +255,8 @@ def test_every_axis_is_in_a_full_grid() -> None:
 @pytest.mark.parametrize("experiment", ["smoke", "demo"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_decides_the_noise_of_any_experiment(found: dict[str, Any], recipe: str, experiment: str) -> None:
-    noise = {"none": {"smoke": "none", "demo": "exp"}[experiment], "paper": "exp_paper"}.get(recipe, "exp_repo")
+    own = {"none": {"smoke": "none", "demo": "exp"}[experiment], "paper": "exp_paper", "surogate": "exp_surogate"}
+    noise = own.get(recipe, "exp_repo")
     assert found["composed"][f"{recipe} {experiment}"].split("-")[2] == noise
 
 

@@ -17,8 +17,8 @@ from qerl_bench.options.names import load_option
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-COMPOSED = {"experiment", "recipe"}  # their files choose options of several axes
-FILES = sorted(path for path in CONF.glob("*/**/*.yaml") if path.relative_to(CONF).parts[0] not in COMPOSED)
+NO_OPTIONS = {"experiment", "recipe", "claim"}  # the first two choose options of several axes
+FILES = sorted(path for path in CONF.glob("*/**/*.yaml") if path.relative_to(CONF).parts[0] not in NO_OPTIONS)
 SHARED = set(re.findall(r"`src/qerl_bench/(\w+/\w+)\.py`, shared", (ROOT / "CONTRIBUTING.md").read_text()))
 
 
@@ -52,7 +52,6 @@ LONG = {
     "src/qerl_bench/engine/hf_graph.py": "one step of decoding over one set of buffers",
     "src/qerl_bench/experiment.py": "the loop, read from top to bottom",
     "src/qerl_bench/metrics.py": "the definition of every metric",
-    "src/qerl_bench/studies/claims/literature.py": "data: the claims of later papers",
 }
 
 

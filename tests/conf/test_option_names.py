@@ -18,7 +18,8 @@ from qerl_bench.options.files import LINE, alternatives
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.sweep.check import check_points
 
-AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in ("experiment", "recipe", "run.yaml"))
+OTHERS = {"experiment", "recipe", "claim", "run.yaml"}
+AXES = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.name not in OTHERS)
 BF16, NVFP4 = "qerl_bench.quant.bf16.BF16", "qerl_bench.quant.nvfp4.NVFP4"
 BY_HAND = f"{{name:nvfp4,_target_:{BF16}}}"
 

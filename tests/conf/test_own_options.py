@@ -56,7 +56,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         with_search_path(["--config-dir", str(tmp_path), "hydra.searchpath=[x]"])
 
 
-@pytest.mark.parametrize("command", ["status", "collect", "claims", "plan"])
+@pytest.mark.parametrize("command", ["status", "collect", "compare", "matrix"])
 def test_a_command_that_composes_nothing_refuses_the_flag(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,13 +110,13 @@ def test_its_modules_are_imported_recorded_and_handed_on(tmp_path: Path) -> None
 
 
 def test_a_number_for_an_axis_is_not_blamed_on_an_option_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "aqn").mkdir()
-    (tmp_path / "aqn" / "mine.yaml").write_text("defaults: [none]\nname: mine\n")
-    words = with_search_path(["aqn=mine", "hydra.job.chdir=5", "quant=5", f"--config-dir={tmp_path}"])
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "mine.yaml").write_text("defaults: [none]\nname: mine\n")
+    words = with_search_path(["eval=mine", "hydra.job.chdir=5", "quant=5", f"--config-dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"no quant=5\. .*nvfp4"):
         compose(words)
-    with pytest.raises(ConfigError, match=r"no aqn=7\. .*mine"):
-        compose([words[-1], "aqn=7"])
+    with pytest.raises(ConfigError, match=r"no eval=7\. .*mine"):
+        compose([words[-1], "eval=7"])
 
 
 def test_an_option_that_the_projects_own_would_hide_is_refused(tmp_path: Path) -> None:

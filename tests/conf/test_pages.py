@@ -15,10 +15,11 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.process.installation import CONF_DIR
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures.named import FIGURES
 
 ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = claims_of(QERL)
 DOCS = ROOT / "docs"
 
 

@@ -24,7 +24,7 @@ from qerl_bench.options.names import load_option
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.train.spec import OptimSpec, RolloutSpec, TrainSpec
 
-WHOLE = {"experiment", "recipe"}  # folders whose files set several axes
+WHOLE = {"experiment", "recipe", "claim"}  # folders whose files set several axes, or none
 GROUPS = sorted(path for path in CONF_DIR.glob("*/**/*.yaml") if path.relative_to(CONF_DIR).parts[0] not in WHOLE)
 FILES = pytest.mark.parametrize("path", GROUPS, ids=lambda path: str(path.relative_to(CONF_DIR).with_suffix("")))
 HYDRA = {"defaults", "hydra"}

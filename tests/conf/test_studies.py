@@ -29,13 +29,14 @@ from qerl_bench.options.fingerprint import as_dict, flat
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.studies.claims.claim import NO_RUNS, ContrastResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import WARM_UP
 from tests.run_folders import write_run
 
 ROOT = CONF_DIR.parent
+CLAIMS = claims_of(QERL)
 FOLDERS = ("paper", "speed", "tiny")
 STUDIES = sorted(
     f"{folder}/{path.stem}"

@@ -70,8 +70,16 @@ def trained(run: Path) -> list[dict[str, Any]]:
 
 
 def test_every_page_is_tested() -> None:
-    names = ["does-it-help.md", "own-model.md", "own-schedule.md", "own-task.md"]
+    names = ["does-it-help.md", "own-claim.md", "own-model.md", "own-schedule.md", "own-task.md"]
     assert [page.name for page in sorted(PAGES.iterdir())] == names
+
+
+@pytest.mark.slow
+def test_own_claim(tmp_path: Path) -> None:
+    assert len(follow("own-claim.md", tmp_path)) == 4
+    (row,) = (tmp_path / "verdicts" / "mine.md").read_text().splitlines()[-1:]
+    assert row.startswith("| Somebody (arXiv 2700.00001) | NVFP4 starts surer | `python src/run.py experiment=smoke")
+    assert "no runs" not in row and "nvfp4 - bf16: ×" in row
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def test_exp_against_the_published_stage_tables(settings: dict[str, Any], table:
         ("paper", PAPER, [1, 21, 41, 61, 81, 101, 121, 141, 161, 181]),
         ("repo", REPO_SCRIPTS, [1, 20, 40, 60, 80, 100, 120, 140, 160, 180]),
         ("as_released", REPO_SCRIPTS, [1, 20, 40, 60, 80, 100, 120, 140, 160, 180]),
+        ("surogate", REPO_DEFAULTS, [1, 21, 41, 61, 81, 101, 121, 141, 161, 181]),
     ],
 )
 def test_recipes_have_their_tables(

@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
+from qerl_bench.options.fingerprint import as_dict, flat
 from qerl_bench.statistics import holm
 from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
-from qerl_bench.studies.claims.contrasts import METHODS, QUANTIZERS, RATES
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.match import match
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.match import all_accept, match
 from qerl_bench.studies.claims.preconditions import diverged
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures.forest import all_claims, svg
 from qerl_bench.studies.report.claims_page import markdown, summary_text
 from qerl_bench.studies.report.study_page import evaluated, study_page
@@ -36,6 +36,7 @@ from qerl_bench.studies.runs.load import Run
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
+CLAIMS = claims_of(QERL)
 STEPS, QUESTIONS = 40, 60
 TITLES = {claim.title: claim for claim in CLAIMS}
 ENTROPY, GROWTH, ACCURACY, AQN, DECAY, RANK, RATE, NF4, SFT, ROLLOUT, STEP, MEMORY = TITLES
@@ -603,12 +604,15 @@ def test_methods_of_the_paper_are_shown_and_decide_nothing(study: Study) -> None
 
 
 def test_the_methods_are_those_of_the_recipes() -> None:
-    for name, recipe in (("QeRL", "qerl"), ("NVFP4-LoRA", "nvfp4"), ("QLoRA", "qlora"), ("LoRA", "lora")):
-        config = compose(["experiment=paper/table1", f"recipe=method/{recipe}"])
-        facts = {"quant.name": config.quant.name, "aqn.name": config.aqn.name}
-        assert [other for other, where in METHODS.items() if all(w.accepts(facts) for w in where)] == [name]
-        assert config.optim.lr == RATES[name]
-        assert name == "LoRA" or config.quantizer.name == QUANTIZERS[name]
+    recipes = {"QeRL": "qerl", "NVFP4-LoRA": "nvfp4", "QLoRA": "qlora", "LoRA": "lora"}
+    configs = {
+        name: flat(as_dict(compose(["experiment=paper/table1", f"recipe=method/{recipe}"])))
+        for name, recipe in recipes.items()
+    }
+    published = [one for claim in CLAIMS for one in claim.contrasts if one.confounded and "high" not in one.label]
+    assert {arm.label for one in published for arm in one.arms} == recipes.keys()
+    for arm in (arm for one in published for arm in one.arms):
+        assert all_accept(arm.where, configs[arm.label]), arm
 
 
 def test_formats_packed_in_two_ways_are_not_the_methods_of_the_paper(study: Study) -> None:
@@ -688,7 +692,7 @@ def test_the_report_says_what_was_compared_and_what_to_run(study: Study, capsys:
     row = r"\| nvfp4 - bf16 \| all \| primary \| [^|]* \| \+0\.0[45]\d+ \[[^|]* reward \| 5 seeds, 4 df \|"
     assert "tiny-nvfp4-none-grpo-r32-s{0,1,2,3,4}-" in text and "`python src/run.py experiment=tiny/ranks -m`" in text
     for claim in CLAIMS:
-        assert claim.title in text and claim.paper in text and claim.source[1:] in text
+        assert claim.title in text and claim.reported in text and claim.source[1:] in text
     assert '<strong class="supported">' in html and "Smallest effect that would be found" in html
     assert text.count("\n### ") == html.count("<h3>") == len(CLAIMS)
     found = re.search(row, text)

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands.figure import main as draw_figure
+from qerl_bench.studies.claims import measures
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures import against, arms, effects, named, paired
 from qerl_bench.studies.figures.aggregate import overview, scores
 from qerl_bench.studies.figures.curves import REWARD, Curve, format_curves, noise_curves
@@ -260,6 +262,9 @@ def test_pairs_that_were_torn_between_machines_are_refused(tmp_path: Path) -> No
 def test_margins_are_those_of_the_claims() -> None:
     assert (paired.SAMPLED.margin, paired.REWARD_MEAN.margin, paired.REWARD_LATE.margin) == (0.01, 0.02, 0.02)
     assert paired.ENTROPY.on_axis(paired.ENTROPY.margin) == pytest.approx(2)
+    claimed = {claim.measure.name: claim.measure.margin for claim in claims_of(QERL)}
+    for measure in (measures.ACCURACY, measures.REWARD, measures.LATE_REWARD, measures.INITIAL_ENTROPY):
+        assert measure.margin == claimed[measure.name]
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,18 @@ from omegaconf import OmegaConf
 
 from qerl_bench.commands import claims as command
 from qerl_bench.config import build, compose
-from qerl_bench.studies.claims.claim import ClaimResult
+from qerl_bench.studies.claims.claim import Claim, ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.literature import LITERATURE, REGISTRIES, answered_once, growth_of_mismatch
-from qerl_bench.studies.claims.paper import NOISY_ENTROPY
+from qerl_bench.studies.claims.measures import NOISY_ENTROPY, answered_once, growth_of_mismatch
 from qerl_bench.studies.claims.preconditions import ManipulationCheck
+from qerl_bench.studies.claims.registry import QERL, claims_of, families
 from qerl_bench.studies.figures.forest import all_claims
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
 from tests.run_folders import write_run
 
 ROOT = Path(__file__).parents[2]
-CLAIMS = REGISTRIES["literature"]
+CLAIMS = claims_of("literature")
 STEPS = 40
 Arm = Callable[..., list[Run]]
 
@@ -145,7 +146,7 @@ def test_formats_of_training_and_of_serving_are_two_factors(arm: Arm) -> None:
 def test_no_other_claim_counts_an_evaluation_in_another_format(arm: Arm) -> None:
     arm("quant=bf16", "eval.quant=mxfp4")
     runs = arm("quant=nvfp4", "eval.quant=mxfp4")
-    results = evaluate_claims(REGISTRIES["qerl"], runs)
+    results = evaluate_claims(claims_of(QERL), runs)
     assert any("eval.quant" in one.reason for one in results)
     assert not [one for result in results for one in result.voting if one.primary]
 
@@ -203,7 +204,7 @@ def test_more_questions_answered_once_support_noise_on_adapters(arm: Arm) -> Non
 
 def test_noise_is_looked_for_where_a_schedule_has_some() -> None:
     """The first stage of a schedule has no noise, so a gate at the first step would fail whatever noise does."""
-    gates = [gate for claims in REGISTRIES.values() for claim in claims for gate in claim.gates]
+    gates = [gate for claims in families().values() for claim in claims for gate in claim.gates]
     checks = [gate for gate in gates if isinstance(gate, ManipulationCheck)]
     of_noise = [check for check in checks if any(one.may_differ_in("aqn.name") for one in check.contrasts)]
     assert len(of_noise) >= 4
@@ -239,7 +240,7 @@ def test_pass_at_k_counts_questions_with_any_right_answer(arm: Arm) -> None:
 def test_no_claim_of_qerl_counts_noise_on_adapters(arm: Arm) -> None:
     arm("quant=nvfp4")
     runs = arm("quant=nvfp4", "aqn=exp", "noise.where=adapters", reward=0.2, right=0.5, parts={"entropy": 0.3})
-    results = evaluate_claims(REGISTRIES["qerl"], runs)
+    results = evaluate_claims(claims_of(QERL), runs)
     assert any("noise.where" in one.reason for one in results)
     assert not [one for result in results for one in result.voting if one.primary]
 
@@ -253,9 +254,9 @@ def test_random_rewards_need_clipping(arm: Arm) -> None:
 def test_no_claim_about_formats_counts_runs_with_random_rewards(arm: Arm) -> None:
     arm("quant=bf16", "reward=random")
     runs = arm("quant=nvfp4", "reward=random")
-    reasons = {one.reason for one in evaluate_claims(REGISTRIES["qerl"], runs) if one.verdict == "not testable here"}
+    reasons = {one.reason for one in evaluate_claims(claims_of(QERL), runs) if one.verdict == "not testable here"}
     assert any("reward=task" in reason for reason in reasons)
-    assert not [one for result in evaluate_claims(REGISTRIES["qerl"], runs) for one in result.voting if one.primary]
+    assert not [one for result in evaluate_claims(claims_of(QERL), runs) for one in result.voting if one.primary]
 
 
 def test_formats_are_in_the_order_of_their_grid_noise() -> None:
@@ -272,13 +273,36 @@ def test_formats_are_in_the_order_of_their_grid_noise() -> None:
     assert all(f"{noise[quant]:.4f}" in claim.source for quant in ("mxfp4", "nvfp4", "nf4"))
 
 
-@pytest.mark.parametrize("words", sorted({claim.command for claim in CLAIMS} | {claim.at_scale for claim in CLAIMS}))
+@pytest.mark.parametrize(
+    "words",
+    sorted(
+        {
+            sweep
+            for claim in (*CLAIMS, *claims_of("frontier"))
+            for command_of_claim in (claim.command, claim.at_scale)
+            for sweep in command_of_claim.split("; ")
+        }
+    ),
+)
 def test_what_to_run_can_be_run(words: str) -> None:
     python, path, *overrides = shlex.split(words)
     assert (python, path) == ("python", "src/run.py") and "-m" in overrides
     swept = [word.partition("=") for word in overrides if word != "-m"]
     for place in (0, -1):
         build(compose([f"{key}={values.split(',')[place]}" for key, _, values in swept]))
+
+
+@pytest.mark.parametrize("claim", claims_of("frontier"), ids=lambda claim: claim.title)
+def test_whoever_runs_its_command_gets_a_claim_of_the_frontier_compared(claim: Claim, arm: Arm) -> None:
+    """Named without runs, so that only this shows that its conditions are those of the arms that its command makes."""
+    runs: list[Run] = []
+    for sweep in claim.command.split("; "):
+        swept = [word.partition("=") for word in shlex.split(sweep)[2:-1]]
+        options = [[f"{key}={value}" for value in values.split(",")] for key, _, values in swept]
+        for words in product(*(one for one in options if not one[0].startswith(("model.seed=", "experiment=")))):
+            runs = arm(*words, right=0.1 * len(runs))
+    (found,) = evaluate_claims([claim], runs)
+    assert all(one.primary and one.primary.effect for one in found.voting), found.reason
 
 
 def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,6 +324,7 @@ def test_the_page_has_the_verdicts_on_the_committed_runs(tmp_path: Path, capsys:
 
 
 def test_papers_and_titles_are_different() -> None:
-    titles = [claim.title for claims in REGISTRIES.values() for claim in claims]
-    addresses = [paper.address for paper in LITERATURE]
-    assert len({*titles}) == len(titles) and len({*addresses}) == len(addresses)
+    titles = [claim.title for claims in families().values() for claim in claims]
+    papers = {(claim.paper, claim.address) for claims in families().values() for claim in claims}
+    assert len({*titles}) == len(titles)
+    assert len({paper for paper, _ in papers}) == len({address for _, address in papers}) == len(papers)

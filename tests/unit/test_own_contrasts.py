@@ -15,6 +15,7 @@ from qerl_bench.commands import compare
 from qerl_bench.commands import report as command
 from qerl_bench.options.fingerprint import canonical
 from qerl_bench.statistics import Estimate
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures.headline import POINTS, by_step, in_a_word, value_of
 from qerl_bench.studies.report import study_page
 from qerl_bench.studies.report.curve_drawing import Frame
@@ -119,7 +120,7 @@ def test_a_frame_keeps_what_is_beyond_it_at_its_edge() -> None:
 def test_the_page_begins_with_them_and_folds_claims_without_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study_page, "CLAIMS", study_page.CLAIMS[:2])
+    monkeypatch.setattr(study_page, "shown_claims", lambda: claims_of(QERL)[:2])
     command.main([str(ASSETS), f"out={tmp_path}/report"])  # runs of ten steps, which no claim takes
     text = (tmp_path / "report" / "index.html").read_text()
     assert text.index('id="own"') < text.index("<polyline") < text.index('id="verdicts"')

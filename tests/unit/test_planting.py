@@ -11,12 +11,13 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands import plan
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.runs.committed import SETTINGS
 from tests.scripts import script
 
 planting = script("studies/planting/planting.py")
 ROOT = Path(__file__).parents[2]
+CLAIMS = claims_of(QERL)
 
 
 def test_planted_runs_hold_what_was_planted() -> None:

@@ -14,6 +14,7 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands import compare
 from qerl_bench.commands import report as command
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.design.sessions import read_study
 from qerl_bench.studies.report import study_page
 from qerl_bench.studies.report.page import embedded
@@ -43,7 +44,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims, which test_claims.py tests, take most of the time."""
-    monkeypatch.setattr(study_page, "CLAIMS", study_page.CLAIMS[:1])
+    monkeypatch.setattr(study_page, "shown_claims", lambda: claims_of(QERL)[:1])
 
 
 def test_a_page_is_one_file_that_asks_no_network(root: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from qerl_bench.checks import ConfigError
 from qerl_bench.statistics import Estimate
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.claims.specification import Specification, specifications
 from qerl_bench.studies.figures.specification import specification_curve, specification_table
 from qerl_bench.studies.runs.measure import gained, late_mean
@@ -24,6 +24,7 @@ from tests.scripts import script
 
 planted_runs = script("studies/planting/planting.py").planted_runs
 ROOT = Path(__file__).parents[2]
+CLAIMS = claims_of(QERL)
 STUDIES = ROOT / "studies"
 NVFP4, NOISE, PLAIN = "Higher final accuracy than 16-bit LoRA", "AQN adds to it", "Noise helps without quantization"
 # (study, claim, specification): bases, effect, low, high, from a review that computed them with code of its own

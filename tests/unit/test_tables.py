@@ -13,11 +13,12 @@ import pandas as pd
 import pytest
 
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.report.claims_page import verdict_table
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.tables.paper import Table
 
+CLAIMS = claims_of(QERL)
 H200 = Path(__file__).parents[2] / "studies" / "h200"
 NUMBERS = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": [1 / 3, 2.0], "low": [0.1, 1.5], "high": [0.5, 2.5]})
 SHOWN = pd.DataFrame({"arm": ["a_b & c", "d"], "mean": ["0.33 [0.10, 0.50]", "×2.00 [1.50, 2.50]"]})

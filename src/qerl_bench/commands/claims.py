@@ -1,20 +1,21 @@
-"""Report what finished runs say about each claim of the QeRL paper, or of later papers.
+"""Report what finished runs say about each claim of the QeRL paper, of later papers, or of one's own.
 
     qerl-bench claims runs/ out=figures/
     qerl-bench claims runs/ out=figures/ papers=literature
+    qerl-bench claims runs/ out=figures/ --config-dir mine     # mine/claim/NAME.yaml too
 
-Writes claims.md, and claims.svg, all claims in one picture; for the claims of other papers literature.md, a table, and
-literature.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the paper's
-claims with filters.
+Writes claims.md, and claims.svg, all claims in one picture; for another family of claims, papers=FAMILY, FAMILY.md, a
+table, and FAMILY.svg. With --format, the table of verdicts for a paper too. `qerl-bench report` makes a page of the
+paper's claims with filters.
 """
 
 from __future__ import annotations
 
 from qerl_bench.checks import require
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.literature import REGISTRIES, page_table
+from qerl_bench.studies.claims.registry import QERL, families, shown_claims, with_own_folders
 from qerl_bench.studies.figures.forest import all_claims, svg
-from qerl_bench.studies.report.claims_page import markdown, summary_text, verdict_table
+from qerl_bench.studies.report.claims_page import markdown, page_table, summary_text, verdict_table
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.script import parser_for
@@ -23,20 +24,23 @@ from qerl_bench.studies.tables.paper import add_format, write_table
 
 
 def main(arguments: list[str] | None = None) -> None:
+    words = with_own_folders(arguments)
     parser = parser_for(__doc__)
     only = "only runs with this value of a config key, if several settings fit a primary contrast: lora.alpha=32"
     parser.add_argument("--where", nargs="+", metavar="KEY=VALUE", default=[], help=only)
-    parser.add_argument("--papers", choices=[*REGISTRIES], default="qerl", help="whose claims (default: qerl)")
+    parser.add_argument("--papers", choices=[*families()], default=QERL, help="whose claims (default: qerl)")
     add_format(parser, default=None)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(words)
 
     runs = with_values(load_runs(options.runs, options.mixed_code, options.without), options.where)
-    results = {scope: evaluate_claims(REGISTRIES[options.papers], group) for scope, group in by_scope(runs).items()}
-    if options.papers == "qerl":
+    claims = shown_claims() if options.papers == QERL else families()[options.papers]
+    results = {scope: evaluate_claims(claims, group) for scope, group in by_scope(runs).items()}
+    if options.papers == QERL:
         whose, picture, files = "QeRL", "claims", {"claims.md": markdown(results, runs)}
     else:
         tables = [f"## {scope}\n\n{page_table(of_scope)}" for scope, of_scope in results.items()]
-        whose, picture, files = "later papers", "literature", {"literature.md": "\n".join(tables)}
+        whose = "later papers" if options.papers == "literature" else options.papers
+        picture, files = options.papers, {f"{options.papers}.md": "\n".join(tables)}
     for number, (scope, claim_results) in enumerate(results.items(), start=1):
         files[f"{picture}{'' if len(results) == 1 else f'_{number}'}.svg"] = svg(all_claims(claim_results, scope))
         print(scope, summary_text(claim_results), sep="\n\n", end="\n\n")

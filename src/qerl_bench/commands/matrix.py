@@ -15,7 +15,7 @@ import pandas as pd
 from qerl_bench.checks import require
 from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.find import by_folder, chosen_runs
 from qerl_bench.studies.runs.load import Run
@@ -47,10 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 def matrix(studies: Mapping[str, Sequence[Run]]) -> Table:
     """The table of verdicts; a claim that no study has runs for is left out."""
+    claims = claims_of(QERL)
     columns: dict[str, Sequence[ClaimResult]] = {}
     for name, runs in studies.items():
-        columns |= {f"{name}: {scope}": evaluate_claims(CLAIMS, group) for scope, group in by_scope(runs).items()}
-    lines = [_line(index, claim, columns) for index, claim in enumerate(CLAIMS)]
+        columns |= {f"{name}: {scope}": evaluate_claims(claims, group) for scope, group in by_scope(runs).items()}
+    lines = [_line(index, claim, columns) for index, claim in enumerate(claims)]
     frame = pd.DataFrame([line for line in lines if any(list(line.values())[1:])], columns=["claim", *columns])
     return Table("matrix", frame, frame, CAPTION)
 

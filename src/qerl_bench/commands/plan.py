@@ -2,6 +2,7 @@
 
     qerl-bench plan runs/ effect=1 power=0.8
     qerl-bench plan runs/ papers=literature
+    qerl-bench plan runs/ papers=mine --config-dir DIR     # DIR/claim/NAME.yaml with family: mine
 
 For each training claim it takes the spread of the primary contrast over seeds, and over bases if there are several, and
 prints the design with the fewest runs that finds the effect (in margins) with that power, at the strictest level of
@@ -21,7 +22,7 @@ from qerl_bench.statistics import Estimate
 from qerl_bench.studies.claims.claim import ClaimResult
 from qerl_bench.studies.claims.estimate import Effect
 from qerl_bench.studies.claims.evaluate import DIRECTION, evaluate_claims
-from qerl_bench.studies.claims.literature import REGISTRIES
+from qerl_bench.studies.claims.registry import QERL, families, with_own_folders
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.script import parser_for
 from qerl_bench.studies.tables.markdown import markdown_table
@@ -118,17 +119,18 @@ def plan(result: ClaimResult, margins: float, power: float, between: float, leve
 
 
 def main(arguments: list[str] | None = None) -> None:
+    words = with_own_folders(arguments)
     parser = parser_for(__doc__)
     parser.add_argument("--effect", type=float, default=1.0, help="to find, in margins of each claim (default: 1)")
     parser.add_argument("--power", type=float, default=0.8, help="probability of finding it (default: 0.8)")
     between = "assumed sd between bases, in margins, if runs have one base (default: 0.5)"
     parser.add_argument("--between", type=float, default=0.5, help=between)
-    parser.add_argument("--papers", choices=[*REGISTRIES], default="qerl", help="whose claims (default: qerl)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--papers", choices=[*families()], default=QERL, help="whose claims (default: qerl)")
+    options = parser.parse_args(words)
     require(options.effect > 0, f"--effect is a size in margins and must be positive, got {options.effect:g}")
     require(0 < options.power < 1, f"--power is a probability between 0 and 1, got {options.power:g}")
     require(options.between >= 0, f"--between must be 0 or more margins, got {options.between:g}")
-    claims = [one for one in REGISTRIES[options.papers] if not one.measure.gpu and one.expected != "same"]
+    claims = [one for one in families()[options.papers] if not one.measure.gpu and one.expected != "same"]
     runs = load_runs(options.runs, options.mixed_code, options.without)
     scopes = sorted({(run.option("model.name"), run.option("task.name")) for run in runs})
     for model, task in scopes:

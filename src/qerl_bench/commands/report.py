@@ -3,6 +3,7 @@
     qerl-bench report runs/ out=report/
     qerl-bench report studies out=report/     # several studies: an index, a folder for each
     qerl-bench report runs/ watch=true             # again every half minute, until no run goes on
+    qerl-bench report runs/ --config-dir mine      # with one's own claims, mine/claim/NAME.yaml
 
 A study's page has the contrasts that are in its runs, curves by step, verdicts on the claims of QeRL, the effects
 behind them, paired differences, noise as a dose, and all runs, with filters; each run that kept completions
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.rundir.durable import write_atomically
+from qerl_bench.studies.claims.registry import with_own_folders
 from qerl_bench.studies.design.sessions import read_study, study_of
 from qerl_bench.studies.report.page import page
 from qerl_bench.studies.report.run_page import has_samples, run_page
@@ -38,7 +40,7 @@ INDEX = "index.html"
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__, out="report")
     parser.add_argument("--watch", action="store_true", help=f"again every {WATCH_S} s, until no run goes on")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_own_folders(arguments))
     folders: list[Path] = options.runs
     loaded: dict[Path, Run] = {}
     while True:

@@ -51,7 +51,7 @@ def check_option_names(cfg: DictConfig, runtime: RuntimeConf) -> None:
         file = _file(folders, group, option)
         node = OmegaConf.select(cfg, package or group)
         if file is not None and OmegaConf.is_dict(node) and GLOBAL not in file.read_text():
-            _check_option(node, ChainMap(*reversed(_layers(folders, group, option))), file, place, option, folders)
+            _check_option(node, ChainMap(*reversed(layers(folders, group, option))), file, place, option, folders)
     refuse_foreign_classes(OmegaConf.to_container(cfg, resolve=False), "", folders)
 
 
@@ -136,15 +136,17 @@ def _check_option(
 
 def load_option(folders: Sequence[Path], group: str, option: str) -> Any:
     """The content of an option's file, on top of the options from which a preset takes its other values."""
-    return OmegaConf.merge({}, *_layers(folders, group, option))
+    return OmegaConf.merge({}, *layers(folders, group, option))
 
 
-def _layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, Any]]:
+def layers(folders: Sequence[Path], group: str, option: str) -> list[dict[str, Any]]:
     """What these files hold, the option's own last."""
-    node = _read(_file(folders, group, option) or folders[0] / group / f"{option}.yaml")
+    file = _file(folders, group, option) or folders[0] / group / f"{option}.yaml"
+    node = _read(file)
+    require(isinstance(node, dict), f"{file} must have lines KEY: VALUE, got {node!r}")
     place = option.rpartition("/")[0]
     named = [name for name in node.get("defaults", []) if isinstance(name, str) and name != "_self_"]
-    bases = [layer for name in named for layer in _layers(folders, group, f"{place}/{name}".lstrip("/"))]
+    bases = [layer for name in named for layer in layers(folders, group, f"{place}/{name}".lstrip("/"))]
     return [*bases, {key: part for key, part in node.items() if key != "defaults"}]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from qerl_bench.checks import require
+from qerl_bench.checks import check_fields, count, flag, one_of, require, text
 from qerl_bench.statistics import Estimate
 from qerl_bench.studies.claims.estimate import Comparison, Effect
 from qerl_bench.studies.claims.match import Contrast, Filter, confounders
@@ -23,26 +23,34 @@ Status = Literal["not testable here", "incomplete"]
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One statement of the paper, and how runs can support or contradict it."""
+    """One statement of a paper, and how runs can support or contradict it: a file of conf/claim, read by read.py."""
 
+    family: str  # claims that are corrected for their number together, and shown in one table
+    number: int  # its place there
+    paper: str
+    address: str  # arXiv number, or a page
     title: str
     statement: str
-    paper: str  # the paper's own numbers, in a few words
-    paper_effects: tuple[float, ...] = ()  # the same in units of the measure, for figures
-    source: str  # where the paper says it, and under which conditions
+    reported: str  # the paper's own numbers, in a few words
+    reported_effects: tuple[float, ...]  # the same in units of the measure, for figures
+    source: str  # where the paper says it, under which conditions, and in what ours differ
     expected: Literal["more", "less", "same"]
     measure: Measure
     where: tuple[Filter, ...]  # which runs count at all
     primary: tuple[Filter, ...]  # the one setting of them that votes
     contrasts: tuple[Contrast, ...]
-    gates: tuple[Gate, ...] = ()
-    explores: bool = False  # says that exploration helps
-    exploratory: bool = False  # named after there were data
+    gates: tuple[Gate, ...]
+    explores: bool  # says that exploration helps
+    exploratory: bool  # named after there were data
+    additional: tuple[tuple[str, Callable[[Run, Run], float]], ...]  # numbers of pairs, shown without a verdict
     command: str  # makes the runs: with the built-in model and task, unless the claim is about a GPU
     at_scale: str  # makes the runs with the paper's models, including arms for a matched contrast that the paper lacks
-    additional: tuple[tuple[str, Callable[[Run, Run], float]], ...] = ()  # numbers of pairs, shown without a verdict
 
     def __post_init__(self) -> None:
+        texts = ("family", "paper", "address", "title", "statement", "reported", "source", "command", "at_scale")
+        directions = one_of("more", "less", "same")
+        check_fields(self, "", **dict.fromkeys(texts, text), number=count(), expected=directions)
+        check_fields(self, "", explores=flag, exploratory=flag)
         require(
             bool(self.primary) and any(contrast.votes for contrast in self.contrasts),
             f"the claim {self.title!r} names no primary contrast: give it a contrast that votes, and in `primary` the "

@@ -15,8 +15,9 @@ both: reversed at temperature 1, open greedy. And a claim that exploration helps
 exploration that passed (exploration.py): without it the opposite is called harm, and a lack of help is not testable.
 
 Only the primary setting votes; the claim names it before there are data. Other settings are robustness checks.
-Contrasts of the paper's own recipes, which differ in more than the claim is about, are reported without a vote. Claims
-that were named after their data were made are `exploratory`, and a family of their own.
+Contrasts of the paper's own recipes, which differ in more than the claim is about, are reported without a vote. Holm's
+method takes each `family` of claims by itself; those that were named after their data were made are `exploratory`, and
+corrected by themselves.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
     stopped = stopped_arms(finished)
     only_harm = why_only_harm(finished) if any(claim.explores for claim in claims) else ""
     found: dict[int, ClaimResult] = {}
-    for exploratory in (False, True):
-        places = [i for i, claim in enumerate(claims) if claim.exploratory == exploratory]
+    corrected: dict[tuple[str, bool], list[int]] = {}
+    for i, claim in enumerate(claims):
+        corrected.setdefault((claim.family, claim.exploratory), []).append(i)
+    for places in corrected.values():
         family = [claims[i] for i in places]
         asked = [replace(claim, measure=claim.measure.greedy or claim.measure) for claim in family]
         sampled = [_tested(claim, finished, stopped) for claim in family]
@@ -66,7 +69,7 @@ def _tested(claim: Claim, runs: list[Run], stopped: Sequence[StoppedArm]) -> tup
 
 
 def _judged(claims: Sequence[Claim], tested: Sequence[tuple[ContrastResult, ...]], only_harm: str) -> list[ClaimResult]:
-    """The verdicts on one family of claims, corrected for their number."""
+    """The verdicts on claims that are corrected for their number together."""
     p = np.array([_p_values(*pair) for pair in zip(claims, tested, strict=True)]).reshape(len(claims), 3)
     two_sided = np.where(np.isnan(p[:, :2]).all(1), np.nan, np.fmin(2 * np.fmin(p[:, 0], p[:, 1]), 1.0))
     direction, within = holm(two_sided), holm(p[:, 2])  # columns of p: claimed, reversed, within

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from qerl_bench.studies.claims.contrasts import ANSWERING, NO_NOISE
+from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.studies.claims.estimate import compare
 from qerl_bench.studies.claims.match import Contrast, Filter, Side
+from qerl_bench.studies.claims.read import conditions
 from qerl_bench.studies.design.controls import one_passes
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import ACCURACY
@@ -30,10 +31,11 @@ MEANS = (_more("a hotter sampler", "rollout.temperature", 1.0), _more("a bonus",
 
 def why_only_harm(runs: Sequence[Run]) -> str:
     """Why a lack of help cannot be shown: no such control was run, or none raised accuracy. Empty if one did."""
+    where = (*conditions([CONF_DIR], "shared/answering", "where"), Filter("aqn.name", among=("none",)))
     found = [
         (contrast.label, one.effect.whole)
         for contrast in MEANS
-        for one in compare(ACCURACY, contrast, (*ANSWERING, NO_NOISE), runs)
+        for one in compare(ACCURACY, contrast, where, runs)
         if one.effect
     ]
     if one_passes((one for _, one in found), len(found)):

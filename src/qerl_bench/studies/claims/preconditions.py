@@ -83,6 +83,9 @@ def stable(comparison: Comparison, runs: Sequence[Run]) -> str:
     return f"diverged: {', '.join(lost)}" if lost else ""
 
 
+GATES: dict[str, Gate] = {"learned": learned, "stable": stable}
+
+
 def diverged_arms(comparison: Comparison) -> list[str]:
     """Arms in which half of the runs or more diverged, with the count."""
     arms = []

@@ -19,7 +19,7 @@ from qerl_bench.statistics import Estimate, mean_ci
 from qerl_bench.studies.claims.claim import Claim, ClaimResult, ContrastResult
 from qerl_bench.studies.claims.estimate import Comparison, compare
 from qerl_bench.studies.claims.match import Contrast
-from qerl_bench.studies.claims.paper import LATE_REWARD, REWARD
+from qerl_bench.studies.claims.measures import LATE_REWARD, REWARD
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure, area, gained, held_out, last_fifth_mean, late_mean, mean_gain
 
@@ -86,7 +86,7 @@ def _ways(measure: Measure) -> Iterator[tuple[str, Measure]]:
         for mode in ("sampled", "greedy"):
             for what, metric in ANSWERS.items():
                 yield f"{mode}, {what}", replace(measure, metric=metric(mode), answers=mode, asked=True)
-    elif measure in (REWARD, LATE_REWARD):
+    elif measure.name in (REWARD.name, LATE_REWARD.name):
         for what, metric in REWARDS.items():
             yield f"reward, {what}", replace(measure, metric=metric("reward/mean"))
 

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qerl_bench.checks import require
-from qerl_bench.studies.claims.contrasts import FORMAT
 from qerl_bench.studies.figures.effects import label_rows
 from qerl_bench.studies.figures.paired import average_seeds, by_cell
 from qerl_bench.studies.figures.style import (
@@ -48,6 +47,7 @@ from qerl_bench.studies.runs.settings import (
 )
 
 CONTROL = "bf16"
+FORMAT = ("quant.", "quantizer.")  # how config keys of a format begin
 PROFILE_POINTS = 101
 DESCRIBED = ("model.name", "task.name", "algo.name", "lora.rank", "aqn.name", "rollout.temperature", "steps")
 

@@ -41,7 +41,7 @@ def all_claims(results: Sequence[ClaimResult], scope: str) -> Figure:
             effect = result.primary.effect if result.primary else None
             if effect:
                 _mark(ax, y, effect, scaled, OPEN if result.status else BLACK, "D", REACH)
-            for number in claim.paper_effects if first else ():
+            for number in claim.reported_effects if first else ():
                 _point(ax, y, scaled(number), "D", PAPER, REACH, hollow=True)
             if word := claim_result.verdict if first else result.status or "":
                 shade = VERDICTS.get(word.split(" ")[0], OPEN)
@@ -87,7 +87,7 @@ def _explained(results: Sequence[ClaimResult]) -> Iterator[str]:
     points = {1.0} | {m.margin * m.scale for m in (one.claim.measure for one in results) if m.unit == "points"}
     accuracy = f"{_either(points)} {'point' if len(points) == 1 else 'points'} of accuracy"
     yield f"One margin: 2% of entropy, 0.02 of reward, {accuracy}, 5% of a time or memory{mismatch}."
-    paper = " Hollow diamonds: the paper." if any(one.claim.paper_effects for one in results) else ""
+    paper = " Hollow diamonds: the paper." if any(one.claim.reported_effects for one in results) else ""
     alike = " Claims of no difference hold in it." if any(one.claim.expected == "same" for one in results) else ""
     yield f"Grey band: less than that.{alike}{paper} Arrows: beyond the axis."
     if any(effect.bases for effect in effects):

@@ -14,7 +14,7 @@ import pandas as pd
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.statistics import Estimate, mean_ci, mean_ci_crossed
-from qerl_bench.studies.claims.paper import ACCURACY, REWARD
+from qerl_bench.studies.claims.measures import ACCURACY, REWARD
 from qerl_bench.studies.figures.paired import average_seeds, by_cell
 from qerl_bench.studies.runs.load import Cell, Run
 from qerl_bench.studies.runs.measure import last_fifth_mean

@@ -15,7 +15,7 @@ import pandas as pd
 
 from qerl_bench.checks import require
 from qerl_bench.statistics import Estimate, mean_ci
-from qerl_bench.studies.claims.paper import ACCURACY, INITIAL_ENTROPY, LATE_REWARD, REWARD
+from qerl_bench.studies.claims.measures import ACCURACY, INITIAL_ENTROPY, LATE_REWARD, REWARD
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import Measure, area, final_accuracy
 from qerl_bench.studies.runs.settings import describe_repeats

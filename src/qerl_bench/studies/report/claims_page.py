@@ -19,6 +19,7 @@ from qerl_bench.studies.tables.templates import templates
 
 DECIDED = ("supported", "reversed", "negligible")
 SUMMARY = ("claim", "primary contrast", "effect [95 % interval]", "greedy", "from", "detectable", "why", "the paper")
+LATER = ("paper", "claim", "experiment", "verdict", "effect [95 % interval]")
 COMPARISONS = ("contrast", "setting", "role", "mean of each arm", "effect [95 % interval], not adjusted", "from")
 
 
@@ -32,7 +33,9 @@ def markdown(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) 
 def content(results: Mapping[str, Sequence[ClaimResult]], runs: Sequence[Run]) -> dict[str, Any]:
     """What the templates of a report are filled with."""
     scopes = [_scope(name, scope_results) for name, scope_results in results.items()]
+    papers = dict.fromkeys(one.claim.paper for of_scope in results.values() for one in of_scope)
     return {
+        "whose": " and ".join(papers) or "QeRL",
         "material": _material(runs),
         "direction": f"{DIRECTION:g}",
         "smallness": f"{SMALLNESS:g}",
@@ -83,6 +86,29 @@ def verdict_table(name: str, scope: str, results: Sequence[ClaimResult], whose: 
     return Table(name, pd.DataFrame(numbers, columns=wide), pd.DataFrame(shown, columns=columns), caption)
 
 
+def page_table(results: Sequence[ClaimResult]) -> str:
+    """A Markdown table: paper, claim, the command that makes its runs, the verdict on each, and its effects."""
+    rows = [
+        (f"{claim.paper} ({claim.address})", claim.title, f"`{claim.command}`", *verdict_cells(result))
+        for result in results
+        for claim in [result.claim]
+    ]
+    return markdown_table(LATER, rows) + "\n"
+
+
+def verdict_cells(result: ClaimResult) -> tuple[str, str]:
+    """The verdict with its reason, and the effects of the contrasts that vote."""
+    effects = [
+        f"{one.contrast.label}: {result.claim.measure.estimate_text(one.primary.effect.whole)}"
+        + (f", greedy {greedy_text(result, one)}" if result.greedy else "")
+        for one in result.voting
+        if one.primary and one.primary.effect
+    ]
+    verdict = f"**{result.verdict}**" + (", exploratory" if result.claim.exploratory else "")
+    reason = f": {result.reason}" if result.reason else ""
+    return f"{verdict}{reason}", "; ".join(effects) or "-"
+
+
 def _material(runs: Sequence[Run]) -> str:
     """Which runs were read."""
     unfinished = [run.name for run in runs if not run.finished]
@@ -117,7 +143,7 @@ def _summary(results: Sequence[ClaimResult]) -> list[dict[str, Any]]:
                 effect.origin if effect else "-",
                 _detectable(claim_result) if first else "",
                 claim_result.reason if first else "",
-                claim.paper if first else "",
+                claim.reported if first else "",
             )
             title = f"{number}. {claim.title}" if first else ""
             rows.append({"title": title, "verdict": claim_result.verdict, "cells": cells})

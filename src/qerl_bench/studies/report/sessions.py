@@ -3,7 +3,8 @@
     python analysis/study_report.py studies/worlds-2026
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
-literature.svg those on later papers, if there are any, bases.md a table by base; curves.svg,
+literature.svg those on later papers, if there are any, as of every other family of claims, bases.md
+a table by base; curves.svg,
 arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
 of one shape in different sizes. Probes with details add probes.md and probes.svg. specification.csv
 and specification.svg have the effect behind each verdict under other choices, pooled too with the
@@ -19,7 +20,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import cycle
+from itertools import chain, cycle
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +31,7 @@ from matplotlib.figure import Figure
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.claims.claim import ClaimResult
 from qerl_bench.studies.claims.evaluate import evaluate_claims
-from qerl_bench.studies.claims.literature import REGISTRIES, page_table
+from qerl_bench.studies.claims.registry import QERL, families
 from qerl_bench.studies.claims.specification import specifications
 from qerl_bench.studies.design.design import Arm, read_design
 from qerl_bench.studies.design.gates import gates, override, render
@@ -46,7 +47,7 @@ from qerl_bench.studies.figures.paired import REWARD_MEAN, SAMPLED
 from qerl_bench.studies.figures.specification import specification_curve, specification_table
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report import probe_page
-from qerl_bench.studies.report.claims_page import markdown
+from qerl_bench.studies.report.claims_page import markdown, page_table
 from qerl_bench.studies.report.primary import looks_reached, primary_page
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
@@ -87,9 +88,10 @@ def texts(study: Sessions) -> dict[str, str]:
     }
     if page := probe_page.markdown([*study.probes.values()]):
         found["probes.md"] = page
-    if any(one.verdict != "incomplete" for one in later):
-        found |= {"literature.md": page_table(later) + "\n", "literature.svg": svg(all_claims(later, scope))}
-    if ways := specifications([*verdicts, *later], runs, [_other(folder) for folder in beside(study)]):
+    for family, of_family in later.items():
+        if any(one.verdict not in ("incomplete", "not testable here") for one in of_family):
+            found |= {f"{family}.md": page_table(of_family) + "\n", f"{family}.svg": svg(all_claims(of_family, scope))}
+    if ways := specifications([*verdicts, *chain(*later.values())], runs, [_other(one) for one in beside(study)]):
         found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
         found["specification.svg"] = svg(specification_curve(ways))
     return found
@@ -100,20 +102,20 @@ def is_blind(study: Sessions) -> bool:
     return study.design.primary is not None and not looks_reached(study, study.design.primary)
 
 
-def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[ClaimResult]]:
-    """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of later papers."""
+def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], dict[str, list[ClaimResult]]]:
+    """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of each other family."""
     runs = [*study.runs.values()]
     check_comparable(runs, mixed_code=True)
     ((scope, runs),) = by_scope(runs).items()  # all arms have one model and one task
-    verdicts, later = (evaluate_claims(REGISTRIES[papers], runs) for papers in ("qerl", "literature"))
-    return scope, runs, verdicts, later
+    later = {family: evaluate_claims(claims, runs) for family, claims in families().items()}
+    return scope, runs, later.pop(QERL), later
 
 
 @lru_cache
 def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
     """The verdicts and runs of a study that others are pooled with; read once in a process."""
     _, runs, verdicts, later = judged(read_study(folder))
-    return [*verdicts, *later], runs
+    return [*verdicts, *chain(*later.values())], runs
 
 
 def beside(study: Sessions) -> list[Path]:

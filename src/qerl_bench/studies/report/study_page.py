@@ -16,7 +16,7 @@ from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
 from qerl_bench.studies.claims.estimate import Comparison
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.match import Contrast
-from qerl_bench.studies.claims.paper import CLAIMS
+from qerl_bench.studies.claims.registry import shown_claims
 from qerl_bench.studies.figures.style import format_order
 from qerl_bench.studies.report.axes import AXES, _is_number, axis_of
 from qerl_bench.studies.report.claims_page import content, css_class, label_of, row_of
@@ -53,7 +53,7 @@ def evaluated(title: str, runs: Sequence[Run]) -> Results:
         f"{title} has {len(runs):,} runs, more than one page can show ({MOST_RUNS:,}). Pass some of its folders, "
         "or the studies one by one",
     )
-    return {scope: evaluate_claims(CLAIMS, group) for scope, group in by_scope(runs).items()}
+    return {scope: evaluate_claims(shown_claims(), group) for scope, group in by_scope(runs).items()}
 
 
 def verdict_counts(results: Results) -> dict[str, int]:
@@ -75,7 +75,7 @@ def study_page(
         "title": title,
         "axes": known,
         "colors": colors(formats),
-        "claims": [_claim(number, claim) for number, claim in enumerate(CLAIMS, start=1)],
+        "claims": [_claim(number, claim) for number, claim in enumerate(shown_claims(), start=1)],
         "scopes": [*results],
         "runs": rows,
         "columns": {name: heading for heading, (name, _) in COLUMNS.items()},
@@ -126,8 +126,8 @@ def _claim(number: int, claim: Any) -> dict[str, Any]:
         "title": claim.title,
         "unit": _unit(claim.measure),
         "margin": claim.measure.on_axis(claim.measure.margin),
-        "paper": [sign * effect / claim.measure.margin for effect in claim.paper_effects],
-        "paper_on_axis": [claim.measure.on_axis(effect) for effect in claim.paper_effects],
+        "paper": [sign * effect / claim.measure.margin for effect in claim.reported_effects],
+        "paper_on_axis": [claim.measure.on_axis(effect) for effect in claim.reported_effects],
     }
 
 
@@ -207,7 +207,7 @@ def _matrix(results: Results, effects: Sequence[Mapping[str, Any]], formats: Col
     """A row for each claim of each model and task: the verdict, and by format of the treated arm what voted."""
     rows = []
     told = [effect for effect in effects if "text" in effect]
-    for number, claim in enumerate(CLAIMS):
+    for number, claim in enumerate(shown_claims()):
         for scope, (name, of_scope) in enumerate(results.items()):
             result = of_scope[number]
             cells: dict[str, list[int]] = {one: [] for one in formats}
