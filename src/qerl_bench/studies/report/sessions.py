@@ -91,6 +91,7 @@ def texts(study: Sessions) -> dict[str, str]:
     return found
 
 
+@lru_cache
 def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[ClaimResult]]:
     """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of later papers."""
     runs = [*study.runs.values()]
@@ -101,9 +102,14 @@ def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], list[Cla
 
 
 @lru_cache
+def read_once(folder: Path) -> Sessions:
+    """The study in a folder that nothing changes meanwhile; read once in a process."""
+    return read_study(folder)
+
+
 def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
-    """The verdicts and runs of a study that others are pooled with; read once in a process."""
-    _, runs, verdicts, later = judged(read_study(folder))
+    """The verdicts and runs of a study that others are pooled with."""
+    _, runs, verdicts, later = judged(read_once(folder))
     return [*verdicts, *later], runs
 
 
