@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ LINK = re.compile(r"\]\(([^)\s#]+)[^)\s]*\)")
 ENTRY = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\)", flags=re.MULTILINE)
 
 
+@cache
 def pages() -> list[Path]:
     """README.md and every page that links lead to from there."""
     found, new = [], [ROOT / "README.md"]

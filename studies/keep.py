@@ -42,9 +42,13 @@ Series = tuple[str, str, str]  # run, kind, metric
 
 
 class Watched(Run):
-    """A run that remembers in `asked` which of its series were read."""
+    """A run that remembers in `asked` which of its series were read or asked for."""
 
     asked: set[Series]
+
+    def records(self, kind: str, metric: str) -> bool:
+        self.asked.add((self.name, kind, metric))
+        return super().records(kind, metric)
 
     def series(self, kind: str, metric: str) -> pd.Series:
         self.asked.add((self.name, kind, metric))

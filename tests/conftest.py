@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
@@ -73,11 +74,26 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_garbage() -> None:
+    """Looks for no garbage among what earlier files have imported: a second each time that code or a test asks."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a session of tests remembers in the user's cache is its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_cut() -> Iterator[None]:
+    """Nobody waits for the disk, which takes milliseconds a file: what is written can be read before it lies there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
@@ -176,7 +192,9 @@ def make_noise() -> Callable[..., NoiseInjector]:
     return make
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def no_figures() -> Iterator[None]:
     """Runs draw nothing, which takes longer than the steps of a tiny model."""
-    monkeypatch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
+        yield

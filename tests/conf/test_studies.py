@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def recorded(configs: dict[str, Any], place: Path) -> Path:
             answers = answers.assign(mode="sampled", step=config["steps"])
             kept = None if config["eval"]["name"] == "none" else answers
             environment = {"device": "cuda", "gpu": "a GPU", "code": "1f"}
-            write_run(folder, config | {"name": folder.name, "seed": seed}, lines, {}, environment, kept)
+            text = json.dumps(config | {"name": folder.name, "seed": seed})  # which is YAML too
+            write_run(folder, text, lines, {}, environment, kept)
     return place
 
 
@@ -286,7 +288,7 @@ def test_the_arms_of_a_committed_study_are_runs_of_their_own(path: Path) -> None
     design = read_design(path)
     words = [design.words(arm, design.bases[0], 0, sigma=0.12 if arm.dosed else None) for arm in design.arms]
     runs = [build(compose(one)) for one in words]
-    assert len({compose(one)["name"] for one in words}) == len(runs) and min(arm.tier for arm in design.arms) == 1
+    assert len({run.name for run in runs}) == len(runs) and min(arm.tier for arm in design.arms) == 1
     assert all(run.steps == runs[0].steps and run.model.name == runs[0].model.name for run in runs)
 
 
@@ -445,10 +447,11 @@ def agent_words(sweep: dict[str, Any]) -> Iterator[list[str]]:
         yield [word for part in parts[start:] for word in (built[part[2:-1]] if part.startswith("${") else [part])]
 
 
-def meaning(words: Iterable[str]) -> frozenset[tuple[str, Any]]:
-    """Overrides as Hydra reads them: 1e-4 and 0.0001 are one number."""
-    parsed = OverridesParser.create().parse_overrides(list(words))
-    return frozenset((word.get_key_element(), word.value()) for word in parsed)
+@cache
+def meaning(word: str) -> tuple[str, Any]:
+    """An override as Hydra reads it: 1e-4 and 0.0001 are one number."""
+    (parsed,) = OverridesParser.create().parse_overrides([word])
+    return parsed.get_key_element(), parsed.value()
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -463,10 +466,10 @@ CONTROLS = sorted(study for study in STUDIES if study.startswith("tiny/control")
 @pytest.mark.parametrize("studies", [*([study] for study in STUDIES if study not in SHARED), CONTROLS], ids="+".join)
 def test_an_agent_runs_the_points_of_the_study(composed: dict[str, Any], studies: list[str]) -> None:
     sweep = yaml.safe_load(make_sweep(studies))
-    words = [meaning(point) for point in agent_words(sweep)]
+    words = [frozenset(map(meaning, point)) for point in agent_words(sweep)]
     mirror = ("logger", "wandb")  # without it the agent waits for numbers that never come
     assert all(mirror in point for point in words)
-    expected = {meaning(point) for study in studies for point in composed["studies"][study]["points"]}
+    expected = {frozenset(map(meaning, point)) for study in studies for point in composed["studies"][study]["points"]}
     assert {point - {mirror} for point in words} == expected
     assert len(words) == len(expected)
     assert (ROOT / sweep["program"]).is_file()

@@ -22,11 +22,12 @@ from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
 from qerl_bench.process.arguments import WIDTH
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 SOURCES = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("src", "kernels"))
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any]) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any], no_figures: None) -> Path:
     """A run that has visibly changed its policy: supervised, with a large learning rate."""
     root = tmp_path_factory.mktemp("root")
     cfg = make_config("quant=mxfp4", "algo=sft", "optim.lr=0.05", f"root={root}", "name=done", "eval.questions=5")

@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import run, run_dirs
+from tests.e2e.test_run import run_dirs
 from tests.models.gguf_files import model_of, write
+from tests.parallel import ranks
 
 WORDS = ["experiment=smoke", "model=hub", "quant=nvfp4", "aqn=constant", "steps=2", "task.max_completion_tokens=16"]
+
+
+def run(root: Path, file: Path, *words: str) -> ranks.Ended:
+    return ranks.run([*WORDS, f"model.id={file}", f"root={root}", *words], 1, root / "said")
 
 
 @pytest.mark.slow
 def test_a_file_trains_for_two_steps_and_says_that_it_was_rounded(tmp_path: Path) -> None:
     file = write(tmp_path / "Tiny Qwen.gguf", model_of("qwen2"), "Q4_1")
-    done = run(*WORDS, f"model.id={file}", f"root={tmp_path}")
-    assert done.returncode == 0, done.stderr
+    ended = run(tmp_path, file)
+    assert ended.codes == [0], ended.said
     (folder,) = run_dirs(tmp_path)
     assert folder.name.startswith("tiny-qwen-nvfp4-constant-")
     env = json.loads((folder / "env.json").read_text())
@@ -30,13 +35,13 @@ def test_a_file_trains_for_two_steps_and_says_that_it_was_rounded(tmp_path: Path
     (kept,) = (path for path in (tmp_path / "cache" / "gguf").iterdir() if path.is_dir())
     made = (kept / "model.safetensors").stat().st_mtime_ns
 
-    copy = run(*WORDS, f"model.id={file}", f"root={tmp_path}", "model.dither=3")
-    assert copy.returncode == 0, copy.stderr
+    copy = run(tmp_path, file, "model.dither=3")
+    assert copy.codes == [0], copy.said
     first, second = (json.loads((path / "env.json").read_text()) for path in sorted(run_dirs(tmp_path), key=dithered))
     assert second["gguf"]["dither"] == 3 and first["gguf"]["digest"] == second["gguf"]["digest"]
     assert first["base"] != second["base"]
-    again = run(*WORDS, f"model.id={file}", f"root={tmp_path}", "seed=1")
-    assert again.returncode == 0 and (kept / "model.safetensors").stat().st_mtime_ns == made
+    again = run(tmp_path, file, "seed=1")
+    assert again.codes == [0] and (kept / "model.safetensors").stat().st_mtime_ns == made
 
 
 def dithered(folder: Path) -> bool:
@@ -47,6 +52,6 @@ def dithered(folder: Path) -> bool:
 def test_a_bad_file_ends_in_one_message(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "x.gguf"
     file.write_bytes(content)
-    done = run(*WORDS, f"model.id={file}", f"root={tmp_path}")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "x.gguf" in done.stderr and not (tmp_path / "runs").exists()
+    ended = run(tmp_path, file)
+    assert ended.codes == [2] and "Traceback" not in ended.said
+    assert "x.gguf" in ended.said and not (tmp_path / "runs").exists()

@@ -13,6 +13,8 @@ import pandas as pd
 import pytest
 import yaml
 
+from qerl_bench.__main__ import main
+from qerl_bench.process.arguments import whole
 from tests.models.gguf_files import model_of, write
 
 STUDY: dict[str, Any] = {
@@ -87,8 +89,13 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
         (["probe", "model=tiny", "formats=nvfp5"], "quant=nvfp5"),
     ],
 )
-def test_what_cannot_be_measured_ends_in_one_message(words: list[str], says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_ends_in_one_message(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     study_in(tmp_path, "missing.gguf")
-    done = command(*words, cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert says in done.stderr.replace("\n    ", " ") and not (tmp_path / "probes").exists()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    said = whole(capsys.readouterr().err)
+    assert end.value.code == 2 and "Traceback" not in said
+    assert says in said and not (tmp_path / "probes").exists()

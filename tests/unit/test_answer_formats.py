@@ -126,6 +126,7 @@ def test_later_evaluations_warn_of_a_gap_and_of_cuts(caplog: pytest.LogCaptureFi
 WORDS = ("steps=1", "eval.questions=4", "eval.samples=2", "task.max_completion_tokens=12")
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize(
     ("words", "where", "count"),
     [

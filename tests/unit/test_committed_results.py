@@ -10,8 +10,7 @@ import pytest
 
 from qerl_bench.commands.claims import main as report_claims
 from qerl_bench.commands.figure import main as draw_figure
-from qerl_bench.studies.design.sessions import read_study
-from qerl_bench.studies.report.sessions import by_figure, plotted, texts
+from qerl_bench.studies.report.sessions import by_figure, plotted, read_once, texts
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import TRAINED_SHARE
 from tests.scripts import script
@@ -35,7 +34,7 @@ def test_claims_pages_are_recomputed(study: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", IN_SESSIONS, ids=lambda path: path.name)
 def test_reports_of_studies_are_recomputed(study: Path) -> None:
-    pages = {name: text for name, text in texts(read_study(study)).items() if name.endswith((".md", ".csv"))}
+    pages = {name: text for name, text in texts(read_once(study)).items() if name.endswith((".md", ".csv"))}
     committed = [path for path in (study / "results").iterdir() if path.suffix in (".md", ".csv")]
     assert pages == {path.name: path.read_text() for path in committed}
     assert {"gates.md", "claims.md", "bases.md", "specification.csv"} <= set(pages)
@@ -53,7 +52,7 @@ def test_the_checkout_has_of_a_study_in_sessions_what_its_pages_read(tmp_path: P
 
 
 def test_arms_too_many_for_one_figure_of_lines_are_drawn_by_what_they_are_compared_with() -> None:
-    study = read_study(STUDIES / "worlds-2026-settings")
+    study = read_once(STUDIES / "worlds-2026-settings")
     found = {ending: [arm.name for arm in arms] for ending, arms in by_figure(study).items()}
     assert found == {
         "_bf16": ["bf16", "nvfp4", "bf16-rate3", "bf16-sft"],

@@ -154,7 +154,7 @@ def test_a_refused_point_leaves_its_reason_and_a_folder_only_if_it_had_one(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path) -> None:
     """Of five runs one was finished before, one is made, one has failed, one is half done, one waits."""
     records = "".join(f'{{"kind": "train", "step": {step}, "time": {10 * step}}}\n' for step in (4, 5))
     halves = f"(folder / 'metrics.jsonl').write_text({records!r}); {WAITS}"
@@ -166,7 +166,6 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
     ]
     (tmp_path / "half" / "config.yaml").write_text("steps: 10")
     running = module.Sweep([*points, Point([], "before", tmp_path / "before", finished=True)], 1, [])
-    monkeypatch.setattr(module.time, "sleep", lambda _: None)
     for _ in range(2):
         running.fill(0)
         wait_until(lambda: (running.collect(), not running.running)[1])
@@ -177,7 +176,7 @@ def test_how_far_a_sweep_is_counts_runs_by_their_steps(tmp_path: Path, monkeypat
     running.running[0] = running.running[0]._replace(since=time.monotonic() - 30)
     # five steps of 10 s after 30 s make 80 s; so 50 s, and a run of the mean of 40 and 80
     assert running.state() == "2 of 5 runs done, 1 running (50%), 1 failed, about 1:50 left"
-    running.stop(KeyboardInterrupt())
+    running.stop(Terminated(signal.SIGTERM))
 
 
 def test_the_last_word_of_a_sweep_counts_all_its_runs(tmp_path: Path) -> None:

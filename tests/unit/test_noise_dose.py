@@ -118,6 +118,7 @@ def test_the_curve_of_any_experiment(make_policy: Callable[..., Any], make_exper
     assert dose.curve(experiment, policy, engine, prompts, [0.2], (0, 1))[0] == found[1]
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize(
     ("words", "first"),
     [
@@ -254,6 +255,7 @@ def test_a_run_goes_on_without_a_number_that_there_is_no_memory_for(
         dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_kl_of_the_dose_is_computed_as_in_training(
     autocast: bool, tmp_path: Path, make_config: Callable[..., Any]

@@ -71,15 +71,15 @@ def test_with_the_format_of_training_nothing_is_made(make_experiment: Any, make_
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any]) -> dict[str, Path]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any], no_figures: None
+) -> dict[str, Path]:
     """A run that is evaluated in the format of training, and the same run evaluated in another."""
     root = tmp_path_factory.mktemp("root")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
-        for name, quant in (("as_trained", "null"), ("served", "mxfp4")):
-            words = ("task=even_characters", "optim.lr=0.05", "lora.dropout=0.1", "eval.every=2", "eval.samples=4")
-            cfg = make_config(*words, f"eval.quant={quant}", f"root={root}", f"name={name}")
-            run_experiment(build(cfg), cfg)
+    for name, quant in (("as_trained", "null"), ("served", "mxfp4")):
+        words = ("task=even_characters", "optim.lr=0.05", "lora.dropout=0.1", "eval.every=2", "eval.samples=4")
+        cfg = make_config(*words, f"eval.quant={quant}", f"root={root}", f"name={name}")
+        run_experiment(build(cfg), cfg)
     return {name: root / "runs" / name for name in ("as_trained", "served")}
 
 

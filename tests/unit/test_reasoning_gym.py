@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
 import re
 import signal
@@ -75,25 +76,26 @@ def test_gold_answers_earn_everything_and_others_do_not(chosen: ReasoningGym) ->
             assert not chosen.reward(prompt, nothing).correct
 
 
-def test_a_completion_is_judged_in_another_process_too(chosen: ReasoningGym) -> None:
+def test_completions_are_judged_in_another_process_too(datasets: dict[str, Any]) -> None:
     """The prompt's id is all that it takes; and the problem is the same whatever Python's hash seed."""
-    prompt = chosen.eval_prompts(1)[0]
+    prompts = {name: task(f"task.name={name}").eval_prompts(1)[0] for name in CHOSEN}
     code = (
-        "import sys; from qerl_bench.config import compose, spec; from qerl_bench.records import Prompt\n"
-        "name, id, gold, question = sys.argv[1:]\n"
-        "task = spec(compose(['task=reasoning_gym', f'task.name={name}']), 'task')\n"
-        "assert task.eval_prompts(1)[0].question == question\n"
-        "prompt = Prompt(id=id, messages=(), answer=gold)\n"
-        "print(task.reward(prompt, f'<think></think><answer>{gold}</answer>').total)"
+        "import json, sys; from qerl_bench.config import compose, spec; from qerl_bench.records import Prompt\n"
+        "for name, id, gold, question in json.load(sys.stdin):\n"
+        "    task = spec(compose(['task=reasoning_gym', f'task.name={name}']), 'task')\n"
+        "    assert task.eval_prompts(1)[0].question == question\n"
+        "    prompt = Prompt(id=id, messages=(), answer=gold)\n"
+        "    print(task.reward(prompt, f'<think></think><answer>{gold}</answer>').total)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, chosen.name, prompt.id, prompt.answer, prompt.question],
+        [sys.executable, "-c", code],
+        input=json.dumps([(name, one.id, one.answer, one.question) for name, one in prompts.items()]),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "4711"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "1.2\n"
+    assert done.stdout == "1.2\n" * len(CHOSEN)
 
 
 def test_partial_scores_are_paid_but_not_correct(datasets: dict[str, Any]) -> None:

@@ -288,11 +288,16 @@ def test_a_later_evaluation_forgets_what_the_sampler_did(make_config: Any) -> No
     assert build(without_training(cfg)).rollout.activations is None
 
 
-@pytest.mark.parametrize("quant", FORMATS)
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_every_format_trains_with_every_rounding(
+KINDS_OF_INPUTS = [*ACTIVATIONS] * 2
+PAIRS = [(quant, kind) for place, quant in enumerate(FORMATS) for kind in KINDS_OF_INPUTS[place : place + 2]]
+
+
+@pytest.mark.parametrize(("quant", "kind"), PAIRS)
+def test_every_format_and_every_rounding_trains(
     quant: str, kind: str, make_config: Callable[..., Any], tmp_path: Path, no_figures: None
 ) -> None:
+    """Each in two pairs: a layer rounds its input before, and whatever, it decodes."""
+    assert {kind for _, kind in PAIRS} == {*ACTIVATIONS}
     words = (f"quant={quant}", f"quant.activations={kind}", "model.hidden_size=64", "steps=1", "aqn=constant")
     (record,) = _run(make_config, tmp_path, "run", *words)
     assert record["packed_share"] == 1.0 and record["grad_norm"] > 0

@@ -24,6 +24,7 @@ from qerl_bench.seeding import derive
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.studies.tables.terminal import summary
 
+pytestmark = pytest.mark.usefixtures("no_figures")
 # A task on which an untrained model earns something. Dropout draws from PyTorch's own random numbers, which an
 # evaluation in between could shift.
 WORDS = (
@@ -39,7 +40,9 @@ def run(make_config: Callable[..., Any], root: Path, name: str, *words: str) -> 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any]) -> dict[str, Path]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Any], no_figures: None
+) -> dict[str, Path]:
     """The same run with and without points."""
     root = tmp_path_factory.mktemp("root")
     return {every: run(make_config, root, every, f"eval.every={every[-1]}") for every in ("every1", "every0")}

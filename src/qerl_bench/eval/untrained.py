@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,9 @@ def small(file: Path) -> bool:
     return file.suffix != ".safetensors" and file.stat().st_size <= MAX_SMALL_BYTES
 
 
+@cache
 def installed() -> list[tuple[str, str]]:
-    """Name and version of every installed package: a grader or a tokenizer may be in any."""
+    """Name and version of every installed package: a grader or a tokenizer may be in any. Read once, as `versions`."""
     return sorted({(str(package.name), package.version) for package in metadata.distributions()})
 
 

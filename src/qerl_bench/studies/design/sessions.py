@@ -24,7 +24,7 @@ from qerl_bench.studies.runs.load import Run, load_run
 PROBES = "probes.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sessions:
     """All sessions of a study. `probes` are by base, in order, those without runs too."""
 

@@ -102,6 +102,7 @@ def is_blind(study: Sessions) -> bool:
     return study.design.primary is not None and not looks_reached(study, study.design.primary)
 
 
+@lru_cache
 def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], dict[str, list[ClaimResult]]]:
     """Model and task of a study, its runs, and the verdicts on QeRL's claims and on those of each other family."""
     runs = [*study.runs.values()]
@@ -112,9 +113,14 @@ def judged(study: Sessions) -> tuple[str, list[Run], list[ClaimResult], dict[str
 
 
 @lru_cache
+def read_once(folder: Path) -> Sessions:
+    """The study in a folder that nothing changes meanwhile; read once in a process."""
+    return read_study(folder)
+
+
 def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
-    """The verdicts and runs of a study that others are pooled with; read once in a process."""
-    _, runs, verdicts, later = judged(read_study(folder))
+    """The verdicts and runs of a study that others are pooled with."""
+    _, runs, verdicts, later = judged(read_once(folder))
     return [*verdicts, *chain(*later.values())], runs
 
 

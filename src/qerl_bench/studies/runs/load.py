@@ -41,6 +41,7 @@ NUMERIC = dict.fromkeys(("lora_rank", "seed", "step"), "int64") | {
     "value": "float64",
     "finished": "bool",
 }
+_SETTINGS: dict[frozenset[tuple[str, str]], frozenset[tuple[str, str]]] = {}
 SCHEMA = pa.schema([(name, NUMERIC.get(name, TEXT)) for name in (*IDENTITY, *MEASURED)])  # the others are categories
 
 
@@ -83,7 +84,7 @@ class Run:
         """The name of the GPU, cpu, or unknown."""
         return str(self.environment.get("gpu") or self.environment.get("device", "unknown"))
 
-    @property
+    @cached_property
     def base(self) -> str:
         """The base model: the digest of its weights, if env.json has one.
 
@@ -109,7 +110,7 @@ class Run:
             versions.append(f"triton {packages['triton']}")
         return ", ".join([self.device, *([cpu] if cpu else []), *versions])
 
-    @property
+    @cached_property
     def cell(self) -> Cell:
         return self.base, self.option("seed")
 
@@ -159,8 +160,13 @@ class Run:
 
     @cached_property
     def setting_items(self) -> frozenset[tuple[str, str]]:
-        """`config_items` as a set; runs of one setting have equal ones."""
-        return frozenset((key, repr(canonical(value))) for key, value in self.config_items.items())
+        """`config_items` as a set; runs of one setting have the same one, which is grouped by at once."""
+        items = frozenset((key, repr(canonical(value))) for key, value in self.config_items.items())
+        return _SETTINGS.setdefault(items, items)
+
+    def records(self, kind: str, metric: str) -> bool:
+        """Whether the metric was ever written."""
+        return (kind, metric) in self._rows
 
     def series(self, kind: str, metric: str) -> pd.Series:
         """One metric indexed by step, in order of steps; empty if it was never written."""

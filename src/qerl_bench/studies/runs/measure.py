@@ -50,8 +50,8 @@ class Measure:
     def counts(self, run: Run) -> bool:
         """Whether the run can have this number."""
         placed = not self.gpu or run.environment.get("device") == "cuda"
-        asked = not self.asked or not run.series("eval", f"eval/accuracy_{self.answers}").empty
-        return placed and asked and (not self.needs or not run.series("train", self.needs).empty)
+        asked = not self.asked or run.records("eval", f"eval/accuracy_{self.answers}")
+        return placed and asked and (not self.needs or run.records("train", self.needs))
 
     @property
     def greedy(self) -> Measure | None:
