@@ -124,6 +124,11 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
     Raises ConfigError if it is not there.
     """
     found = {step_of(folder): folder for folder in checkpoints(run_dir)}
+    require(
+        steps > 0,
+        f"{run_dir} has steps=0 and no checkpoint: it asked the base. To ask it otherwise repeat its command, steps=0, "
+        "with another eval=... or eval.quant=...",
+    )
     require(bool(found), f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
     best = read_object(run_dir / DONE, saved(run_dir, DONE, True)).get("checkpoints", {}).get("best")
     if which == "last":
