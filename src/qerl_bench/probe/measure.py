@@ -86,6 +86,7 @@ def measure(
         "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
         "kl": kl_between(experiment, policy, plain, reference),
         "curve": noise_curve(experiment, policy, engine, wanted),
+        "norm_scale": policy.noise.median_scale(),
         "tokens_per_s": sum(one.tokens for one in asked) / (sum(one.seconds for one in asked) - recording),
         "weights_gib": weights_gib(policy),
         "memory_gib": memory,

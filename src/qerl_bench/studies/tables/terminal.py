@@ -56,7 +56,8 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     lenient = bool(table[["lenient_start", "lenient_final"]].notna().to_numpy().any())
     options = {name: [str(value) for value in table[name]] for name in ("model", "format", "noise", "rank", "seed")}
     same = [f"{name} {values[0]}" for name, values in options.items() if len({*values}) == 1]
-    sampled = "final" if table["sampled_final"].notna().any() else "step 0"  # runs of steps=0 have no other
+    ended = bool(table["sampled_final"].notna().to_numpy().any())
+    sampled = "final" if ended else "step 0"  # runs of steps=0 have no other
     columns = {
         **({("", "run"): [str(number) for number, _ in enumerate(names, start=1)]} if several else {}),
         **{("", name): values for name, values in options.items() if len({*values}) > 1},
@@ -64,7 +65,7 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         ("accuracy", "final"): _shares(table, "greedy_final"),
         ("gain", "paired"): _shares(table, "gain_final", signed=True),
         **({LENIENT: _pairs(table["lenient_start"], table["lenient_final"])} if lenient else {}),
-        ("sampled", sampled): _shares(table, "sampled_final" if sampled == "final" else "sampled_start"),
+        ("sampled", sampled): _shares(table, "sampled_final" if ended else "sampled_start"),
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
         ("", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
         ("", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
