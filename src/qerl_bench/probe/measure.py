@@ -124,8 +124,7 @@ def noise_curve(experiment: Experiment, policy: Policy, engine: RolloutEngine, w
     if not wanted.sigmas:
         return []
     prompts = experiment.task.train_prompts(1, wanted.prompts, derive("dose"))
-    with phase(f"measuring noise of {len(wanted.sigmas)} sizes"):
-        doses = curve(_at_one(experiment), policy, engine, prompts, [0.0, *wanted.sigmas], wanted.draws)
+    doses = curve(_at_one(experiment), policy, engine, prompts, [0.0, *wanted.sigmas], wanted.draws)
     return [asdict(one) for one in doses]
 
 
