@@ -43,7 +43,7 @@ COMMANDS = {
         shared=True,
     ),
     "score": Command("grade completions made elsewhere", "stopped; nothing was written", composes=True),
-    "export": Command("write a packed model, or what a run has trained, for other programs", composes=True),
+    "export": Command("write a packed model, or a trained one, for other programs", composes=True),
     "collect": Command("gather runs into a study that can be committed"),
     "probe": Command(
         "ask a model before any training, in every format and noise", "stopped; nothing was written", composes=True

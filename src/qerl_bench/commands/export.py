@@ -1,7 +1,7 @@
 """Write a packed model, or what a run has trained, for other programs.
 
-    qerl-bench export model=PATH_OR_ID quant=nvfp4 out=DIR         # a base: codes
-    qerl-bench export runs/NAME out=DIR                            # base and adapter, merged in 16 bits
+    qerl-bench export model=PATH_OR_ID quant=nvfp4 out=DIR    # a base: codes
+    qerl-bench export runs/NAME out=DIR                       # base and adapter, merged
 
 A base takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nf4 is written as a
 bitsandbytes checkpoint, the other formats as those of compressed-tensors, which transformers and vLLM read. The folder
