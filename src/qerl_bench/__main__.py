@@ -67,6 +67,8 @@ COMMANDS = {
     "matrix": Command("put the verdicts of several studies side by side"),
     "plan": Command("find out how many bases and seeds a claim needs"),
 }
+# What others call our commands.
+ELSEWHERE = {"train": "run", "evaluate": "eval", "merge": "export", "serve": "export", "resume": "run"}
 USAGE = "\n".join(
     [
         "usage: qerl-bench COMMAND [key=value ...]",
@@ -88,7 +90,7 @@ def main(words: list[str] | None = None) -> int:
             print(__version__ if name == "--version" else USAGE)
         return 0
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
         if tells():
             print(f"{hint}{USAGE}", file=sys.stderr)

@@ -109,6 +109,8 @@ def test_what_is_explained(words: list[str], says: tuple[str, ...]) -> None:
         ("seeds=0", r"Did you mean seed\?"),
         ("resume=true", r"no option resume\. The same command continues"),
         ("train.resume_from_checkpoint=x", r"The same command continues"),
+        ("push_to_hub=true", r"qerl-bench publish"),
+        ("max_seq_length=9", r"Did you mean task.max_completion_tokens\?"),
         ("logging_steps=5", r"Every step is logged"),
         ("rollout.top_p=0.9", r"whole distribution.*eval.top_p"),
         ("wandb=true", r"Did you mean logger\?"),

@@ -62,6 +62,8 @@ OURS = {  # the last part of a key elsewhere -> config keys or axes of this proj
     "max_completion_length": COMPLETION,
     "max_response_length": COMPLETION,
     "max_new_tokens": COMPLETION,
+    "max_seq_length": COMPLETION,
+    "max_length": COMPLETION,
     "dataset": ("task",),
     "dataset_name": ("task",),
     "env": ("task",),
@@ -109,10 +111,13 @@ FULL = (
     "it; evaluations take eval.top_p"
 )
 EACH = "Every step is logged: metrics.jsonl, run.log, and the loggers that logger=... adds"
+SENT = "qerl-bench publish runs/NAME to=hub repo=OWNER/NAME sends a finished run"
 WITHOUT_KEY = {  # what is no option here -> how it is done
     **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint", "resume_mode"), CONTINUED),
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "n_gpus_per_node", "devices", "num_processes"), SEVERAL),
     **dict.fromkeys(("top_p", "top_k", "min_p"), FULL),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), SENT),
+    "gguf": "model=FILE.gguf trains a GGUF file",
     **dict.fromkeys(("logging_steps", "log_freq", "log_every"), EACH),
 }
 ON = ("on", "true", "yes")  # of an axis, whose options have names
