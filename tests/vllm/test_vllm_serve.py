@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ IDS = [3, 200, 17, 44, 101, 7, 66, 12]
 RUN = ("experiment=smoke", "device=cpu", "model.dtype=float32", "eval=none", "optim.lr=0.02", "steps=2", "save_every=2")
 
 
-def commands() -> list[str]:
+def commands() -> Sequence[str]:
     return "".join(re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)).splitlines()
 
 

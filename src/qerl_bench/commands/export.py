@@ -80,7 +80,7 @@ def merge(run_dir: Path, words: list[str]) -> str:
     unknown = sorted(given.keys() - {"checkpoint", "dtype"})
     require(not unknown, f"{', '.join(unknown)} is no key of this command; {OF_RUN}")
     cfg = stored_config(run_dir)
-    dtype = given.get("dtype", cfg.model.dtype)
+    dtype = given.get("dtype") or str(cfg.model.dtype)
     one_of("bfloat16", "float16", "float32")("dtype", dtype)
     checkpoint, out = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), cfg.steps), Path(chosen["out"])
     check_checkpoint(checkpoint)

@@ -81,7 +81,7 @@ def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
     return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}{places}"
 
 
-def _near_option(name: str, options: Sequence[str]) -> list[str]:
+def _near_option(name: str, options: Collection[str]) -> list[str]:
     """The options that a name is near to: one in other capitals alone; none to a word that switches on."""
     if name.lower() in options:
         return [name.lower()]
