@@ -43,7 +43,7 @@ COMMANDS = {
         shared=True,
     ),
     "score": Command("grade completions made elsewhere", "stopped; nothing was written", composes=True),
-    "export": Command("pack a model for other programs to read", composes=True),
+    "export": Command("write a packed model, or a trained one, for other programs", composes=True),
     "collect": Command("gather runs into a study that can be committed"),
     "probe": Command(
         "ask a model before any training, in every format and noise", "stopped; nothing was written", composes=True
@@ -67,6 +67,8 @@ COMMANDS = {
     "matrix": Command("put the verdicts of several studies side by side"),
     "plan": Command("find out how many bases and seeds a claim needs", composes=True),
 }
+# What others call our commands.
+ELSEWHERE = {"train": "run", "evaluate": "eval", "merge": "export", "serve": "export", "resume": "run"}
 USAGE = "\n".join(
     [
         "usage: qerl-bench COMMAND [key=value ...]",
@@ -88,7 +90,7 @@ def main(words: list[str] | None = None) -> int:
             print(__version__ if name == "--version" else USAGE)
         return 0
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
         if tells():
             print(f"{hint}{USAGE}", file=sys.stderr)

@@ -26,6 +26,7 @@ from qerl_bench.metrics import entropy_ratio, mean, mean_entropy, mismatch_metri
 from qerl_bench.model.policy import Policy
 from qerl_bench.parallel import ALONE, World
 from qerl_bench.process.memory import NO_MEMORY, shortage, whole_or_halves
+from qerl_bench.process.progress import bar, phase
 from qerl_bench.records import Group, Prompt, Rollout
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import make_batch
@@ -61,7 +62,7 @@ def curve(
     """The dose of each sigma, as a step would log it, over several draws; of equal random numbers for all sigmas."""
     rollout, quiet = experiment.rollout, policy.noise
     doses = []
-    for sigma in sigmas:
+    for sigma in bar(sigmas, "measuring noise", len(sigmas), "sizes"):
         everything: list[Rollout] = []
         try:
             for draw in draws:
@@ -110,9 +111,11 @@ def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -
         return [(trained, sampled)]
 
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with torch.no_grad(), precision(experiment.train, policy.device.type):
+    scoring = phase("scoring completions", len(rollouts))
+    with torch.no_grad(), precision(experiment.train, policy.device.type), scoring as scored:
         for rows in batch.micro_batches(tokens, torch.ones_like(batch.lengths, dtype=torch.bool)):
             parts += whole_or_halves(both, rows.tolist())
+            scored.advance(len(rows))
     trainer, sampler = map(torch.cat, zip(*parts, strict=True))
     return mismatch_metrics(trainer, sampler)["mismatch/kl"]
 

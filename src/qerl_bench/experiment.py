@@ -99,8 +99,9 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
         )
         from qerl_bench.studies.tables.terminal import no_gradient_warning, places, render, summary
 
-        with phase("drawing figures"):
-            run_figures(run.path)
+        if experiment.steps:
+            with phase("drawing figures"):
+                run_figures(run.path)
         run.finish(collapsed, best_checkpoint(run))
         if collapsed:
             log.warning("%s: training has destroyed the policy: %s. Use a smaller optim.lr", run.path, collapsed)
@@ -113,7 +114,10 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
 def run_steps(
     experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, world: World, config: dict[str, Any]
 ) -> None:
-    """Make all steps that the run does not have yet, with an evaluation before the first and after the last."""
+    """Make all steps that the run does not have yet, with an evaluation before the first and after the last.
+
+    With steps=0 the one evaluation of the base is all.
+    """
     if experiment.algo.on_policy:  # refuse prompts that are too long now, not at the step that draws them
         engine.require_room(experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
     optimizer = make_optimizer(policy, experiment.optim)
@@ -163,7 +167,8 @@ def run_steps(
                         drop_checkpoints(experiment, run)
                 if signum:
                     raise Terminated(signum)
-        evaluate_and_log(experiment, policy, engine, run, mirror, experiment.steps, world)
+        if experiment.steps:
+            evaluate_and_log(experiment, policy, engine, run, mirror, experiment.steps, world)
         if world.first:
             drop_checkpoints(experiment, run)
 

@@ -77,15 +77,10 @@ class Experiment:
     logger: LoggerSpec
 
     def __post_init__(self) -> None:
-        require(
-            self.steps != 0,
-            f"steps must be a whole number of at least 1, got {self.steps}; a base before any training is asked by "
-            "qerl-bench probe model=... task=...",
-        )
         check_fields(
             self,
             "",
-            steps=at_most(MAX_STEPS, count()),
+            steps=at_most(MAX_STEPS, count(0)),
             save_every=count(),
             save_on_term=flag,
             seed=count(0),
@@ -98,7 +93,7 @@ class Experiment:
             f"and root a path, got name={self.name!r}, root={self.root!r}",
         )
         require(
-            self.optim.warmup_steps < self.steps,
+            self.optim.warmup_steps < max(1, self.steps),
             f"optim.warmup_steps must be below steps={self.steps}, got {self.optim.warmup_steps}; make it smaller",
         )
         self._check_trained_weights()
@@ -209,6 +204,11 @@ class Experiment:
         check_merging(rollout, self.train, self.lora, self.sampled.quant, self.quantizer, self.engine.name)
 
     def _check_evaluations(self) -> None:
+        require(
+            self.steps > 0 or self.eval.name != "none",
+            "steps=0 trains nothing but evaluates the base, and eval=none evaluates nothing: choose eval=task, or more "
+            "steps",
+        )
         late = [step for step in getattr(self.eval, "at", ()) if step >= self.steps]
         require(
             not late,

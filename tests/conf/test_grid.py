@@ -371,7 +371,9 @@ def test_packed_weights_cannot_be_trained(quant: str) -> None:
     ("words", "says"),
     [
         ("steps=5 optim.warmup_steps=5", "optim.warmup_steps must be below steps=5, got 5"),
-        ("steps=0", "steps must be a whole number of at least 1, got 0; .*qerl-bench probe model="),
+        ("steps=-1", "steps must be a whole number of at least 0, got -1"),
+        ("steps=0 eval=none", "steps=0 trains nothing .* eval=task"),
+        ("steps=0 optim.warmup_steps=1", "optim.warmup_steps must be below steps=0, got 1"),
         ("steps=1.5", "steps must be a whole number"),
         ("steps=true", "steps must be a whole number"),
         ("seed=-1", "seed must be a whole number of at least 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from qerl_bench.studies.conduct.draft import Budget
-from tests.models import builds
+from tests.models import builds, gguf_files
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "how-to"
@@ -70,7 +71,9 @@ def trained(run: Path) -> list[dict[str, Any]]:
 
 
 def test_every_page_is_tested() -> None:
-    names = ["does-it-help.md", "own-claim.md", "own-model.md", "own-schedule.md", "own-task.md"]
+    """serve.md in tests/vllm."""
+    names = ["does-it-help.md", "gguf.md", "learning-rate.md", "own-claim.md", "own-model.md", "own-schedule.md"]
+    names += ["own-task.md", "resume.md", "serve.md"]
     assert [page.name for page in sorted(PAGES.iterdir())] == names
 
 
@@ -116,6 +119,46 @@ def test_own_model(tmp_path: Path) -> None:
     assert run.name.startswith("mini-nvfp4-exp-grpo-")
     assert all(record["grad_norm"] > 0 for record in trained(run))
     assert trained(run)[-1]["aqn/norms_perturbed"] > 0
+
+
+@pytest.mark.slow
+def test_a_gguf_file_and_a_dithered_copy(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    file = gguf_files.write(tmp_path / "models" / "mini.gguf", gguf_files.model_of("qwen2"), "Q4_1")
+    short = {"aqn=exp experiment=smoke": "aqn=exp experiment=smoke steps=1 task.max_completion_tokens=4"}
+    environments = [json.loads((run / "env.json").read_text()) for run in follow("gguf.md", tmp_path, short)]
+    assert {environment["gguf"]["dither"] for environment in environments} == {None, 1}
+    assert len({environment["base"] for environment in environments}) == 2
+    for environment in environments:
+        assert environment["gguf"]["digest"] == f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+
+
+@pytest.mark.slow
+def test_resume_here_and_elsewhere(tmp_path: Path) -> None:
+    """The first command is killed behind a checkpoint."""
+    first = "qerl-bench run experiment=smoke steps=8 save_every=2 name=mine || true"
+    saved = "until test -e runs/mine/checkpoints/step_000002; do sleep 0.1; done"
+    stopped = f"{first.removesuffix(' || true')} & {saved}; kill -9 $!"
+    (run,) = follow("resume.md", tmp_path, {first: stopped})
+    steps = [record["step"] for record in trained(run)]
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8] and (run / "env_1.json").is_file()
+    elsewhere = tmp_path / "elsewhere" / "runs" / "mine"
+    assert (elsewhere / "done.json").is_file() and (elsewhere / "env_2.json").is_file()
+
+
+def test_rates_of_the_table_are_those_of_the_steps(make_experiment: Any) -> None:
+    rows = re.findall(r"^\| `(\w+)`.*\| ([-e\d. ]+) \|$", (PAGES / "learning-rate.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == ["constant", "linear", "cosine"]
+    for name, rates in rows:
+        optim = make_experiment("steps=8", "optim.lr=1e-4", "optim.warmup_steps=2", f"optim.schedule={name}").optim
+        assert [f"{optim.lr_at(step, 8):.2e}" for step in range(1, 9)] == rates.split()
+
+
+@pytest.mark.slow
+def test_a_learning_rate_with_warm_up_and_decay(tmp_path: Path) -> None:
+    (run,) = follow("learning-rate.md", tmp_path)
+    rates = [record["lr"] for record in trained(run)]
+    assert rates[2] == max(rates) and rates[-1] == pytest.approx(4.95e-6, rel=1e-3)
 
 
 @pytest.mark.slow

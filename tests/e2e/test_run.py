@@ -19,6 +19,7 @@ import pandas as pd
 import pytest
 
 from qerl_bench.__main__ import main
+from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.config import build, compose
 from qerl_bench.experiment import run_experiment
@@ -109,6 +110,27 @@ def test_smoke_writes_a_complete_run_with_every_format(tmp_path, capsys, quant):
     printed = capsys.readouterr().out
     assert quant in printed
     assert "accuracy" in printed
+
+
+def test_a_run_of_no_steps_evaluates_the_base_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its numbers are those of step 0 of a run that trains, whose answers the cache then has."""
+    printed = []
+    for name, steps in (("base", 0), ("trained", 1)):
+        config = compose(["experiment=smoke", "quant=nvfp4", f"steps={steps}", f"root={tmp_path}", f"name={name}"])
+        run_experiment(build(config), config)
+        printed.append(capsys.readouterr().out)
+    base, trained = run_dirs(tmp_path)
+    assert [record["step"] for record in records(base)] == [0]
+    first = next(record for record in records(trained) if record["kind"] == "eval")
+    without_time = [{key: value for key, value in one.items() if key != "time"} for one in (records(base)[0], first)]
+    assert without_time[0] == without_time[1]
+    assert not (base / "checkpoints").exists() and (base / "done.json").exists() and (base / "prompt.txt").exists()
+    assert f"{100 * first['eval/accuracy_sampled']:.1f}" in printed[0] and "figures" not in printed[0]
+    with pytest.raises(ConfigError, match=r"steps=0 .*eval=\.\.\."):
+        evaluate_again([str(base), "eval.samples=2"])
+    for command in (["compare", str(base), str(trained)], ["report", str(tmp_path), f"out={tmp_path / 'report'}"]):
+        main(command)
+    assert "eval/accuracy_greedy" in capsys.readouterr().out
 
 
 def user_commands() -> list[str]:
@@ -256,7 +278,8 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
         (["lora.rank=-4"], "lora.rank must be a whole number of at least 1, got -4"),
         (["lora.rank=0", "algo=grpo"], "lora=none"),
         (["lora=none", "quant=nvfp4"], "quant=bf16"),
-        (["steps=0"], "steps must be a whole number of at least 1, got 0"),
+        (["steps=-1"], "steps must be a whole number of at least 0, got -1"),
+        (["steps=0", "eval=none"], "eval=task"),
         (["steps=soon"], "got 'soon'"),
         (["rollout.group_size=1"], "rollout.group_size must be at least 2, got 1"),
         (["aqn=exp", "aqn.sigma_end=0.5"], "sigma_end <= sigma_start"),

@@ -163,6 +163,7 @@ def test_a_wrong_word_is_refused(word: str, says: str, capsys: pytest.CaptureFix
         ("--experiment smoke", "--experiment: no such flag. .* experiment=VALUE;"),
         ("--config foo.yaml", "--config: no such flag. .* experiment=NAME.*--config-dir"),
         ("--multi seed=0,1", "--multi: no such flag"),
+        ("--resume", "--resume: no such flag. The same command continues"),
         ("--lr=1e-5 -m", "--lr=1e-5: no such flag. .* lr=1e-5;"),
     ],
 )

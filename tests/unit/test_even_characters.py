@@ -1,4 +1,4 @@
-"""task=even_characters: the share of even code points, questions that do not overlap, and no demonstrations."""
+"""task=even_characters: different even code points earn, questions do not overlap, and nothing is demonstrated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ def task():
 
 @pytest.mark.parametrize(
     ("completion", "share", "answer"),
-    [("bdf", 1.0, "even"), ("ace", 0.0, "odd"), ("ab", 0.5, "odd"), ("\N{REPLACEMENT CHARACTER}bb", 2 / 3, "even")],
+    [
+        ("bdf", 1.0, "even"),
+        ("ace", 0.0, "odd"),
+        ("ab", 0.5, "even"),
+        ("\N{REPLACEMENT CHARACTER}bbc", 1 / 4, "odd"),
+        ("\n" * 24, 1 / 24, "odd"),  # what random weights write greedily
+    ],
 )
 def test_the_reward_is_the_share_of_even_characters(task, completion, share, answer):
     (prompt,) = task.eval_prompts(1)

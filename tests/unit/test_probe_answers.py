@@ -101,6 +101,9 @@ def test_the_best_answer_format_reads_most_right_answers_then_most_answers() -> 
     assert best_of({"a": one["a"], "b": one["a"]}, "b") == "b"
 
 
+RISE = {"sigma": 0.12, "rise": 0.11, "kl": 0.03}
+
+
 def record(correct: list[int]) -> dict[str, Any]:
     asked = Asked(temperature=1, samples=2, rollouts=[], rows=[], seconds=1.0)
     plain = {**found(correct, asked.samples), "finished": 1.0, "enough_tokens": 17}
@@ -111,7 +114,7 @@ def record(correct: list[int]) -> dict[str, Any]:
         "max_completion_tokens": 64,
         "group": 8,
         "formats": {
-            "bf16": {"temperatures": {"0": plain, "1": plain}, "rise": {"sigma": 0.12, "rise": 0.11, "kl": 0.03}},
+            "bf16": {"temperatures": {"0": plain, "1": plain}, "rise": RISE, "norm_scale": 0.3},
             "nvfp4": {"temperatures": {"1": plain}, "rise": {"sigma": None, "tried": []}},
         },
     }
@@ -121,7 +124,7 @@ def test_advice_names_the_options_with_their_numbers() -> None:
     lines = advice(record([0, 1, 1, 1]))
     assert "task.answer_format=boxed" in lines[0] and "50% in boxed, 0% in tags" in lines[0]
     assert "task.max_completion_tokens=32" in lines[1]
-    assert "bf16" in lines[2] and "aqn.level=0.12" in lines[2] and "no sigma" in lines[3]
+    assert "bf16" in lines[2] and "aqn.level=0.12" in lines[2] and "(0.4 of" in lines[2] and "no sigma" in lines[3]
     assert "yes" in lines[4] and "37.5%" in lines[4] and "75%" in lines[4]
     assert "no" in learnable(record([2, 2, 2, 1])).split(".")[0]  # too easy
     assert "no" in learnable(record([0, 0, 2, 2])).split(".")[0]  # no group is mixed

@@ -131,7 +131,7 @@ def probed() -> dict[str, Any]:
     """What probe.json holds of one model, asked in two weight formats."""
     formats = unit([], {"bf16": [2, 0, 1], "nvfp4": [2, 0, 0]}, {"bf16": 0.5, "nvfp4": 0.6})["formats"]
     for one in formats.values():
-        one |= {"tokens_per_s": 9.0, "weights_gib": 0.1, "memory_gib": 1.0}
+        one |= {"tokens_per_s": 9.0, "weights_gib": 0.1, "memory_gib": 1.0, "norm_scale": 0.25}
     return {
         "model": "a/<b>", "task": "arithmetic", "words": [], "options": {"questions": 3, "split": "train"}, "group": 2,
         "max_completion_tokens": 8, "answer_format": "boxed", "answer_formats": {}, "formats": formats,
@@ -164,5 +164,6 @@ def test_the_page_of_a_model_has_advice_prompt_tables_a_drawing_and_answers() ->
         "&lt;/div&gt;greedy",
     ):
         assert part in page
+    assert "<td>0.2</td><td>0.8</td>" in page  # sigma, and its share of the median scale
     assert page.count("<td>nvfp4</td>") == 1 + 1 + 3 and "http-equiv" not in page and "cut off; 3 tokens" in page
     assert "<h2>Answers" not in model_page(probed(), []).replace(' id="answers"', "")

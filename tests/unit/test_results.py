@@ -292,7 +292,8 @@ def test_summary_takes_the_right_steps(tmp_path: Path) -> None:
         "greedy_start": 0.25, "greedy_start_stderr": 0.02, "greedy_final": 0.5, "greedy_final_stderr": 0.03,
         "gain_final": 0.25, "gain_final_stderr": 0.025,
         **dict.fromkeys(("lenient_start", "lenient_start_stderr", "lenient_final", "lenient_final_stderr"), ANY_NAN),
-        "sampled_final": 0.4, "sampled_final_stderr": 0.015, "entropy_first": 0.9, "entropy_last": 0.7,
+        "sampled_start": 0.2, "sampled_start_stderr": 0.01, "sampled_final": 0.4, "sampled_final_stderr": 0.015,
+        "entropy_first": 0.9, "entropy_last": 0.7,
         "rollout_tok_s": 2500.0,  # median of steps 2 and 3; step 1 is warm-up
         "taught": pytest.approx(1.25 / 3), "taught_last": 1.0,
         "peak_gib": 0.5,

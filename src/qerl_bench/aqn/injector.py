@@ -109,16 +109,16 @@ class NoiseInjector:
         """Context in which the norms have the noise of the latest rollout; norm scales in training get gradients."""
         return self._in_place_of_clean(self._noisy_scales(), None)
 
-    def scale_share(self) -> dict[str, float]:
-        """The latest sigma over the median size of the scales that get noise, as metric.
+    def median_scale(self) -> float | None:
+        """The median size of the scales that get noise, which sigma is compared with; None on adapters."""
+        if self.spec.where == "adapters" or not self.norms:
+            return None
+        return 1.0 if self.spec.relative else float(torch.cat([*self._sizes().values()]).median())
 
-        None on adapters, nor where sigma differs between norms.
-        """
-        if self.spec.where == "adapters" or not self.norms or self.controller.per_norm_scale:
-            return {}
-        sigma = self.controller.sigma(self.latest_draw[0])
-        median = 1.0 if self.spec.relative else float(torch.cat([*self._sizes().values()]).median())
-        return {"aqn/sigma_share": sigma / median}
+    def scale_share(self) -> dict[str, float]:
+        """The latest sigma over the median scale, as metric; none on adapters, nor where sigma differs by norm."""
+        median = None if self.controller.per_norm_scale else self.median_scale()
+        return {} if median is None else {"aqn/sigma_share": self.controller.sigma(self.latest_draw[0]) / median}
 
     def state(self) -> dict[str, Any]:
         """What the next step's noise depends on besides its seed, as plain numbers and tensors."""

@@ -56,7 +56,11 @@ def again(argv: list[str], world: World) -> None:
     for package in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # as in conf/run.yaml
         logging.getLogger(package).setLevel(logging.ERROR)
     register_resolvers()
-    require(bool(argv) and "=" not in argv[0], f"the first word must be the folder of a run; {USAGE}")
+    require(
+        bool(argv) and "=" not in argv[0],
+        "the first word must be the folder of a run (a base is evaluated by qerl-bench run steps=0 model=..., and "
+        f"looked at by qerl-bench probe); {USAGE}",
+    )
     run_dir, words = Path(argv[0]), argv[1:]
     given = {key: [word.removeprefix(f"{key}=") for word in words if word.startswith(f"{key}=")] for key in OURS}
     words = [word for word in words if word.partition("=")[0] not in OURS]
@@ -124,6 +128,11 @@ def chosen_checkpoint(run_dir: Path, which: str, steps: int) -> Path:
     Raises ConfigError if it is not there.
     """
     found = {step_of(folder): folder for folder in checkpoints(run_dir)}
+    require(
+        steps > 0,
+        f"{run_dir} has steps=0 and no checkpoint: it asked the base. To ask it otherwise repeat its command, steps=0, "
+        "with another eval=... or eval.quant=...",
+    )
     require(bool(found), f"{run_dir} has no checkpoint to evaluate; delete the folder and run it again")
     best = read_object(run_dir / DONE, saved(run_dir, DONE, True)).get("checkpoints", {}).get("best")
     if which == "last":

@@ -1,23 +1,31 @@
-"""Write a packed model for other programs: a base, or the policy of a finished run with its adapter in the weights.
+"""Write a packed model, or what a run has trained, for other programs.
 
-Takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nf4 is written as a bitsandbytes
-checkpoint, the other formats as those of compressed-tensors, which transformers and vLLM read. The folder gets its name
-only when it is complete. Experts are written one linear layer after the other, under the names that checkpoints of
-the model have, as llm-compressor does. Left out: experts without such layers (gpt-oss, Llama 4, Granite), and in nf4.
+    qerl-bench export model=PATH_OR_ID quant=nvfp4 out=DIR    # a base: codes
+    qerl-bench export runs/NAME out=DIR                       # base and adapter, merged, in 16 bits
+    qerl-bench export runs/NAME quant=nvfp4 out=DIR           # base and adapter, merged and rounded together
 
-With the folder of a run, base and adapter of a checkpoint are rounded together, as rollout.merge does it, in the format
-that the run sampled in or in `quant`. What that costs is measured on held-out questions, printed, and kept in
-merging.json: accuracy and KL of the merged policy and of the base, beside those of the adapter apart.
+A base takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nf4 is written as a
+bitsandbytes checkpoint, the other formats as those of compressed-tensors, which transformers and vLLM read. The folder
+gets its name only when it is complete. Experts are written one linear layer after the other, under the names that
+checkpoints of the model have, as llm-compressor does. Left out: experts without such layers (gpt-oss, Llama 4,
+Granite), and in nf4.
+
+A run is a finished one, and checkpoint=last, best or a step. In 16 bits its adapter is added to the dequantized weights
+that it was trained on, which are written in dtype=bfloat16, float16 or float32 (default: that of the run's model). With
+`quant` both are rounded together, as rollout.merge does it, and what that costs is measured on held-out questions
+(questions=, samples=), printed, and kept in merging.json: accuracy and KL of the merged policy and of the base, beside
+those of the adapter apart.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qerl_bench.checks import require
+from qerl_bench.checks import one_of, require
 from qerl_bench.commands.eval import chosen_checkpoint, stored_config, without_training
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
@@ -26,15 +34,14 @@ from qerl_bench.options.names import load_option
 from qerl_bench.process.arguments import split_words
 from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.process.installation import CONF_DIR
+from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.quant.export import check_new_folder, config_entry, export
 from qerl_bench.rundir.checkpoints import check_checkpoint
 
 FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
-USAGE_RUN = (
-    f"usage: qerl-bench export RUN_DIR out=DIR [quant={FORMATS} checkpoint=last|best|STEP questions=N samples=N]"
-)
-OF_RUN: dict[str, str | None] = {"quant": None, "checkpoint": "last", "questions": None, "samples": "1"}
+IN_16_BITS = "usage: qerl-bench export RUN_DIR out=DIR [checkpoint=last|best|STEP dtype=bfloat16|float16|float32]"
+ROUNDED = f"usage: qerl-bench export RUN_DIR quant={FORMATS} out=DIR [checkpoint=last|best|STEP questions=N samples=N]"
 
 
 def parse_words(words: list[str]) -> tuple[list[str], Path]:
@@ -42,7 +49,7 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
 
     A model without a file in conf/model is a hub id or a local folder.
     """
-    options, chosen = split_words(words, ("model", "out"), USAGE)
+    options, chosen = split_words(words, ("model", "out"), f"{USAGE}; {IN_16_BITS}")
     model = chosen["model"]
     known = (CONF_DIR / "model" / f"{model}.yaml").is_file()
     overrides = [f"model={model}"] if known else ["model=hub", f"model.id={model}"]
@@ -51,7 +58,15 @@ def parse_words(words: list[str]) -> tuple[list[str], Path]:
 
 def main(words: list[str]) -> None:
     if words and "=" not in words[0]:
-        return merged(words)
+        log_to_stderr("qerl_bench")
+        run_dir, words = Path(words[0]), words[1:]
+        rounded = any(word.startswith("quant=") for word in words)
+        print((merge_rounded if rounded else merge)(run_dir, words))
+    else:
+        pack(words)
+
+
+def pack(words: list[str]) -> None:
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
@@ -73,34 +88,71 @@ def main(words: list[str]) -> None:
     )
 
 
-def merged(words: list[str]) -> None:
-    """Write the policy of a run, base and adapter rounded together, and measure what that costs."""
+def merge(run_dir: Path, words: list[str]) -> str:
+    """Write what the run in `run_dir` has trained to the folder that `words` name; returns a line about it."""
+    out, given = words_of_run(words, {"checkpoint", "dtype"}, IN_16_BITS)
+    cfg = stored_config(run_dir)
+    trained_in = cfg.rollout.quant or cfg.quant.name
+    require(
+        cfg.train.get("merge", "none") == "none",
+        f"{run_dir.name} was trained with base and adapter rounded together, so it is that in no other way: "
+        f"quant={trained_in}",
+    )
+    dtype = given.get("dtype") or str(cfg.model.dtype)
+    one_of("bfloat16", "float16", "float32")("dtype", dtype)
+    checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), cfg.steps)
+    check_checkpoint(checkpoint)
+    check_new_folder(out)
+    with hidden_packages():
+        import torch
+
+        from qerl_bench.model.merged_checkpoint import export_merged
+        from qerl_bench.model_setup import base_checkpoint, build_policy
+        from qerl_bench.session import prepare_device
+
+    experiment = build(cfg)
+    base = base_checkpoint(experiment.model, experiment.task, experiment.root)
+    policy = build_policy(experiment, base, prepare_device(experiment.device, experiment.quant))
+    policy.load(checkpoint)
+    share = export_merged(policy, getattr(torch, dtype), out)
+    return (
+        f"{out}: {run_dir.name}, {checkpoint.name}, in {dtype}, whose rounding is {share:.2g} of the adapter's update"
+    )
+
+
+def words_of_run(words: list[str], known: Collection[str], usage: str) -> tuple[Path, dict[str, str]]:
+    """The folder `out` and the other words. Raises ConfigError for a key that is not known."""
+    others, chosen = split_words(words, ("out",), usage)
+    given = dict(word.split("=", 1) for word in others)
+    unknown = sorted(given.keys() - {*known})
+    require(not unknown, f"{', '.join(unknown)} is no key of this command; {usage}")
+    return Path(chosen["out"]), given
+
+
+def merge_rounded(run_dir: Path, words: list[str]) -> str:
+    """Write the policy of a run, base and adapter rounded together; returns what that costs, which it measures."""
+    out, given = words_of_run(words, {"quant", "checkpoint", "questions", "samples"}, ROUNDED)
+    for key in ("questions", "samples"):
+        whole = key not in given or (given[key].isdecimal() and int(given[key]) > 0)
+        require(whole, f"{key} must be a whole number of at least 1, got {given.get(key)}")
+    check_new_folder(out)
+    stored = stored_config(run_dir)
+    checkpoint = chosen_checkpoint(run_dir, given.get("checkpoint", "last"), stored.steps)
+    check_checkpoint(checkpoint)
+    experiment = rounded_experiment(stored, given["quant"])
+    merged_into = experiment.sampled.quant
+    config_entry(merged_into, [], "bfloat16")  # refuses formats that pack nothing, before any work
     with hidden_packages():
         from qerl_bench.model_setup import base_checkpoint, build_policy
         from qerl_bench.probe.merging_cost import in_words, merging_cost
         from qerl_bench.session import prepare_device
 
-    run_dir, (given, chosen) = Path(words[0]), split_words(words[1:], ("out",), USAGE_RUN)
-    asked = OF_RUN | {key: value for key, _, value in (word.partition("=") for word in given)}
-    require(asked.keys() == OF_RUN.keys(), f"{' '.join(given)}: {USAGE_RUN}")
-    for key in ("questions", "samples"):
-        value = asked[key]
-        whole = value is None or (value.isdecimal() and int(value) > 0)
-        require(whole, f"{key} must be a whole number of at least 1, got {value}")
-    out = Path(chosen["out"])
-    check_new_folder(out)
-    stored = stored_config(run_dir)
-    checkpoint = chosen_checkpoint(run_dir, asked["checkpoint"] or "last", stored.steps)
-    check_checkpoint(checkpoint)
-    experiment = merged_experiment(stored, asked["quant"])
-    merged_into = experiment.sampled.quant
-    config_entry(merged_into, [], "bfloat16")  # refuses formats that pack nothing, before any work
     device = prepare_device(experiment.device, merged_into)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     policy = build_policy(experiment, base, device)
     policy.load(checkpoint)
-    questions = asked["questions"] or getattr(experiment.eval, "questions", None)
-    samples = int(asked["samples"] or 1)
+    questions = given.get("questions", getattr(experiment.eval, "questions", None))
+    samples = int(given.get("samples", 1))
     cost = merging_cost(experiment, policy, None if questions is None else int(questions), samples)
     assert policy.merging is not None
     for path, layer in policy.merging.layers().items():
@@ -108,20 +160,15 @@ def merged(words: list[str]) -> None:
     export(policy.model, policy.tokenizer, merged_into, out)
     told = {"run": str(run_dir.resolve()), "checkpoint": checkpoint.name, "quant": merged_into.name}
     (out / "merging.json").write_text(json.dumps(told | cost, indent=1) + "\n")
-    print(f"{in_words(cost)}\n{out}: {run_dir.name}, {checkpoint.name}, as {merged_into.name}")
+    return f"{in_words(cost)}\n{out}: {run_dir.name}, {checkpoint.name}, as {merged_into.name}"
 
 
-def merged_experiment(stored: DictConfig, quant: str | None) -> Experiment:
-    """The experiment of a run whose base and adapter are rounded together, to `quant` or to what it sampled in."""
+def rounded_experiment(stored: DictConfig, quant: str) -> Experiment:
+    """The experiment of a run whose base and adapter are rounded together, to `quant`."""
+    require(quant != "bf16", "a merged policy in 16 bits is what export writes without quant: leave quant=bf16 out")
     cfg = without_training(stored)
-    rollout = stored.rollout.quant if stored.rollout.merge else None
-    target = quant or rollout or stored.quant.name
-    require(
-        target != "bf16",
-        f"{stored.name} has 16-bit weights, and a merged export rounds them: say to which format, such as quant=nvfp4",
-    )
     cfg.engine = load_option(user_options.folders(), "engine", "hf")
-    cfg.rollout.update({"quant": target, "activations": None, "merge": True, "temperature": 1.0})
+    cfg.rollout.update({"quant": quant, "activations": None, "merge": True, "temperature": 1.0})
     cfg.train.merge = "ste"  # in the policy itself
     if "dropout" in cfg.lora:
         cfg.lora.dropout = 0.0  # of training alone

@@ -207,16 +207,17 @@ def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str) 
     config = causal_lm_config(id, revision, trust_remote_code)
     tokenizer = _tokenizer(id, revision, trust_remote_code)
     messages, template = json.loads(prompt)
-    reads = ""
+    asked_by = "without a chat template"
     if template is not None and tokenizer.chat_template:
         with read_errors(id, "the chat template"):
             reads = ", ".join(sorted(template_variables(tokenizer)))
+        asked_by = f"whose chat template reads: {reads or 'no keywords'}"
     if messages:
         check_template(tokenizer, tuple(messages), template)
         ids = prompt_ids(tokenizer, [tuple(messages)], [render_prompt(tokenizer, tuple(messages), template)])
         require_rows(tokenizer, ids, getattr(config, "vocab_size", sys.maxsize), f"the prompt of model.id={id}")
     stored = str(config.dtype or "an unknown dtype").removeprefix("torch.")
-    return f"a {config.model_type} model, stored in {stored}, whose chat template reads: {reads or 'no keywords'}"
+    return f"a {config.model_type} model, stored in {stored}, {asked_by}"
 
 
 @lru_cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import check_fields, count
+from qerl_bench.checks import check_fields, count, positive
 from qerl_bench.model.base import placed
 from qerl_bench.model.qwen2 import Qwen2Spec
 
@@ -56,5 +56,28 @@ class TinyModel(Qwen2Spec):
             return placed(model, device, dtype), tokenizer
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            model = Qwen2ForCausalLM(self.qwen2_config(vocab_size=len(tokenizer), tie_word_embeddings=True))
+            config = self.qwen2_config(vocab_size=len(tokenizer), tie_word_embeddings=True)
+            config.initializer_range = self.initial_std()
+            model = Qwen2ForCausalLM(config)
         return placed(placed(model, "cpu", torch.bfloat16), device, dtype), tokenizer
+
+    def initial_std(self) -> float:
+        """The standard deviation of the initial weights."""
+        return 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyUntrained(TinyModel):
+    """The tiny model without its warm start, with weights of standard deviation `init_std`.
+
+    From the 0.02 at which pretraining begins no adapter could move the odds of a token by much: the head is as small.
+    """
+
+    init_std: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "model", init_std=positive)
+
+    def initial_std(self) -> float:
+        return self.init_std

@@ -62,6 +62,8 @@ OURS = {  # the last part of a key elsewhere -> config keys or axes of this proj
     "max_completion_length": COMPLETION,
     "max_response_length": COMPLETION,
     "max_new_tokens": COMPLETION,
+    "max_seq_length": COMPLETION,
+    "max_length": COMPLETION,
     "dataset": ("task",),
     "dataset_name": ("task",),
     "env": ("task",),
@@ -87,7 +89,13 @@ OURS = {  # the last part of a key elsewhere -> config keys or axes of this proj
     "dtype": ("model.dtype",),
     "torch_dtype": ("model.dtype",),
     "use_vllm": ("engine",),
+    "vllm": ("engine",),
     "report_to": ("logger",),
+    "wandb": ("logger",),
+    "use_wandb": ("logger",),
+    "train_path": ("task.train_file",),
+    "train_files": ("task.train_file",),
+    "val_files": ("task.eval_file",),
     "gpu": ("device",),
     "sigma": ("aqn.level", "aqn.sigma_start"),
     "noise_scale": ("aqn.level", "aqn.sigma_start"),
@@ -98,7 +106,18 @@ SEVERAL = (
     "torchrun --standalone --nproc-per-node N src/run.py ... makes one run on N GPUs, and a sweep, -m, uses all that "
     "CUDA_VISIBLE_DEVICES shows"
 )
+FULL = (
+    "Rollouts sample from the whole distribution, at rollout.temperature, since the trainer's log-probabilities are of "
+    "it; evaluations take eval.top_p"
+)
+EACH = "Every step is logged: metrics.jsonl, run.log, and the loggers that logger=... adds"
+SENT = "qerl-bench publish runs/NAME to=hub repo=OWNER/NAME sends a finished run"
 WITHOUT_KEY = {  # what is no option here -> how it is done
     **dict.fromkeys(("resume", "resume_from", "resume_from_checkpoint", "resume_mode"), CONTINUED),
     **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "n_gpus_per_node", "devices", "num_processes"), SEVERAL),
+    **dict.fromkeys(("top_p", "top_k", "min_p"), FULL),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), SENT),
+    "gguf": "model=FILE.gguf trains a GGUF file",
+    **dict.fromkeys(("logging_steps", "log_freq", "log_every"), EACH),
 }
+ON = ("on", "true", "yes")  # of an axis, whose options have names

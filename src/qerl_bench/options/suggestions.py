@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_bench.options.files import SET_BY_FILE, alternatives, option_fields, options_of, read_option
-from qerl_bench.options.foreign_names import OURS, WITHOUT_KEY
+from qerl_bench.options.foreign_names import ON, OURS, WITHOUT_KEY
 from qerl_bench.options.renamed_keys import renamed, renamed_value
 
 SHOWN = 8  # keys or choices that a message lists
@@ -73,12 +73,19 @@ def unknown_option(group: str, option: str, folders: Sequence[Path]) -> str:
     options = options_of(folders, axis)
     if not options:
         return f"there is no axis {axis}. {ALL}"
-    near = [f"{axis}={one}" for one in difflib.get_close_matches(place, options, n=3)]
+    near = [f"{axis}={one}" for one in _near_option(place, options)]
     number = f" A number is {NUMBERS[axis]}={place}." if axis in NUMBERS and place.replace(".", "").isdecimal() else ""
     few = len(options) <= 2 * SHOWN
     choices = f"Choose {axis}={'|'.join(options)}" if few else f"All of them: --explain {axis}"
     places = f". {PLACES[axis]}" if axis in PLACES else ""
     return f"there is no {axis}={place}.{number or did_you_mean(near)} {choices}{places}"
+
+
+def _near_option(name: str, options: Collection[str]) -> list[str]:
+    """The options that a name is near to: one in other capitals alone; none to a word that switches on."""
+    if name.lower() in options:
+        return [name.lower()]
+    return [] if name.lower() in ON else difflib.get_close_matches(name, options, n=3)
 
 
 def unread(word: str) -> str:

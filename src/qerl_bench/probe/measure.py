@@ -86,6 +86,7 @@ def measure(
         "temperatures": {f"{one.temperature:g}": numbers(one) for one in asked},
         "kl": kl_between(experiment, policy, plain, reference),
         "curve": noise_curve(experiment, policy, engine, wanted),
+        "norm_scale": policy.noise.median_scale(),
         "tokens_per_s": sum(one.tokens for one in asked) / (sum(one.seconds for one in asked) - recording),
         "weights_gib": weights_gib(policy),
         "memory_gib": memory,
@@ -123,8 +124,7 @@ def noise_curve(experiment: Experiment, policy: Policy, engine: RolloutEngine, w
     if not wanted.sigmas:
         return []
     prompts = experiment.task.train_prompts(1, wanted.prompts, derive("dose"))
-    with phase(f"measuring noise of {len(wanted.sigmas)} sizes"):
-        doses = curve(_at_one(experiment), policy, engine, prompts, [0.0, *wanted.sigmas], wanted.draws)
+    doses = curve(_at_one(experiment), policy, engine, prompts, [0.0, *wanted.sigmas], wanted.draws)
     return [asdict(one) for one in doses]
 
 

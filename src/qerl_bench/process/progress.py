@@ -167,7 +167,7 @@ class Watch:
         inner = self.phases[-1]
         inner.told = True
         left = next((one.left_s for one in reversed(self.phases) if one.left_s is not None), None)
-        ending = "" if left is None else f", about {duration(left)} left"
+        ending = "" if left is None or left < 1 else f", about {duration(left)} left"  # 0:00 would be said for long
         self.say(f"{', '.join(map(str, self.phases))}: {duration(inner.elapsed_s)} so far{ending}")
 
     @contextmanager

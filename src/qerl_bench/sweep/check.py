@@ -15,6 +15,7 @@ from qerl_bench.checks import ConfigError, require
 from qerl_bench.config import build
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.options.composer import Composer
+from qerl_bench.options.foreign_names import WITHOUT_KEY
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir, refuse_locked
 from qerl_bench.sweep.points import Point, flags_first
@@ -52,6 +53,8 @@ def no_flag(given: Sequence[str]) -> str:
     right = f"{key}={value or 'VALUE'}"
     if key == "config":
         right = "experiment=NAME, for which --config-dir DIR adds your own DIR/experiment/NAME.yaml"
+    if said := WITHOUT_KEY.get(key.replace("-", "_")):
+        return f"{' '.join(given)}: no such flag. {said}"
     return f"{' '.join(given)}: no such flag. An option is a word without dashes: {right}; --help lists the flags"
 
 

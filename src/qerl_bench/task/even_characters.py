@@ -1,7 +1,8 @@
 """task=even_characters: a reward that every model earns some of, trained or not, to see that all parts of a run move.
 
-The reward of a completion is the share of its characters whose code point is even. Completions of random tokens earn
-about half, and hardly two earn the same, so each group has a gradient. A higher reward means nothing. Left out:
+The reward of a completion is the number of different characters with an even code point, over that of all characters.
+Completions of random tokens earn about a third, and hardly two earn the same, so each group has a gradient. Who repeats
+one character, as random weights do greedily, earns next to nothing. A higher reward means nothing. Left out:
 demonstrations.
 """
 
@@ -22,6 +23,8 @@ from qerl_bench.task.split import distinct_problems
 
 if TYPE_CHECKING:
     from qerl_bench.algo.base import Algorithm
+
+ENOUGH = 0.4  # a share that few completions of random tokens reach
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class EvenCharacters:
         return [self.reward(rollout.prompt, rollout.text, finished=rollout.finished) for rollout in rollouts]
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
-        """The share of even characters, 0 for an empty completion; correct above one half."""
-        even = sum(ord(character) % 2 == 0 for character in completion)
-        share = even / max(1, len(completion))
-        majority = ("even" if share > 0.5 else "odd") if completion else None
-        return Reward(total=share, correct=majority == prompt.answer, answer=majority)
+        """Different even characters over all characters, 0 for an empty completion; correct above ENOUGH."""
+        different = sum(ord(character) % 2 == 0 for character in {*completion})
+        share = different / max(1, len(completion))
+        answer = ("even" if share > ENOUGH else "odd") if completion else None
+        return Reward(total=share, correct=answer == prompt.answer, answer=answer)
 
     @property
     def _template(self) -> PromptTemplate:
@@ -84,7 +87,7 @@ class EvenCharacters:
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
         draw = random.Random(seed)
-        candidates = (Question(f"Write anything about the number {draw.randrange(100_000)}.") for _ in repeat(None))
+        candidates = (Question(f"Write about {draw.randrange(100_000)}.") for _ in repeat(None))
         questions = distinct_problems(
             candidates, count, split == "test", lambda question: question.question, f"task={self.name}", "five digits"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qerl_bench.studies.probes.numbers import MOST_CUT, accuracy, signal
+from qerl_bench.studies.probes.numbers import MOST_CUT, accuracy, of_scale, signal
 
 LEARNABLE = (0.15, 0.65)  # pass@1 of the first format, at temperature 1
 LEAST_SIGNAL = 0.4  # of groups
@@ -17,7 +17,7 @@ def advice(record: Mapping[str, Any]) -> list[str]:
     return [
         *answer_format(record),
         *token_limit(record),
-        *(f"{quant}: {noise(one['rise'], record)}" for quant, one in record["formats"].items() if "rise" in one),
+        *(f"{quant}: {noise(one, record)}" for quant, one in record["formats"].items() if "rise" in one),
         learnable(record),
     ]
 
@@ -49,13 +49,15 @@ def token_limit(record: Mapping[str, Any]) -> list[str]:
     return [f"task.max_completion_tokens={enough}: at most {MOST_CUT:.0%} of the greedy answers in {quant} are longer"]
 
 
-def noise(found: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+def noise(measured: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     """The sigma of the wanted rise."""
-    rise = record["options"]["rise"]
+    rise, found = record["options"]["rise"], measured["rise"]
     if found["sigma"] is None:
         return f"no sigma raises the entropy by {rise:.0%}"
+    share = of_scale(measured, found["sigma"])
+    size = "" if share == "-" else f" ({share} of the median norm scale)"
     return (
-        f"sigma {found['sigma']:g} raises the entropy by {rise:.0%} ({found['rise']:+.0%} on other prompts, KL "
+        f"sigma {found['sigma']:g}{size} raises the entropy by {rise:.0%} ({found['rise']:+.0%} on other prompts, KL "
         f"{found['kl']:.2g} nats a token): aqn=constant aqn.level={found['sigma']:g}, or "
         f"aqn=matched aqn.sigma_of_base={found['sigma']:g}"
     )

@@ -56,5 +56,11 @@ def signal(found: Mapping[str, Any], group: int) -> float:
     return pass_at(found, size).value + pass_at(wrong, size).value - 1
 
 
+def of_scale(measured: Mapping[str, Any], sigma: float) -> str:
+    """`sigma` as a share of the median norm scale of a policy; - where noise is not in norms, or none was measured."""
+    median = measured.get("norm_scale")  # which earlier probes did not keep
+    return "-" if median is None else f"{sigma / median:.2g}"
+
+
 def _answers(found: Mapping[str, Any], column: str) -> list[list[float]]:
     return [[1.0] * right + [0.0] * (found["samples"] - right) for right in found[column]]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qerl_bench.statistics import Estimate, paired_difference
-from qerl_bench.studies.probes.numbers import accuracy, pass_at, signal
+from qerl_bench.studies.probes.numbers import accuracy, of_scale, pass_at, signal
 from qerl_bench.studies.tables.markdown import markdown_table
 
 Table = tuple[list[str], list[list[str]]]  # heads, rows
@@ -103,6 +103,7 @@ def noise(formats: Mapping[str, Any]) -> Table:
         [
             quant,
             f"{dose['sigma']:g}",
+            of_scale(one, dose["sigma"]),
             f"{dose['entropy'] / one['curve'][0]['entropy']:.3f}",
             f"{dose['kl']:.2g}",
             f"{100 * dose['accuracy']:.1f}",
@@ -110,7 +111,7 @@ def noise(formats: Mapping[str, Any]) -> Table:
         for quant, one in formats.items()
         for dose in one["curve"]
     ]
-    return ["quant", "sigma", "entropy ratio", "KL", "right"], lines
+    return ["quant", "sigma", "of the median norm scale", "entropy ratio", "KL", "right"], lines
 
 
 def interval(estimate: Estimate) -> str:

@@ -56,6 +56,8 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
     lenient = bool(table[["lenient_start", "lenient_final"]].notna().to_numpy().any())
     options = {name: [str(value) for value in table[name]] for name in ("model", "format", "noise", "rank", "seed")}
     same = [f"{name} {values[0]}" for name, values in options.items() if len({*values}) == 1]
+    ended = bool(table["sampled_final"].notna().to_numpy().any())
+    sampled = "final" if ended else "step 0"  # runs of steps=0 have no other
     columns = {
         **({("", "run"): [str(number) for number, _ in enumerate(names, start=1)]} if several else {}),
         **{("", name): values for name, values in options.items() if len({*values}) > 1},
@@ -63,7 +65,7 @@ def render(table: pd.DataFrame, notes: Sequence[str] = ()) -> str:
         ("accuracy", "final"): _shares(table, "greedy_final"),
         ("gain", "paired"): _shares(table, "gain_final", signed=True),
         **({LENIENT: _pairs(table["lenient_start"], table["lenient_final"])} if lenient else {}),
-        ("sampled", "final"): _shares(table, "sampled_final"),
+        ("sampled", sampled): _shares(table, "sampled_final" if ended else "sampled_start"),
         ("entropy", "first"): [_number(value, ".3f") for value in table["entropy_first"]],
         ("", "last"): [_number(value, ".3f") for value in table["entropy_last"]],
         ("", "tok/s"): [_number(value, ",.0f") for value in table["rollout_tok_s"]],
@@ -157,7 +159,8 @@ def places(run_dir: Path) -> list[str]:
     """Where a finished run and its figures are, a line each."""
     done = json.loads((run_dir / DONE).read_text())
     figures = sorted(file.name for file in (run_dir / "figures").glob("*.png"))
-    lines = ["", f"run         {run_dir}", f"figures     {run_dir / 'figures'}: {', '.join(figures)}"]
+    lines = ["", f"run         {run_dir}"]
+    lines += [f"figures     {run_dir / 'figures'}: {', '.join(figures)}"] if figures else []
     steps = {name: step for name, step in done.get("checkpoints", {}).items() if step is not None}
     named = ", ".join(f"{name} step_{step:06d}" for name, step in steps.items())
     return [*lines, *([f"checkpoints {run_dir / 'checkpoints'}: {named}"] if steps else [])]
@@ -194,6 +197,7 @@ def row_of(run: Run) -> dict[str, Any]:
         **_evaluated(run, "gain_greedy", "gain", "final"),
         **_evaluated(run, "lenient_greedy", "lenient", "start"),
         **_evaluated(run, "lenient_greedy", "lenient", "final"),
+        **_evaluated(run, "accuracy_sampled", "sampled", "start"),
         **_evaluated(run, "accuracy_sampled", "sampled", "final"),
         "entropy_first": entropy.iloc[0] if len(entropy) else math.nan,
         "entropy_last": entropy.iloc[-1] if len(entropy) else math.nan,
