@@ -17,7 +17,7 @@ from tests.scripts import script
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "studies"
-COLLECTED = sorted(path.parents[1] for path in STUDIES.glob("*/data/settings.json"))
+COLLECTED = sorted(path.parents[1] for path in STUDIES.glob("*/data/settings.json*"))
 IN_SESSIONS = sorted(path.parents[1] for path in STUDIES.glob("*/results/gates.md"))
 
 

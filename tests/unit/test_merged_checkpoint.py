@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from qerl_bench.model.merged_checkpoint import export_merged
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands.export import main
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
+from qerl_bench.model.merged_checkpoint import export_merged
 
 IDS = torch.tensor([[3, 200, 17, 44, 101, 7]])
 
