@@ -31,7 +31,7 @@ from qerl_bench.model.gguf.convert import record_of, told
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.remembered import alone, key_of, passed_before, recall, remember
+from qerl_bench.model.remembered import alone, key_of, locks, passed_before, recall, remember
 from qerl_bench.model.stock import Origin
 from qerl_bench.model_setup import base_checkpoint, build_policy
 from qerl_bench.parallel import ALONE, World
@@ -242,7 +242,7 @@ def ask_untrained(
     """
     folder = Path(experiment.root) / "cache" / "evaluations"
     key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
-    with alone(key if world.first else None, folder, "the same evaluation of an untrained policy"):
+    with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
         known = world.from_first(lambda: recall(key, folder))
         if known is not None:
             log.info(

@@ -71,7 +71,7 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
     )
     assert alone.returncode == 0, alone.stderr
     page = (tmp_path / "alone" / "probe.html").read_text()
-    assert "<svg" in page and 'class="completion"' in page and "Write anything about the number" in page
+    assert "<svg" in page and 'class="completion"' in page and "Write about" in page
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:|//)""", page)
     record = json.loads((tmp_path / "alone" / "probe.json").read_text())
     assert [*record["formats"]] == ["bf16", "nvfp4"] and any("something to learn" in line for line in record["advice"])

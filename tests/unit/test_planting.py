@@ -12,7 +12,7 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands import plan
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.runs.committed import SETTINGS
+from qerl_bench.studies.runs.committed import settings_file
 from tests.scripts import script
 
 planting = script("studies/planting/planting.py")
@@ -80,7 +80,7 @@ def test_a_plan_of_enough_power_is_the_smallest_one() -> None:
 
 def test_the_plan_reads_committed_studies(capsys: pytest.CaptureFixture[str]) -> None:
     study = ROOT / "studies" / "tiny"
-    assert (study / "data" / SETTINGS).is_file()
+    assert settings_file(study / "data").is_file()
     plan.main([str(study), "--effect", "2"])
     out = capsys.readouterr().out
     assert "find 2 margins" in out

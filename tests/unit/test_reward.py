@@ -79,5 +79,5 @@ def test_held_out_questions_are_still_graded(tmp_path: Path, make_config: Any, n
     base, after = ({name: rows[rows["step"] == step] for name, rows in answers.items()} for step in (0, 2))
     pd.testing.assert_frame_equal(base["task"], base["random"])
     assert base["random"]["reward"].nunique() > 2  # shares of characters, not coins
-    even = [np.mean([ord(one) % 2 == 0 for one in text] or [0]) for text in after["random"]["completion"]]
+    even = [sum(ord(one) % 2 == 0 for one in {*text}) / max(len(text), 1) for text in after["random"]["completion"]]
     assert after["random"]["reward"].to_numpy() == pytest.approx(even)

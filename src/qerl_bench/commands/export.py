@@ -2,7 +2,7 @@
 
     qerl-bench export model=PATH_OR_ID quant=nvfp4 out=DIR    # a base: codes
     qerl-bench export runs/NAME out=DIR                       # base and adapter, merged, in 16 bits
-    qerl-bench export runs/NAME quant=nvfp4 out=DIR           # base and adapter, merged and rounded together
+    qerl-bench export runs/NAME quant=nvfp4 out=DIR           # base and adapter, rounded together
 
 A base takes the options of a run (quant.*, quantizer=..., task=... for calibration text). nf4 is written as a
 bitsandbytes checkpoint, the other formats as those of compressed-tensors, which transformers and vLLM read. The folder

@@ -32,7 +32,18 @@ SHOWN = 16  # hex digits of a key, in the name of its file
 
 def passed_before() -> Path:
     """The folder of comparisons that were passed: $XDG_CACHE_HOME/qerl_bench/preflight, by default in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_bench" / "preflight"
+    return _own_cache() / "preflight"
+
+
+def locks() -> Path:
+    """The folder of those who measure something now, $XDG_CACHE_HOME/qerl_bench/locks: a run that is refused leaves
+    nothing in its root.
+    """
+    return _own_cache() / "locks"
+
+
+def _own_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl_bench"
 
 
 def key_of(

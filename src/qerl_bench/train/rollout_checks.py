@@ -69,7 +69,7 @@ def check_sampler(rollout: RolloutSpec, quant: WeightFormat, algo: Algorithm, en
             f"rollout.{key} out",
         )
     require(
-        rollout.lag < steps,
+        rollout.lag == 0 or rollout.lag < steps,
         f"rollout.lag={rollout.lag} is as long as the run, in which no step would sample with a trained adapter: it "
         f"must be below steps={steps}. Make it smaller, or train longer",
     )
