@@ -12,20 +12,17 @@ import pytest
 import torch
 
 from qerl_bench.config import build
-from qerl_bench.experiment import collect_rollouts, run_experiment
+from qerl_bench.experiment import collect_rollouts
 from qerl_bench.model_setup import build_policy
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.train.lag import Lag
+from tests.short_runs import steps_of
 
 RUN = ("task=even_characters", "optim.lr=0.05", "quant=nvfp4", "eval=none", "steps=5", "save_every=1")
 
 
 def _run(make_config: Callable[..., Any], root: Path, name: str, *words: str) -> list[dict[str, Any]]:
-    cfg = make_config(*RUN, *words, f"root={root}", f"name={name}")
-    run_experiment(build(cfg), cfg)
-    records = [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "speed/", "memory/")
-    return [{k: v for k, v in one.items() if not k.startswith(clocks)} for one in records if one["kind"] == "train"]
+    return steps_of(make_config, root, name, *RUN, *words)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])

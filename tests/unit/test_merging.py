@@ -18,7 +18,7 @@ from qerl_bench.commands.export import main as export
 from qerl_bench.config import build
 from qerl_bench.engine.merged import MergingEngine
 from qerl_bench.engine.recordable import eager_reason
-from qerl_bench.experiment import rollout_sampling, run_experiment
+from qerl_bench.experiment import rollout_sampling
 from qerl_bench.model.block import FusedBlock
 from qerl_bench.model.merging import REASON
 from qerl_bench.model_setup import build_policy
@@ -27,6 +27,7 @@ from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.session import on_base_in
 from qerl_bench.train.static import why_not
+from tests.short_runs import steps_of
 from tests.weight_formats import FORMATS
 
 MERGED = ("rollout.merge=true",)
@@ -241,11 +242,7 @@ RUN = ("task=even_characters", "optim.lr=0.05", "model.hidden_size=64", "steps=2
 
 def _run(make_config: Callable[..., Any], root: Path, name: str, *words: str) -> list[dict[str, Any]]:
     words = (*words, *(() if any(word.startswith("eval") for word in words) else ("eval=none",)))
-    cfg = make_config(*RUN, *words, f"root={root}", f"name={name}")
-    run_experiment(build(cfg), cfg)
-    records = [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "speed/", "memory/")
-    return [{k: v for k, v in one.items() if not k.startswith(clocks)} for one in records if one["kind"] == "train"]
+    return steps_of(make_config, root, name, *RUN, *words)
 
 
 def test_the_neutral_values_are_those_of_runs_from_before(

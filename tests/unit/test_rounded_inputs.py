@@ -16,7 +16,6 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import without_training
 from qerl_bench.config import build, compose
 from qerl_bench.engine.recordable import eager_reason
-from qerl_bench.experiment import run_experiment
 from qerl_bench.model.block import FusedBlock
 from qerl_bench.model_setup import build_policy
 from qerl_bench.options.fingerprint import UNSAID, fingerprint, scientific
@@ -25,6 +24,7 @@ from qerl_bench.quant.base import ACTIVATIONS
 from qerl_bench.quant.linear import PackedLinear, pack_linear
 from qerl_bench.train.static import why_not
 from qerl_kernels.activations import KINDS, round_blocks
+from tests.short_runs import steps_of
 from tests.weight_formats import PLAIN, symmetric
 
 ROUNDED = tuple(kind for kind in ACTIVATIONS if kind != "none")
@@ -203,11 +203,7 @@ WORDS = ("task=even_characters", "optim.lr=0.05", "eval=none", "steps=2")
 
 
 def _run(make_config: Callable[..., Any], root: Path, name: str, *words: str) -> list[dict[str, Any]]:
-    cfg = make_config(*WORDS, *words, f"root={root}", f"name={name}")
-    run_experiment(build(cfg), cfg)
-    records = [json.loads(line) for line in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "speed/", "memory/")
-    return [{k: v for k, v in one.items() if not k.startswith(clocks)} for one in records if one["kind"] == "train"]
+    return steps_of(make_config, root, name, *WORDS, *words)
 
 
 def test_the_neutral_values_are_those_of_runs_from_before(

@@ -76,6 +76,25 @@ class RolloutEngine(Protocol):
         """Release all resources."""
 
 
+class WrappedEngine:
+    """What an engine around another leaves to it."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+
+    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
+        return self.engine.sync(prompts)
+
+    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
+        self.engine.require_room(prompts, sampling)
+
+    def prompts_at_once(self, samples: int) -> int:
+        return self.engine.prompts_at_once(samples)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
 class EngineSpec(Protocol):
     """An engine option."""
 

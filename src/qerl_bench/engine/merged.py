@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.engine.base import RolloutEngine, Sampling, WrappedEngine
 from qerl_bench.model.merging import Merging
 from qerl_bench.records import Prompt, Rollout
 
 
-class MergingEngine:
+class MergingEngine(WrappedEngine):
     """`engine`, whose policy has `merging` on in its calls."""
 
     def __init__(self, engine: RolloutEngine, merging: Merging) -> None:
-        self.engine, self.merging = engine, merging
-
-    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
-        return self.engine.sync(prompts)
-
-    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
-        self.engine.require_room(prompts, sampling)
-
-    def prompts_at_once(self, samples: int) -> int:
-        return self.engine.prompts_at_once(samples)
+        super().__init__(engine)
+        self.merging = merging
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         with self.merging.active():
@@ -33,6 +25,3 @@ class MergingEngine:
 
     def record(self) -> dict[str, Any]:
         return self.engine.record() | {"merge": True}
-
-    def close(self) -> None:
-        self.engine.close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qerl_bench.engine.base import RolloutEngine, Sampling
+from qerl_bench.engine.base import RolloutEngine, Sampling, WrappedEngine
 from qerl_bench.parallel import World, largest
 from qerl_bench.records import Prompt, Rollout, numbered
 
 
-class SharedEngine:
+class SharedEngine(WrappedEngine):
     """`engine`, which every rank of `world` has, used by all of them together.
 
     Prompts are cut into portions that depend neither on who samples them nor on a shortage of memory there; a rank
@@ -19,16 +19,8 @@ class SharedEngine:
     """
 
     def __init__(self, engine: RolloutEngine, world: World, exact: bool) -> None:
-        self.engine, self.world, self.exact = engine, world, exact
-
-    def sync(self, prompts: list[Prompt]) -> dict[str, float]:
-        return self.engine.sync(prompts)
-
-    def require_room(self, prompts: list[Prompt], sampling: Sampling) -> None:
-        self.engine.require_room(prompts, sampling)
-
-    def prompts_at_once(self, samples: int) -> int:
-        return self.engine.prompts_at_once(samples)
+        super().__init__(engine)
+        self.world, self.exact = world, exact
 
     def generate(self, prompts: list[Prompt], sampling: Sampling) -> list[Rollout]:
         prompts = numbered(prompts)  # before they are cut apart
@@ -48,6 +40,3 @@ class SharedEngine:
 
     def record(self) -> dict[str, Any]:
         return self.engine.record() | {"engines": self.world.size}
-
-    def close(self) -> None:
-        self.engine.close()

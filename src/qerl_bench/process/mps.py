@@ -24,6 +24,7 @@ from qerl_bench.checks import require
 CONTROL = "nvidia-cuda-mps-control"
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"  # by which a process finds the service
 START_S, END_S = 10.0, 10.0
+WITHOUT = "Leave mps=true out: runs on a GPU then take turns"
 # Whether a process gets a context on a GPU; the driver alone says so, at a hundredth of the price of torch.
 CLIENT = """
 import ctypes, sys
@@ -44,8 +45,7 @@ def side_by_side(wanted: bool) -> Iterator[None]:
         return
     require(
         shutil.which(CONTROL) is not None,
-        f"mps=true needs {CONTROL}, a program of NVIDIA's driver, in PATH. Leave mps=true out: runs on a GPU then take "
-        "turns",
+        f"mps=true needs {CONTROL}, a program of NVIDIA's driver, in PATH. {WITHOUT}",
     )
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         changed = {PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
@@ -69,8 +69,7 @@ def wait_for(pipe: Path, daemon: subprocess.Popen[bytes]) -> None:
     while not pipe.exists():
         require(
             daemon.poll() is None and time.monotonic() < deadline,
-            f"{CONTROL} has not started within {START_S:g} s (exit code {daemon.poll()}). Leave mps=true out, and runs "
-            "on one GPU take turns",
+            f"{CONTROL} has not started within {START_S:g} s (exit code {daemon.poll()}). {WITHOUT}",
         )
         time.sleep(0.05)
 
@@ -79,8 +78,7 @@ def refuse_without_gpu(environment: Mapping[str, str]) -> None:
     client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
     require(
         client.returncode == 0,
-        f"a process cannot use a GPU through MPS: {client.stderr.strip()}. Leave mps=true out: runs on a GPU then take "
-        "turns",
+        f"a process cannot use a GPU through MPS: {client.stderr.strip()}. {WITHOUT}",
     )
 
 

@@ -130,7 +130,7 @@ def primary_page(study: Sessions) -> str:
         heads = ["contrast", "difference", "95 %, over bases", "over questions too", "p (Holm)", "found with 80 %", ""]
         lines = [
             [
-                f"{name}: {' - '.join(primary.contrasts[name])}",
+                f"{one.name}: {' - '.join(primary.contrasts[one.name])}",
                 measure.text(one.over_bases.value),
                 *(measure.interval_text(found.low, found.high) for found in (one.over_bases, one.over_questions)),
                 f"{one.p:.3f}",
@@ -138,7 +138,6 @@ def primary_page(study: Sessions) -> str:
                 one.verdict,
             ]
             for one in look(study, primary, count)
-            for name in [one.name]
         ]
         parts += [
             f"## {count} bases, level {primary.looks[count]:g}",
