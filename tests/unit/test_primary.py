@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.design.primary import Primary
 from qerl_bench.studies.report.primary import counted, look, primary_page
 from qerl_bench.studies.report.sessions import figures, texts
+from qerl_bench.studies.runs.comparable import load_runs
 from tests.scripts import ROOT
 
 REAL = ROOT / "studies" / "real-2026"
@@ -114,6 +116,12 @@ def test_both_sizes_are_studied_alike() -> None:
         one["common"] = [word for word in one["common"] if not word.startswith(own)]
     assert large == small
     assert read_design(REAL / "15b/study.yaml").primary == read_design(REAL / "05b/study.yaml").primary
+
+
+@pytest.mark.parametrize("folder", sorted(REAL.glob("[01]5b/data/*/")), ids=lambda folder: folder.name)
+def test_all_runs_have_the_code_of_the_protocol(folder: Path) -> None:
+    (code,) = re.findall(r"All runs have the code (\w+)", (REAL / "protocol.md").read_text())
+    assert {run.code for run in load_runs([folder])} == {code}
 
 
 def written(tmp_path: Path, primary: object) -> Path:
