@@ -60,24 +60,37 @@ def curve(
     draws: Sequence[int],
 ) -> list[Dose]:
     """The dose of each sigma, as a step would log it, over several draws; of equal random numbers for all sigmas."""
-    rollout, quiet = experiment.rollout, policy.noise
     doses = []
     for sigma in bar(sigmas, "measuring noise", len(sigmas), "sizes"):
-        everything: list[Rollout] = []
-        try:
-            for draw in draws:
-                policy.noise = injector(quiet, experiment.noise, sigma)
-                with policy.noise.for_rollout(1, draw):
-                    engine.sync(prompts)
-                    sampling = probe_sampling(experiment, rollout.group_size, rollout.temperature, draw)
-                    everything += engine.generate(prompts, sampling)
-        finally:
-            policy.noise = quiet
-        engine.sleep()
+        everything = noisy_samples(experiment, policy, engine, prompts, sigma, draws)
         kl = kl_to(experiment, policy, everything)
         right = mean([float(reward.correct) for reward in experiment.task.rewards(everything)])
         doses.append(Dose(sigma=sigma, entropy=mean_entropy(everything), kl=kl, accuracy=right))
     return doses
+
+
+def noisy_samples(
+    experiment: Experiment,
+    policy: Policy,
+    engine: RolloutEngine,
+    prompts: list[Prompt],
+    sigma: float,
+    draws: Sequence[int],
+) -> list[Rollout]:
+    """A group of each prompt in each draw of noise; of equal random numbers for all sigmas."""
+    rollout, quiet = experiment.rollout, policy.noise
+    everything: list[Rollout] = []
+    try:
+        for draw in draws:
+            policy.noise = injector(quiet, experiment.noise, sigma)
+            with policy.noise.for_rollout(1, draw):
+                engine.sync(prompts)
+                sampling = probe_sampling(experiment, rollout.group_size, rollout.temperature, draw)
+                everything += engine.generate(prompts, sampling)
+    finally:
+        policy.noise = quiet
+    engine.sleep()
+    return everything
 
 
 def injector(like: NoiseInjector, spec: NoiseSpec, sigma: float) -> NoiseInjector:

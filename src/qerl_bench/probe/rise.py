@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qerl_bench.dose import curve
+from qerl_bench.dose import curve, noisy_samples
 from qerl_bench.engine.base import RolloutEngine
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.metrics import mean_entropy
 from qerl_bench.model.policy import Policy
 from qerl_bench.probe.bisection import find_sigma
 from qerl_bench.seeding import derive
@@ -26,12 +27,12 @@ def sigma_of_rise(
     search, check = (experiment.task.train_prompts(step, prompts, derive("dose")) for step in (1, 2))
     rollout = experiment.rollout
     with on_base_in("rollout.quant", rollout.quant, experiment, policy, engine, rollout.activations) as (_, sampler):
-        (quiet,) = curve(experiment, policy, sampler, search, [0.0], range(draws))
 
-        def reached(sigma: float) -> float:
-            return curve(experiment, policy, sampler, search, [sigma], range(draws))[0].entropy / quiet.entropy - 1
+        def entropy(sigma: float) -> float:
+            return mean_entropy(noisy_samples(experiment, policy, sampler, search, sigma, range(draws)))
 
-        sigma, tried = find_sigma(reached, rise, START)
+        quiet = entropy(0.0)
+        sigma, tried = find_sigma(lambda sigma: entropy(sigma) / quiet - 1, rise, START)
         if sigma is None:
             return {"sigma": None, "tried": tried}
         before, noisy = curve(experiment, policy, sampler, check, [0.0, sigma], range(draws, 2 * draws))
