@@ -78,6 +78,22 @@ def test_other_errors_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 1 and capsys.readouterr().err.count("too little") < 50
 
 
+def test_threads_that_get_no_stack_are_a_shortage(capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a machine of 64 cores with a limit on addresses; a panic of tokenizers is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    error = PanicException("The global thread pool has not been initialized.: ThreadPoolBuildError { kind: ... }")
+    assert shortage(RuntimeError("can't start new thread")) is not None
+    with pytest.raises(SystemExit) as ended, exit_in_words("stopped"):
+        raise error
+    assert ended.value.code == 1 and "ThreadPoolBuildError" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended, exit_in_words("stopped"):
+        raise SystemExit(7) from MemoryError()
+    assert ended.value.code == 7
+
+
 def test_a_phase_keeps_its_peak_through_a_measurement_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 5 GiB in use and 7 held before it, and 1 and 2 GiB in it; the next phase begins anew."""
     now, peak = [GIB, 2 * GIB], [0, 0]

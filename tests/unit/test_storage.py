@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import shutil
 import sys
@@ -22,7 +23,7 @@ from qerl_bench.commands.exits import exit_in_words
 from qerl_bench.config import build
 from qerl_bench.experiment import run_experiment
 from qerl_bench.process.arguments import whole
-from qerl_bench.rundir.disk_errors import failure
+from qerl_bench.rundir.disk_errors import REASONS, failure
 from qerl_bench.rundir.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ def test_every_library_that_writes_is_understood(tmp_path: Path) -> None:
         reasons[name] = failure(caught.value)
     assert reasons.pop("torch") == "a file of the checkpoint could not be written"
     assert all(LARGE in str(reason) for reason in reasons.values()), reasons
+
+
+def test_a_file_that_torch_cannot_open_has_the_reason_that_it_says() -> None:
+    said = "[enforce fail at inline_container.cc:747] . open file failed with strerror: "
+    assert failure(RuntimeError(said + os.strerror(errno.ENOSPC))) == REASONS[errno.ENOSPC]
+    assert failure(RuntimeError(said + os.strerror(errno.ENOENT))) is None
 
 
 def test_other_errors_are_none_of_the_disk(tmp_path: Path) -> None:

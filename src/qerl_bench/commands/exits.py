@@ -52,7 +52,9 @@ def exit_in_words(stopped: str) -> Iterator[None]:
         message, code = stopped, 128 + signal.SIGINT
     except Terminated as error:
         message, code = f"{error}: {stopped}", 128 + error.signum
-    except Exception as error:
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
         if reason := failure(error) or shortage(error):
             message, code = f"error: {reason}. When that is solved, repeat the command: it continues", 1
         elif reason := deleted_folder(error):

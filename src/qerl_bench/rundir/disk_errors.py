@@ -28,6 +28,8 @@ REASONS = {
 }
 # safetensors: "I/O error: No space left on device (os error 28)"; pyarrow: "[errno 28] No space left on device".
 CODE = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)
+TOLD = re.compile(r"strerror: ([\w /]+)")  # torch that cannot open a file: "strerror: No space left on device"
+CODES = {os.strerror(code): code for code in errno.errorcode}
 PARENT = re.compile("Parent directory .* does not exist|non-existent directory")  # torch, pandas
 TORCH = re.compile("PytorchStreamWriter|unexpected pos|iostream error")  # torch.save drops the code of the error
 
@@ -48,8 +50,10 @@ def code_of(error: BaseException) -> int | None:
     """The errno of an error, whichever library raised it; None if it has none."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = CODE.search(str(error))
-    return int(found[1] or found[2]) if found else None
+    if found := CODE.search(str(error)):
+        return int(found[1] or found[2])
+    told = TOLD.search(str(error))
+    return CODES.get(told[1]) if told else None
 
 
 def deleted_folder(error: BaseException) -> str | None:
