@@ -4,8 +4,13 @@
 
 Of each run it keeps all evaluations, the dose of noise, and the series of training that
 `analysis/study_report.py` reads. Of these it rounds all but rewards and accuracies, which verdicts
-compare with each other, to float32, which is seven digits, and puts rows where they compress best.
+compare with each other, to 16 bits, which is nearly five digits, and puts rows where they compress best.
+Where that changes the last digit of a page, `--bits` keeps more.
 Counts of answers stay as they are, settings and probes become gzip.
+
+    python studies/keep.py studies/tiny/data
+
+Of runs collected in one folder it keeps all series, rounded alike.
 
     python studies/keep.py studies/real-2026/first-look/data/formats-05b
 
@@ -22,6 +27,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
@@ -33,7 +39,7 @@ from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
-from qerl_bench.studies.runs.load import SCHEMA, Run
+from qerl_bench.studies.runs.load import Run
 
 TEXTS = 4  # questions whose answers are kept as texts
 WHOLE = ("reward/mean", "accuracy")  # shares of a few answers, which compress well as they are
@@ -58,11 +64,14 @@ class Watched(Run):
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, or what probes packed")
-    folder = parser.parse_args(arguments).study
-    if (folder / packing.ANSWERS).is_file():
-        cut_probes(folder)
+    parser.add_argument("--bits", type=int, default=16, help="digits of two that noisy values keep (default: 16)")
+    options = parser.parse_args(arguments)
+    if (options.study / packing.ANSWERS).is_file():
+        cut_probes(options.study)
+    elif (options.study / TIDY).is_file():
+        pack_runs(pd.read_parquet(options.study / TIDY), options.study / TIDY, options.bits)
     else:
-        cut_runs(folder)
+        cut_runs(options.study, options.bits)
 
 
 def cut_probes(folder: Path) -> None:
@@ -87,7 +96,7 @@ def zip_json(folder: Path) -> None:
             file.unlink()
 
 
-def cut_runs(folder: Path) -> None:
+def cut_runs(folder: Path, bits: int) -> None:
     """Cut the runs of a study in sessions."""
     wanted = read_by_pages(read_study(folder))
     for file in sorted(folder.glob(f"data/*/{TIDY}")):
@@ -95,10 +104,15 @@ def cut_runs(folder: Path) -> None:
         series = pd.MultiIndex.from_frame(pd.DataFrame(rows[["run", "kind", "metric"]]).astype(str))
         dose = rows["metric"].isin(DOSE) & (rows["aqn"] != "none")
         kept = pd.DataFrame(rows[(rows["kind"] == "eval") | dose | series.isin(list(wanted))])
-        write_compact(rounded(kept), ["kind", "metric", "run", "step"], SCHEMA, file)
+        pack_runs(kept, file, bits)
         write_compact(pd.read_parquet(answers), ["mode", "step", "question", "run"], schema_of(answers), answers)
         zip_json(file.parent)
         print(f"{file.parent}: {len(kept)} of {len(rows)} numbers")
+
+
+def pack_runs(rows: pd.DataFrame, file: Path, bits: int) -> None:
+    """Write `rows` to the long table `file`, rounded."""
+    write_compact(rounded(rows, bits), ["kind", "metric", "run", "step"], parquet.read_schema(file), file)
 
 
 def read_by_pages(study: Sessions) -> set[Series]:
@@ -115,16 +129,17 @@ def read_by_pages(study: Sessions) -> set[Series]:
     return asked
 
 
-def rounded(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the long table, whose noisy values have seven digits."""
+def rounded(rows: pd.DataFrame, bits: int) -> pd.DataFrame:
+    """Rows of the long table, whose noisy values have `bits` digits of two."""
     whole = (rows["kind"] == "eval") | rows["metric"].isin(WHOLE)
-    return rows.assign(value=rows["value"].where(whole, rows["value"].astype("float32")))
+    share, power = np.frexp(rows["value"].to_numpy())
+    return rows.assign(value=rows["value"].where(whole, np.ldexp(np.round(np.ldexp(share, bits)), power - bits)))
 
 
 def write_compact(rows: pd.DataFrame, order: list[str], schema: pa.Schema, file: Path) -> None:
-    """Write `rows` sorted by the columns `order`, packed as small as zstd can."""
+    """Write `rows` sorted by the columns `order`, packed as small as Parquet can."""
     table = pa.Table.from_pandas(rows.sort_values(order, kind="stable"), preserve_index=False).cast(schema)
-    with atomically(file) as writing, TableWriter(writing, schema, level=19) as writer:
+    with atomically(file) as writing, TableWriter(writing, schema, smallest=True) as writer:
         writer.append(table)
 
 

@@ -1,4 +1,4 @@
-"""What a checkout weighs. The goal is 12 MB; studies weigh 9.8 of the 16.4 that are measured, figures 3.6 of these."""
+"""What a checkout weighs: 13.7 MB, studies 6.9 of these, their figures 2.2 of those."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_checkout_stays_small() -> None:
     if listed.returncode:
         pytest.skip("no git checkout")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]
-    assert sum(file.stat().st_size for file in files if file.is_file()) < 17e6
+    assert sum(file.stat().st_size for file in files if file.is_file()) < 15.2e6
 
 
 def test_every_figure_of_a_study_is_shown_on_a_page() -> None:

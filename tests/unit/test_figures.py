@@ -446,7 +446,7 @@ def test_a_notebook_can_show_a_figure_at_its_size(tmp_path: Path) -> None:
     figure = figures.comparison(study_of(reward_run(tmp_path / "a")), ["accuracy"])
     assert isinstance(figure, style.PaperFigure)
     png = figure._repr_png_()
-    assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 200)
+    assert int.from_bytes(png[16:20], "big") == round(style.TEXT_WIDTH * 144)
 
 
 # --- qerl-bench figure ------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class PaperFigure(Figure):
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()
         with paper_style():
-            self.savefig(buffer, format="png")
+            self.savefig(buffer, format="png", dpi=144)  # two pixels a point
         return buffer.getvalue()
 
 

@@ -25,6 +25,7 @@ from qerl_bench.studies.runs.parse import first_names
 from qerl_bench.studies.runs.private import Private
 
 ROWS_IN_MEMORY = 300_000  # written together; memory holds at most the rows of one more run
+SMALLEST = {"compression": "brotli", "compression_level": 11, "max_rows_per_page": 2**31, "data_page_size": 2**30}
 CSV = "tidy.csv"
 KEPT_WITH_RUN = ("name", "seed")  # config keys that are listed with the run, not with its setting
 PRIVATE = ("argv", "base")  # of env.json; the base is listed with the run
@@ -128,20 +129,20 @@ def write_study(
 class TableWriter:
     """Appends tables to a parquet file, and to a CSV file if `csv_path` is given, ROWS_IN_MEMORY rows at a time.
 
-    `level` is that of zstd, whose own is quick; 19 packs smallest.
+    It packs quickly, or with `smallest` as small as Parquet can.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema, csv_path: Path | None = None, level: int | None = None) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, csv_path: Path | None = None, smallest: bool = False) -> None:
         self.rows = 0
         self._pending: list[pa.Table] = []
         self._plain = pa.schema([(field.name, _plain(field.type)) for field in schema])
         numbers = [field.name for field in schema if pa.types.is_floating(field.type)]
         encoding: dict[str, Any] = {  # first bytes of all numbers, then second bytes: a fifth smaller
-            "compression_level": level,
             "column_encoding": dict.fromkeys(numbers, "BYTE_STREAM_SPLIT"),
             "use_dictionary": [name for name in schema.names if name not in numbers],
         }
-        self._parquet = parquet.ParquetWriter(path, schema, compression="zstd", write_statistics=False, **encoding)
+        encoding |= SMALLEST if smallest else {"compression": "zstd"}
+        self._parquet = parquet.ParquetWriter(path, schema, write_statistics=False, **encoding)
         self._csv = csv.CSVWriter(csv_path, self._plain) if csv_path else None
 
     def __enter__(self) -> TableWriter:
