@@ -21,8 +21,8 @@ REMEDIES = {  # of each phase
     "train": "a smaller train.micro_batch_tokens, or train.recompute=full",
     "evaluation": "a smaller eval.questions or eval.samples",
 }
-# PyTorch on a CPU, C++, memory that cannot be mapped, threads of Rust (tokenizers) and of Python without a stack. Then a
-# full GPU: no memory for a context, a handle of cuBLAS or a kernel.
+# PyTorch on a CPU, C++, memory that cannot be mapped, threads of Rust (tokenizers) and of Python without a stack.
+# Then a full GPU: no memory for a context, a handle of cuBLAS or a kernel.
 SAID = re.compile(
     r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError|start new thread"
     r"|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|\[CUDA\]: out of memory"
