@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,6 +140,23 @@ def test_crossed_is_never_surer_than_questions_or_seeds_alone() -> None:
     found = mean_ci_crossed(table)
     largest = max(3 * table.mean(1).var(ddof=1), 3 * table.mean(0).var(ddof=1))
     assert found.stderr == pytest.approx(math.sqrt(largest / 9)) and found.df == 2
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("units", [5, 6, 12])
+def test_crossed_is_a_mixed_model_of_questions_and_units(units: int) -> None:
+    """REML of a balanced layout whose variances are all above 0 has the same mean and standard error."""
+    mixed = pytest.importorskip("statsmodels.regression.mixed_linear_model", reason="extra peers")
+    draw = np.random.default_rng(units)
+    parts = draw.normal(0, 0.3, (24, 1)), draw.normal(0, 0.2, (1, units)), draw.normal(0, 0.4, (24, units))
+    table = 0.3 + sum(parts, np.zeros((24, units)))
+    places = {"question": np.repeat(range(24), units), "unit": np.tile(range(units), 24)}
+    rows = pd.DataFrame({"value": table.ravel(), "all": 1, **places})
+    variances = {name: f"0 + C({name})" for name in places}
+    fitted = mixed.MixedLM.from_formula("value ~ 1", rows, groups="all", vc_formula=variances).fit(reml=True)
+    found = mean_ci_crossed(table)
+    assert found.value == pytest.approx(fitted.params["Intercept"], rel=1e-6)
+    assert found.stderr == pytest.approx(fitted.bse["Intercept"], rel=1e-3)
 
 
 def test_crossed_with_one_seed_is_the_interval_over_questions() -> None:
