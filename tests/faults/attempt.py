@@ -18,7 +18,7 @@ from pathlib import Path
 from qerl_bench.parallel import World
 from qerl_bench.process.arguments import whole
 
-LIMIT_S = 60.0  # for one attempt: a run of the campaign takes one to two seconds of an idle core
+LIMIT_S = 180.0  # for one attempt: a run of the campaign takes one to two seconds of an idle core
 Sabotage = Callable[[], object]
 
 
