@@ -155,10 +155,11 @@ def harmed(victim: int, harm: Harm, size: int, case: Case) -> Outcome:
         return SURVIVED
     if (case.folder / "done.json").exists():  # killed behind the last step
         return continued(case, size)
-    if any(ended.code == 0 for ended in ends):
-        raise Lost(f"one process ended whole, and the run did not: {[ended.code for ended in ends]}")
-    if not any(ended.words for ended in ends if ended.code > 0):
-        raise Lost(f"no process says why: {[ended.code for ended in ends]}")
+    if ends[0].code == 0:
+        raise Lost(f"rank 0 ended whole, and the run did not: {[ended.code for ended in ends]}")
+    others = [ended for ended in ends if ended.code != -signal.SIGKILL]
+    if any(ended.code and not ended.words for ended in others):  # one that had nothing left to do ends whole
+        raise Lost(f"not in words: {[ended.code for ended in ends]}")
     return continued(case, size)
 
 
