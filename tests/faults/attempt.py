@@ -117,7 +117,7 @@ def preload(modules: Iterable[str]) -> None:
             if name not in sys.modules and name != "__main__":
                 try:
                     importlib.import_module(name)
-                except ImportError:  # one that exists only inside of another, such as six.moves
+                except Exception:  # such as six.moves, which exists only inside of another
                     continue
 
 

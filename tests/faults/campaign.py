@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -179,6 +180,7 @@ def main() -> int:
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)  # of Python 3.12
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup and shells in the background have ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     records = Records(chosen.out and chosen.out.with_name("faults.csv"), chosen.resume)

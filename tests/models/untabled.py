@@ -110,7 +110,7 @@ UNTABLED: dict[str, dict[str, Any]] = {
         "topk_group": None,
     },
     "dots1": GROUPED,
-    "exaone_moe": builds.ROUTED,
+    "exaone_moe": {**TOP_2_OF_4, "num_shared_experts": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1},
     "solar_open": builds.ROUTED,
     "flex_olmo": TOP_2_OF_4,
     "afmoe": {**TOP_2_OF_4, **builds.SLIDING, "moe_intermediate_size": 64},
