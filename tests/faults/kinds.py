@@ -477,7 +477,10 @@ SURROUNDINGS: dict[str, Callable[[Case], Outcome]] = {
 
 
 def little_memory(mib: int, case: Case) -> Outcome:
-    return refused_or_unharmed(partial(sabotage.memory_of_at_most, mib * 2**20), case)
+    ended = case.attempt(partial(sabotage.memory_of_at_most, mib * 2**20))
+    if ended.code == -signal.SIGABRT:  # a library in Rust or C++ that ends the process: a kill
+        return case.ends()
+    return case.ends(said="" if ended.code == 0 else case.in_words(ended, 1, 2))
 
 
 PHASES = {  # place: module, function, and the call of it that fails
