@@ -35,8 +35,9 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Kills, full disks, damaged files and more, each on a run of its own; under ten minutes on two cores. FAULTS=1000 for more.
+# OUT=FILE gets the table, and faults.csv beside it a line for each fault, behind which the same command goes on.
 test-faults: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --faults $(FAULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --faults $(FAULTS) $(if $(OUT),--out $(OUT) --resume)
 
 # Every architecture in every weight format against docs/models.csv. After a change that is meant: the same without --check.
 test-models: $(READY)

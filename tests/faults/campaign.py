@@ -1,8 +1,9 @@
 """`python -m tests.faults.campaign [--faults N] [--kinds WORDS]`: the fault campaign. Exits with 1 if a run is lost.
 
 Every fault happens to a run of its own. N faults are drawn from those of kinds.py, equally many of each kind as far as
-it has them. Prints what was lost and a table; `--out docs/reliability.md` also puts the table into that page, and a
-line for each fault into faults.csv beside it.
+it has them. Prints what was lost and a table. `--out docs/reliability.md` also puts the table into that page, and a
+line for each fault into faults.csv beside it, as soon as it has happened: with `--resume` the same command goes on
+behind those lines. Runs are on the CPU, and see no GPU.
 """
 
 from __future__ import annotations
@@ -11,31 +12,35 @@ import argparse
 import csv
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from qerl_bench.options.composer import Composer
 from qerl_bench.sweep.check import check_point
+from tests.faults import foreign
 from tests.faults.attempt import attempt, preload, write_modules
-from tests.faults.kinds import Fault, Stock, all_faults
-from tests.faults.run import WORDS, Case, Lost, Outcome, checked, drawing_nothing, numbers
+from tests.faults.kinds import Fault, all_faults
+from tests.faults.run import WORDS, Case, Lost, Outcome, Stock, checked, drawing_nothing, numbers
 from tests.faults.sabotage import count_operations, killed
 
 RESULTS = ("survived", "refused", "lost", "skipped")
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
+COLUMNS = ("fault", "place", "result", "said", "seconds")
+Record = Callable[[Fault, Outcome, float], None]
 HEADS = ("fault", "tried", "survived", "refused in words", "lost", "skipped")
 
 
 def prepare(place: Path) -> Stock:
     """Import what a run imports, and make the run that nothing happens to, and the same run unfinished."""
     modules, count = place / "modules", place / "count"
+    os.environ["XDG_CACHE_HOME"] = str(place / "home")
 
     def made(state: str, *sabotages) -> Path:
         def sabotage() -> None:
@@ -70,7 +75,9 @@ def prepare(place: Path) -> Stock:
         loop.train_step = train_step
 
     made("unfinished", in_step_3)
-    return Stock(place / "stock", operations, numbers(finished))
+    foreign.write_models(place / "stock")
+    others = {name: undisturbed(place / name, place / "stock") for name, undisturbed in (foreign.UNDISTURBED).items()}
+    return Stock(place / "stock", operations, numbers(finished), others)
 
 
 def choose(faults: dict[str, list[Fault]], count: int, seed: int) -> list[Fault]:
@@ -84,7 +91,7 @@ def choose(faults: dict[str, list[Fault]], count: int, seed: int) -> list[Fault]
 
 
 def happen(fault: Fault, stock: Stock, place: Path) -> Outcome:
-    case = Case(place, stock.expected, stock.path)
+    case = Case(place, stock.expected, stock.path, stock.others)
     try:
         return fault.happen(case)
     except Lost as loss:
@@ -93,20 +100,16 @@ def happen(fault: Fault, stock: Stock, place: Path) -> Outcome:
         return Outcome("lost", f"the campaign failed: {type(error).__name__}: {error}")
 
 
-def run_all(faults: Sequence[Fault], stock: Stock, place: Path, jobs: int, until: float) -> list[tuple[Fault, Outcome]]:
+def run_all(faults: Sequence[Fault], stock: Stock, place: Path, jobs: int, until: float, record: Record) -> None:
     """Let all faults happen, `jobs` at a time in processes of their own, in the order given; none begins after the
-    monotonic time `until`."""
-    done: dict[int, tuple[Fault, Outcome]] = {}
-    running: dict[int, int] = {}
+    monotonic time `until`. Calls `record` after each."""
+    running: dict[int, tuple[int, float]] = {}
     for number in range(len(faults) + jobs):
         while len(running) >= jobs or (number >= len(faults) and running):
             pid, status = os.waitpid(-1, 0)
-            index = running.pop(pid)
+            index, began = running.pop(pid)
             result = (place / f"{index}.result").read_text() if status == 0 else "lost\nthe campaign's process died"
-            outcome = Outcome(*result.split("\n", 1))
-            done[index] = faults[index], outcome
-            if outcome.result == "lost":
-                print(f"lost: {faults[index].kind}: {faults[index].place}: {outcome.said}", flush=True)
+            record(faults[index], Outcome(*result.split("\n", 1)), time.monotonic() - began)
         if number < len(faults) and time.monotonic() < until:
             sys.stdout.flush()
             pid = os.fork()
@@ -117,8 +120,39 @@ def run_all(faults: Sequence[Fault], stock: Stock, place: Path, jobs: int, until
                 (place / f"{number}.result").write_text(f"{outcome.result}\n{outcome.said}")
                 shutil.rmtree(root, ignore_errors=True)
                 os._exit(0)
-            running[pid] = number
-    return [done[index] for index in sorted(done)]
+            running[pid] = number, time.monotonic()
+
+
+class Records:
+    """The file of all that has happened, a row for each fault."""
+
+    def __init__(self, path: Path | None, resume: bool) -> None:
+        self._path, self.rows = path, list[dict[str, str]]()
+        if path and path.exists() and resume:
+            with open(path, newline="") as file:
+                self.rows = [row for row in csv.DictReader(file) if row.get("seconds")]  # a kill may have cut the last
+        self.write(self.rows)
+
+    def add(self, fault: Fault, outcome: Outcome, seconds: float) -> None:
+        said = " ".join(outcome.said.split())
+        values = (fault.kind, fault.place, outcome.result, said, f"{seconds:.1f}")
+        self.rows.append(dict(zip(COLUMNS, values, strict=True)))
+        if outcome.result == "lost":
+            print(f"lost: {fault.kind}: {fault.place}: {said}", flush=True)
+        if self._path:
+            with open(self._path, "a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow(values)
+
+    def write(self, rows: list[dict[str, str]]) -> None:
+        if self._path:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(whole := self._path.with_suffix(".part"), "w", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerows([COLUMNS, *(tuple(row[name] for name in COLUMNS) for row in rows)])
+            os.replace(whole, self._path)
+
+    def happened(self) -> set[tuple[str, str]]:
+        return {(row["fault"], row["place"]) for row in self.rows}
 
 
 def table(results: Iterable[tuple[str, str]]) -> str:
@@ -141,37 +175,40 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seed", type=int, default=0, help="chooses the faults")
     parser.add_argument("--kinds", nargs="*", default=[], help="only kinds whose name contains one of these words")
-    parser.add_argument("--out", type=Path, help=f"page whose part behind {BEGIN} is replaced by the table")
+    parser.add_argument("--out", type=Path, help=f"page whose part behind {BEGIN} becomes the table, or a new file")
+    parser.add_argument("--resume", action="store_true", help="let happen only what faults.csv beside --out lacks")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)  # of Python 3.12
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup and shells in the background have ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    records = Records(chosen.out and chosen.out.with_name("faults.csv"), chosen.resume)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         place = Path(folder).resolve()
-        started = time.monotonic()
         stock = prepare(place)
         kinds = all_faults(stock, random.Random(chosen.seed))
         if chosen.kinds:
             kinds = {kind: kinds[kind] for kind in kinds if any(word in kind for word in chosen.kinds)}
-        faults = choose(kinds, chosen.faults, chosen.seed)
-        records = run_all(faults, stock, place, chosen.jobs, started + 60 * chosen.minutes)
-        records.sort(key=lambda record: list(kinds).index(record[0].kind))
-    text = table((fault.kind, outcome.result) for fault, outcome in records)
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    busy = sum(usage.ru_utime + usage.ru_stime for usage in used)
-    spent = f"{time.monotonic() - started:.0f} s with {chosen.jobs} processes, {busy:.0f} s of CPU"
-    print(text, spent, sep="\n\n")
-    for reason in sorted({outcome.said for _, outcome in records if outcome.result == "skipped"}):
+        happened = records.happened()
+        faults = [
+            fault for fault in choose(kinds, chosen.faults, chosen.seed) if (fault.kind, fault.place) not in happened
+        ]
+        run_all(faults, stock, place, chosen.jobs, started + 60 * chosen.minutes, records.add)
+    rows = sorted(records.rows, key=lambda row: list(kinds).index(row["fault"]) if row["fault"] in kinds else -1)
+    records.write(rows)
+    text = table((row["fault"], row["result"]) for row in rows)
+    spent = f"{sum(float(row['seconds']) for row in rows):.0f} s of faults, {chosen.jobs} at a time"
+    print(text, f"{spent}; {time.monotonic() - started:.0f} s by the clock", sep="\n\n")
+    for reason in sorted({row["said"] for row in rows if row["result"] == "skipped"}):
         print(f"skipped: {reason}")
     if chosen.out:
-        head, _, rest = chosen.out.read_text().partition(BEGIN)
+        page = chosen.out.read_text() if chosen.out.exists() else ""
+        head, _, rest = page.partition(BEGIN)
         made = f"{time.strftime('%Y-%m-%d')}, `python -m tests.faults.campaign {' '.join(sys.argv[1:])}`, {spent}:"
         chosen.out.write_text(f"{head}{BEGIN}\n{made}\n\n{text}\n{END}{rest.partition(END)[2]}")
-        with open(chosen.out.with_name("faults.csv"), "w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("fault", "place", "result", "said"))
-            writer.writerows((fault.kind, fault.place, outcome.result, outcome.said) for fault, outcome in records)
-    return int(any(outcome.result == "lost" for _, outcome in records))
+    return int(any(row["result"] == "lost" for row in rows))
 
 
 if __name__ == "__main__":

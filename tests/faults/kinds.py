@@ -20,19 +20,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.faults import sabotage
 from tests.faults.attempt import Attempt, Ended, Sabotage
 from tests.faults.damage import DAMAGES
-from tests.faults.run import SURVIVED, Case, Lost, Outcome, checked, drawing_nothing, numbers
+from tests.faults.foreign import folders, gguf_files, preflights
+from tests.faults.leases import leases
+from tests.faults.ranks import ranks
+from tests.faults.run import SURVIVED, Case, Lost, Outcome, Stock, checked, drawing_nothing, numbers, require_killed
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = (str(ROOT / "src"), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")]))
 SIGNALS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGINT: 130}
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE)
+NO_MOUNT = "no small file system can be mounted here: only root may"
 YEAR_S = 365.25 * 86400
 BASE_FILES = ("model/config.json", "model/model.safetensors", "manifest.json", "trainer.pt", "../../done.json")
 
@@ -42,16 +48,6 @@ class Fault:
     kind: str
     place: str
     happen: Callable[[Case], Outcome]
-
-
-@dataclass(frozen=True)
-class Stock:
-    """What the campaign prepared: a folder with the runs unfinished/ and finished/, which are of WORDS, the number of
-    file operations of such a run, and its numbers."""
-
-    path: Path
-    operations: int
-    expected: dict[str, Any]
 
 
 def all_faults(stock: Stock, draw: random.Random) -> dict[str, list[Fault]]:
@@ -131,6 +127,11 @@ def all_faults(stock: Stock, draw: random.Random) -> dict[str, list[Fault]]:
         "sweep killed": {
             f"{name} in run {1 + n % 2}": partial(sweep, name, n % 2) for n, name in enumerate(LAUNCHER_SIGNALS)
         },
+        "lease": leases(operations, draw),
+        "rank": ranks(operations, draw),
+        "GGUF file": gguf_files(stock, draw),
+        "folder of others": folders(stock),
+        "preflight": preflights(),
         "GPU out of memory": {"each phase": partial(skipped, "a GPU out of memory: simulated only")},
         "vLLM's process": {"killed, hung": partial(skipped, "vLLM's process killed or hung: not tried here")},
     }
@@ -151,11 +152,6 @@ def skipped(reason: str, case: Case) -> Outcome:
 
 
 # Kills. A killed run says nothing, and the same command continues it.
-
-
-def require_killed(ended: Ended, signum: int = signal.SIGKILL) -> None:
-    if ended.code not in (-signum, 0):
-        raise Lost(f"exit code {ended.code} instead of a kill: {ended.words}")
 
 
 def kill(operations: list[int], case: Case) -> Outcome:
@@ -208,16 +204,27 @@ def two(seconds: float, case: Case) -> Outcome:
 @contextmanager
 def mounted(folder: Path, options: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "faults", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "faults", folder], check=True, stderr=subprocess.DEVNULL)
     try:
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@cache
+def may_mount() -> bool:
+    """Whether this process is root, and of a machine that lets it mount."""
+    with TemporaryDirectory(prefix="faults-mount-") as folder:
+        try:
+            with mounted(Path(folder), "size=8k"):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
+
+
 def full_disks(draw: random.Random) -> dict[str, Callable[[Case], Outcome]]:
-    if os.geteuid() != 0:
-        return {"small file systems": partial(skipped, "only root may mount a small file system")}
+    if not may_mount():
+        return {"small file systems": partial(skipped, NO_MOUNT)}
     sizes = {f"{pages * 4} KiB": f"size={pages * 4}k" for pages in draw.sample(range(1, 60), 40)}
     inodes = {f"{count} inodes": f"size=8m,nr_inodes={count}" for count in draw.sample(range(2, 50), 30)}
     return {place: partial(full_disk, options) for place, options in (sizes | inodes).items()}
@@ -410,8 +417,8 @@ def in_deleted_folder() -> None:
 
 
 def read_only_root(case: Case) -> Outcome:
-    if os.geteuid() != 0:
-        return Outcome("skipped", "only root may mount a small file system")
+    if not may_mount():
+        return Outcome("skipped", NO_MOUNT)
     with mounted(case.root, "size=8m"):
         subprocess.run(["mount", "-o", "remount,ro", case.root], check=True)
         said = case.in_words(case.attempt(), 2)
@@ -470,7 +477,10 @@ SURROUNDINGS: dict[str, Callable[[Case], Outcome]] = {
 
 
 def little_memory(mib: int, case: Case) -> Outcome:
-    return refused_or_unharmed(partial(sabotage.memory_of_at_most, mib * 2**20), case)
+    ended = case.attempt(partial(sabotage.memory_of_at_most, mib * 2**20))
+    if ended.code == -signal.SIGABRT:  # a library in Rust or C++ that ends the process: a kill
+        return case.ends()
+    return case.ends(said="" if ended.code == 0 else case.in_words(ended, 1, 2))
 
 
 PHASES = {  # place: module, function, and the call of it that fails
@@ -661,7 +671,7 @@ def logger(place: str, error: Exception, case: Case) -> Outcome:
 
 
 def started(case: Case, *words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}"}
+    inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PACKAGES)}
     command = [sys.executable, "-m", "qerl_bench", *case.words(*words)]
     environment = inherited if environment is None else {**environment, "PYTHONPATH": inherited["PYTHONPATH"]}
     return subprocess.Popen(
@@ -684,7 +694,7 @@ def own_process(environment: dict[str, str] | None, case: Case) -> Outcome:
 
 OWN_PROCESS: dict[str, Callable[[Case], Outcome]] = {
     "as users start it": partial(own_process, None),
-    "an empty environment": partial(own_process, {"OMP_NUM_THREADS": "1"}),
+    "an empty environment": partial(own_process, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}),
 }
 LAUNCHER_SIGNALS = {"KILL": -9, "TERM": 143, "HUP": 129, "INT": 130}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ class Outcome:
 SURVIVED = Outcome("survived")
 
 
+@dataclass(frozen=True)
+class Stock:
+    """What the campaign prepared: a folder with the runs unfinished/ and finished/, which are of WORDS, the number of
+    file operations of such a run, its numbers, and those of other runs."""
+
+    path: Path
+    operations: int
+    expected: dict[str, Any]
+    others: dict[str, dict[str, Any]]
+
+
 def numbers(folder: Path) -> dict[str, Any]:
     """Everything that a run has computed, without what a clock says."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -73,7 +85,9 @@ class Case:
 
     root: Path
     expected: dict[str, Any]
-    stock: Path  # holds unfinished/ and finished/, run folders to copy
+    stock: Path  # holds unfinished/ and finished/, run folders to copy, and models
+    others: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # numbers of other runs, by name
+    base: tuple[str, ...] = WORDS
 
     @property
     def folder(self) -> Path:
@@ -88,7 +102,7 @@ class Case:
         return checked(attempt(self.words(*words), drawing_nothing(sabotage)))
 
     def words(self, *words: str) -> list[str]:
-        return [*WORDS, f"root='{self.root}'", *words]
+        return [*self.base, f"root='{self.root}'", *words]
 
     def ends(self, *words: str, said: str = "") -> Outcome:
         """The same command without a fault: it must end with the expected numbers. The outcome is a refusal if
@@ -118,6 +132,11 @@ class Case:
         if not ended.words:
             raise Lost(f"exit code {ended.code} without a word")
         return " ".join(ended.words.replace(str(self.root), "ROOT").split())
+
+
+def require_killed(ended: Ended, signum: int = signal.SIGKILL) -> None:
+    if ended.code not in (-signum, 0):
+        raise Lost(f"exit code {ended.code} instead of a kill: {ended.words}")
 
 
 def checked(ended: Ended) -> Ended:

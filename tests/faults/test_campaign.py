@@ -67,3 +67,46 @@ def test_other_numbers_tracebacks_and_silence_are_losses(tmp_path: Path) -> None
     for ended in (Ended(1, ""), Ended(3, "error")):
         with pytest.raises(Lost, match="exit code"):
             case.in_words(ended, 1)
+
+
+def test_a_campaign_goes_on_behind_what_it_has_recorded(tmp_path: Path) -> None:
+    from tests.faults.campaign import Records
+    from tests.faults.kinds import Fault
+    from tests.faults.run import SURVIVED, Outcome
+
+    def fault(place: str) -> Fault:
+        return Fault("signal", place, lambda case: SURVIVED)
+
+    file = tmp_path / "new" / "faults.csv"
+    records = Records(file, resume=False)
+    records.add(fault("a"), SURVIVED, 1.25)
+    records.add(fault('b, "quoted"'), Outcome("refused", "error: two\nlines"), 2.0)
+    records.add(fault("c"), SURVIVED, 3.0)
+    file.write_bytes(file.read_bytes()[:-6])  # a kill in the last line
+    again = Records(file, resume=True)
+    assert again.happened() == {("signal", "a"), ("signal", 'b, "quoted"')}
+    assert [row["said"] for row in again.rows] == ["", "error: two lines"]
+    again.add(fault("c"), SURVIVED, 3.0)
+    assert len(Records(file, resume=True).rows) == 3
+    assert Records(file, resume=False).rows == [] == Records(file, resume=True).rows
+
+
+def test_runs_of_a_card_are_compared_up_to_where_their_texts_part(tmp_path: Path) -> None:
+    import json
+
+    from tests.faults.card import apart
+
+    def run(name: str, texts: str, *norms: float) -> Path:
+        folder = tmp_path / name / "runs" / "run"
+        folder.mkdir(parents=True)
+        rollouts = [{"step": step, "completion": text} for step, text in enumerate(texts, 1)]
+        metrics = [{"kind": "train", "step": step, "grad_norm": norm} for step, norm in enumerate(norms, 1)]
+        for file, rows in (("rollouts", rollouts), ("metrics", metrics)):
+            (folder / f"{file}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return tmp_path / name
+
+    alone = run("alone", "abc", 1.0, 2.0, 3.0)
+    assert apart(alone, alone) == (0, 0.0)
+    assert apart(alone, run("rounded", "abc", 1.0, 2.0, 3.03)) == (0, pytest.approx(0.01, rel=0.02))
+    assert apart(alone, run("parted", "abx", 1.0, 1.0, 9.0)) == (3, 0.5)
+    assert apart(alone, run("shorter", "ab", 1.0, 2.0)) == (1, float("inf"))

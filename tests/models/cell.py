@@ -210,7 +210,8 @@ def dequantized(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def prefixed(model: PreTrainedModel, name: str) -> str:
     """`name` in a multimodal model, whose text part is `model.language_model`."""
-    return name if hasattr(model.model, "layers") else name.replace("model.", "model.language_model.", 1)
+    multimodal = hasattr(getattr(model, "model", None), "language_model")
+    return name.replace("model.", "model.language_model.", 1) if multimodal else name
 
 
 def check_logits(policy: Policy, stock: PreTrainedModel) -> None:

@@ -28,6 +28,7 @@ from qerl_bench.model.load import load_packed
 from qerl_bench.model_setup import base_checkpoint
 from qerl_bench.options.fingerprint import fingerprint
 from qerl_bench.options.model_names import short_name
+from tests.faults.damage import DAMAGES
 from tests.models.gguf_files import PLAIN, SPECIAL, VOCABULARY, model_of, random_blocks, tokenizer_keys, write
 
 IDS = torch.randint(0, VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -222,6 +223,23 @@ def test_a_conversion_that_was_killed_is_made_again(tmp_path: Path) -> None:
     (left / "model.safetensors").write_bytes(b"half")
     assert hub(file).converted(tmp_path / "cache") == folder and not left.exists()
     assert (folder / "model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json", "gguf.json", "digests.json"],
+)
+@pytest.mark.parametrize("damage", ["cut", "zeros", "delete"])
+def test_a_conversion_that_was_damaged_is_made_again(
+    name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path / "x.gguf", model_of("qwen2"))
+    folder = hub(file).converted(tmp_path / "cache")
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    DAMAGES[damage](folder / name)
+    assert hub(file).converted(tmp_path / "cache") == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert f"{folder / name} is not what was written" in caplog.text and "x.gguf" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

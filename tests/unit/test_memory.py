@@ -32,6 +32,8 @@ GIB = 2**30
         torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
         MemoryError(),
         RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        type("ArrowMemoryError", (MemoryError,), {})("realloc of size 256 failed"),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("Triton Error [CUDA]: out of memory"),

@@ -483,3 +483,18 @@ def test_the_name_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_name() == "aarch64"
     monkeypatch.setattr("platform.processor", lambda: "")
     assert cpu_name() is None
+
+
+def test_no_run_continues_on_other_base_weights(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDir(path, CFG) as run:
+        run.write_environment("cpu", "sha256:1f")
+        run.write_environment("cpu", "sha256:2e")  # nothing was made with the others
+        _save(run, 5)
+    for _ in range(2):  # a refusal changes nothing
+        with RunDir(path, CFG) as run, pytest.raises(ConfigError, match=r"sha256:2e.*now sha256:1f.*model\.id.*name"):
+            run.write_environment("cpu", "sha256:1f")
+    with RunDir(path, CFG) as run:
+        run.write_environment("cpu", "sha256:2e")
+        run.write_environment("cpu", None)
+        run.write_environment("cpu", "sha256:1f")  # as one before could not be told

@@ -21,11 +21,11 @@ REMEDIES = {  # of each phase
     "train": "a smaller train.micro_batch_tokens, or train.recompute=full",
     "evaluation": "a smaller eval.questions or eval.samples",
 }
-# PyTorch on a CPU, C++, memory that cannot be mapped, threads of Rust (tokenizers) and of Python without a stack.
-# Then a full GPU: no memory for a context, a handle of cuBLAS or a kernel.
+# PyTorch on a CPU, C++, memory that cannot be mapped, threads of Rust (tokenizers) and Python that get no stack. Then a
+# full GPU: no memory for a context, a handle of cuBLAS or a kernel.
 SAID = re.compile(
-    r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError|start new thread"
-    r"|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|\[CUDA\]: out of memory"
+    r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError"
+    r"|can't start new thread|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|\[CUDA\]: out of memory"
 )
 
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
@@ -40,7 +40,7 @@ def shortage(error: BaseException | None) -> str | None:
         return None
     kind = type(error).__name__
     other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
-    if kind not in ("MemoryError", "OutOfMemoryError") and not (other and SAID.search(str(error))):
+    if not isinstance(error, MemoryError) and kind != "OutOfMemoryError" and not (other and SAID.search(str(error))):
         return None
     words = OTHERS.sub("", " ".join(str(error).split())) or kind
     return words if len(words) <= 500 else f"{words[:500]}..."

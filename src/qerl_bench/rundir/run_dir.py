@@ -28,7 +28,7 @@ from qerl_bench.rundir.disk_errors import failure, room, size
 from qerl_bench.rundir.durable import make_folder, replace, sync_tree
 from qerl_bench.rundir.environment import environment
 from qerl_bench.rundir.locks import lock
-from qerl_bench.rundir.run_checks import ELSEWHERE, check_run_dir, refuse_locked, vouched_seals
+from qerl_bench.rundir.run_checks import ELSEWHERE, check_run_dir, refuse_locked, require_same_base, vouched_seals
 
 log = logging.getLogger(__name__)
 WRITING, REMOVING = ".writing", ".removing"  # a checkpoint that is not yet, or no more, there
@@ -129,11 +129,15 @@ class RunDir:
         `remote_code` has the SHA-256 of each Python file that came with the model and may run; None if none may.
         `gguf` says of which GGUF file the weights are, and what they have been through; None for other models.
         `ranks` is the number of processes that make the run. The env.json of an earlier attempt becomes env_<n>.json.
+        Raises ConfigError if there is a checkpoint on other base weights.
         """
         self.base = base
         path = self.path / "env.json"
-        if last_checkpoint(self.path) is not None and (reason := changed(self.path, "env.json")):
-            log.warning("%s: %s. The code and the machine of the steps so far may be unknown", self.path, reason)
+        if last_checkpoint(self.path) is not None:
+            if reason := changed(self.path, "env.json"):
+                log.warning("%s: %s. The code and the machine of the steps so far may be unknown", self.path, reason)
+            else:
+                require_same_base(self.path, base)
         if path.exists():
             with self.replacing(f"env_{len(list(self.path.glob('env_*.json'))) + 1}.json") as kept:
                 shutil.copyfile(path, kept)

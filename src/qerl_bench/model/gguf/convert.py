@@ -1,7 +1,8 @@
 """A GGUF file as an ordinary checkpoint folder: dequantized once, kept, and used by later runs.
 
 All cores take chunks of all tensors and write each at its place, so that no tensor is ever in memory as a whole. The
-folder has a file of its own, gguf.json, that says what the weights have been through.
+folder has a file of its own, gguf.json, that says what the weights have been through. A folder whose files are not
+those that were written is made again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +31,9 @@ from qerl_bench.rundir.durable import atomically, make_folder
 from qerl_bench.rundir.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
-VERSION = 1  # of what is written here; another one is converted again
+VERSION = 2  # of what is written here; another one is converted again
 RECORD = "gguf.json"
+DIGESTS = "digests.json"  # of all files, by name
 SHARD_BYTES = 4 * 2**30
 
 
@@ -67,12 +70,26 @@ def converted(path: Path, dither: Dither | None, dtype: str, cache: Path) -> Pat
     folder = cache / f"{path.stem}-{file[:DIGITS]}-v{VERSION}-{dtype}{drawn}"
     make_folder(cache)
     with wait_for_lock(cache / f".{folder.name}.lock", f"the conversion of {path.name}"):
+        if folder.is_dir() and (changed := _changed(folder)):
+            log.warning("%s is not what was written; %s is converted again", folder / changed, path.name)
+            shutil.rmtree(folder)
         if not folder.is_dir():
             told = f"dequantizing {path.name}, done once, then kept in {folder}"
             with atomically(folder) as writing, phase(told):
                 writing.mkdir()
                 _convert(path, dither, dtype, writing)
+                _write(writing / DIGESTS, {file.name: file_digest(file) for file in writing.iterdir()})
     return folder
+
+
+def _changed(folder: Path) -> str | None:
+    """The first file of a conversion that is missing or another than was written, as far as digests see."""
+    try:
+        digests = dict(json.loads((folder / DIGESTS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return DIGESTS
+    files = ((folder / name, digest) for name, digest in digests.items())
+    return next((file.name for file, digest in files if not file.is_file() or file_digest(file) != digest), None)
 
 
 def record_of(folder: Path | None) -> dict[str, Any] | None:
