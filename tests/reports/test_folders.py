@@ -457,6 +457,15 @@ def test_a_tensor_below_a_layer_that_has_no_place_for_it_is_refused(llama: Path,
             load(llama, f"quant={quant}")
 
 
+def test_blocks_that_config_json_leaves_out_are_refused(llama: Path) -> None:
+    put(llama, **{"model.layers.9.mlp.down_proj.weight": torch.ones(64, 64)})
+    for quant in ("bf16", "nvfp4"):
+        with pytest.raises(
+            ConfigError, match=r"model\.layers\.9\.mlp.*model\.layers of this .* ends before it.*num_hidden_layers"
+        ):
+            load(llama, f"quant={quant}")
+
+
 def test_tensors_that_compute_nothing_are_named_or_passed_over(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = logits(load(llama))
     extra = ("self_attn.rotary_emb.inv_freq", "self_attn.k_proj.k_scale", "self_attn.q_proj.input_scale")

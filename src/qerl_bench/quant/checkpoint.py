@@ -140,6 +140,12 @@ class CheckpointReader:
         for name in others:
             parts = name.split(".")
             owner = next((".".join(parts[:end]) for end in range(len(parts)) if ".".join(parts[:end]) in layers), None)
+            short = _too_short(model, parts)
+            require(
+                short is None,
+                f"{self.folder} has the tensor {name}, and {short} of this {type(model).__name__} ends before it. "
+                "Correct config.json (such as num_hidden_layers), or remove the tensor",
+            )
             require(
                 owner is None or UNUSED.fullmatch(parts[-1]) is not None,
                 f"{self.folder} has the tensor {name}, which {owner} of this {type(model).__name__} has no place for, "
@@ -228,6 +234,16 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
                 module._buffers[name] = buffer.float()
     model.tie_weights()
     return model.eval()
+
+
+def _too_short(model: torch.nn.Module, parts: Sequence[str]) -> str | None:
+    """The list of blocks in `model` that ends before the one of the tensor whose name has these parts; None if none."""
+    modules = dict(model.named_modules())
+    for end, number in enumerate(parts):
+        blocks = modules.get(path := ".".join(parts[:end]))
+        if number.isdecimal() and isinstance(blocks, torch.nn.ModuleList) and int(number) >= len(blocks):
+            return path
+    return None
 
 
 def _tied_but_different(folder: Path, model: Any) -> str | None:
