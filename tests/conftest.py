@@ -192,6 +192,16 @@ def make_noise() -> Callable[..., NoiseInjector]:
     return make
 
 
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PATH with `qerl-bench` and `python`, which start at once."""
+    from tests.parallel.programs import served
+
+    folder = tmp_path_factory.mktemp("programs")
+    with served(folder):
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def no_figures() -> Iterator[None]:
     """Runs draw nothing, which takes longer than the steps of a tiny model."""
