@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +98,10 @@ def no_power_cut() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_own_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_own_options(stand_in: Callable[..., None]) -> Iterator[None]:
     """Each test begins without folders of one's own options, as a process does, and leaves none of their modules."""
-    monkeypatch.setattr(user_options, "_in_use", [])
-    monkeypatch.setattr(user_options, "_loaded", {})
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    stand_in(user_options, _in_use=[], _loaded={})
+    stand_in(sys, path=[*sys.path])
     yield
     _, *folders = user_options.folders()
     if not folders:
@@ -192,9 +191,59 @@ def make_noise() -> Callable[..., NoiseInjector]:
     return make
 
 
+@pytest.fixture
+def listen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[tuple[Any, ...]]]:
+    """listen(owner, "name"): the positional arguments of each call of it, in a list that grows; calls go through."""
+
+    def heard(owner: Any, name: str) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: (calls.append(given), function(*given, **named))[1])
+        return calls
+
+    return heard
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """stand_in(torch.cuda, is_available=lambda: True, ...): these in place of what a module or class has."""
+
+    def replaced(owner: Any, **members: Any) -> None:
+        for name, member in members.items():
+            monkeypatch.setattr(owner, name, member)
+
+    return replaced
+
+
+@pytest.fixture
+def gpu(stand_in: Callable[..., None]) -> Callable[..., None]:
+    """gpu(is_available=lambda: True, ...): functions of torch.cuda on a card that need not be there."""
+    import torch
+
+    return partial(stand_in, torch.cuda)
+
+
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no optional package were installed."""
+    for place in ("importlib.util", "qerl_bench.quant.nf4"):
+        monkeypatch.setattr(f"{place}.find_spec", lambda name: None)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PATH with `qerl-bench` and `python`, which start at once."""
+    from tests.parallel.programs import served
+
+    folder = tmp_path_factory.mktemp("programs")
+    with served(folder):
+        yield folder
+
+
 @pytest.fixture(scope="module")
 def no_figures() -> Iterator[None]:
     """Runs draw nothing, which takes longer than the steps of a tiny model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
+    from tests.short_runs import without_figures
+
+    with without_figures():
         yield

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from qerl_bench.experiment import run_experiment
 from qerl_bench.process.arguments import WIDTH
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SOURCES = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("src", "kernels"))
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +90,9 @@ def test_another_protocol_has_its_own_folder_and_is_done_once(
     assert contents(finished) == before
 
 
-def test_stdout_has_the_scores_and_stderr_how_they_came_to_be(finished: Path, tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "qerl_bench", "eval", str(finished), "eval.questions=2", f"out={tmp_path / 'out'}"]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SOURCES})
+def test_stdout_has_the_scores_and_stderr_how_they_came_to_be(finished: Path, tmp_path: Path, programs: Path) -> None:
+    words = [programs / "qerl-bench", "eval", str(finished), "eval.questions=2", f"out={tmp_path / 'out'}"]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == f"{again.render(tmp_path / 'out')}\n", done.stderr
     assert "step 4, 2 questions" in done.stderr and "eval/accuracy" not in done.stderr
     assert max(map(len, done.stderr.splitlines())) <= WIDTH

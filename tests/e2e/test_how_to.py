@@ -7,8 +7,7 @@ import json
 import os
 import re
 import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "how-to"
 
 
+TINY = {"experiment=smoke": "experiment=smoke rollout.group_size=4 model.layers=1 task.max_completion_tokens=8"}
 SMALL = {  # words of a page -> words of its test
     "model=MODEL": "model=tiny_untrained experiment=smoke",
     "task=gsm8k": "task=even_characters device=cpu",
@@ -33,36 +33,34 @@ SMALL = {  # words of a page -> words of its test
 }
 
 
-def follow(page: str, folder: Path, changed: Mapping[str, str] | None = None) -> list[Path]:
-    """Do what the page says in `folder`: write the files, then run the commands. Returns the runs, sorted by name.
+Follow = Callable[..., list[Path]]
 
-    Words in `changed` are replaced before.
-    """
-    text = (PAGES / page).read_text()
-    for words, others in (changed or {}).items():
-        assert words in text
-        text = text.replace(words, others)
-    files = re.findall(r"`(mine/\S+)`:\n\n```\w+\n(.*?)```", text, flags=re.DOTALL)
-    commands = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-    assert commands and len(files) + len(commands) == text.count("```") // 2
-    for name, content in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
-    program = folder / "bin" / "qerl-bench"
-    program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m qerl_bench "$@"\n')
-    program.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if key != "QERL_ROOT"} | {
-        "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
-        "OMP_NUM_THREADS": "1",
-    }
-    for command in commands:
-        done = subprocess.run(
-            ["sh", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
-        )
-        assert done.returncode == 0, done.stderr
-    return sorted(run.parent for run in folder.glob("runs/*/done.json"))
+
+@pytest.fixture
+def follow(tmp_path: Path, programs: Path) -> Follow:
+    """follow("page.md", {words: others}): do what the page says in the folder of the test, with words replaced."""
+    variables = {key: value for key, value in os.environ.items() if key != "QERL_ROOT"}
+    variables |= {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+    def do(page: str, changed: Mapping[str, str] | None = None) -> list[Path]:
+        """Write the files, then run the commands. Returns the runs, sorted by name."""
+        text = (PAGES / page).read_text()
+        for words, others in (changed or {}).items():
+            assert words in text
+            text = text.replace(words, others)
+        files = re.findall(r"`(mine/\S+)`:\n\n```\w+\n(.*?)```", text, flags=re.DOTALL)
+        commands = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+        assert commands and len(files) + len(commands) == text.count("```") // 2
+        for name, content in files:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+        for command in commands:
+            words = ["sh", "-ec", command]
+            done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=500)
+            assert done.returncode == 0, done.stderr
+        return sorted(run.parent for run in tmp_path.glob("runs/*/done.json"))
+
+    return do
 
 
 def trained(run: Path) -> list[dict[str, Any]]:
@@ -78,16 +76,16 @@ def test_every_page_is_tested() -> None:
 
 
 @pytest.mark.slow
-def test_own_claim(tmp_path: Path) -> None:
-    assert len(follow("own-claim.md", tmp_path)) == 4
+def test_own_claim(tmp_path: Path, follow: Follow) -> None:
+    assert len(follow("own-claim.md", TINY)) == 4
     (row,) = (tmp_path / "verdicts" / "mine.md").read_text().splitlines()[-1:]
     assert row.startswith("| Somebody (arXiv 2700.00001) | NVFP4 starts surer | `python src/run.py experiment=smoke")
     assert "no runs" not in row and "nvfp4 - bf16: ×" in row
 
 
 @pytest.mark.slow
-def test_own_schedule(tmp_path: Path) -> None:
-    runs = follow("own-schedule.md", tmp_path)
+def test_own_schedule(follow: Follow) -> None:
+    runs = follow("own-schedule.md", TINY)
     assert sorted([record["aqn/sigma"] for record in trained(run)] for run in runs) == [
         [0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025],
         [0.02, 0.02, 0.01, 0.01, 0.005, 0.005],
@@ -98,10 +96,8 @@ def test_own_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_task_and_reward(tmp_path: Path) -> None:
-    brief, run = sorted(
-        follow("own-task.md", tmp_path), key=lambda run: "name: spelling" in (run / "config.yaml").read_text()
-    )
+def test_own_task_and_reward(follow: Follow) -> None:
+    brief, run = sorted(follow("own-task.md"), key=lambda run: "name: spelling" in (run / "config.yaml").read_text())
     assert all(record["reward/mean"] < 0 for record in trained(brief))  # wrong, and longer than nothing
     assert [*json.loads((brief / "env.json").read_text())["own_code"]] == ["brief.py"]
     assert "-spelling-" not in run.name and "name: spelling" in (run / "config.yaml").read_text()
@@ -113,20 +109,20 @@ def test_own_task_and_reward(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_model(tmp_path: Path) -> None:
+def test_own_model(tmp_path: Path, follow: Follow) -> None:
     builds.build("llama", tmp_path / "checkpoints" / "mini")
-    (run,) = follow("own-model.md", tmp_path)
+    (run,) = follow("own-model.md")
     assert run.name.startswith("mini-nvfp4-exp-grpo-")
     assert all(record["grad_norm"] > 0 for record in trained(run))
     assert trained(run)[-1]["aqn/norms_perturbed"] > 0
 
 
 @pytest.mark.slow
-def test_a_gguf_file_and_a_dithered_copy(tmp_path: Path) -> None:
+def test_a_gguf_file_and_a_dithered_copy(tmp_path: Path, follow: Follow) -> None:
     (tmp_path / "models").mkdir()
     file = gguf_files.write(tmp_path / "models" / "mini.gguf", gguf_files.model_of("qwen2"), "Q4_1")
     short = {"aqn=exp experiment=smoke": "aqn=exp experiment=smoke steps=1 task.max_completion_tokens=4"}
-    environments = [json.loads((run / "env.json").read_text()) for run in follow("gguf.md", tmp_path, short)]
+    environments = [json.loads((run / "env.json").read_text()) for run in follow("gguf.md", short)]
     assert {environment["gguf"]["dither"] for environment in environments} == {None, 1}
     assert len({environment["base"] for environment in environments}) == 2
     for environment in environments:
@@ -134,12 +130,12 @@ def test_a_gguf_file_and_a_dithered_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_here_and_elsewhere(tmp_path: Path) -> None:
+def test_resume_here_and_elsewhere(tmp_path: Path, follow: Follow) -> None:
     """The first command is killed behind a checkpoint."""
     first = "qerl-bench run experiment=smoke steps=8 save_every=2 name=mine || true"
     saved = "until test -e runs/mine/checkpoints/step_000002; do sleep 0.1; done"
     stopped = f"{first.removesuffix(' || true')} & {saved}; kill -9 $!"
-    (run,) = follow("resume.md", tmp_path, {first: stopped})
+    (run,) = follow("resume.md", {first: stopped})
     steps = [record["step"] for record in trained(run)]
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8] and (run / "env_1.json").is_file()
     elsewhere = tmp_path / "elsewhere" / "runs" / "mine"
@@ -155,15 +151,15 @@ def test_rates_of_the_table_are_those_of_the_steps(make_experiment: Any) -> None
 
 
 @pytest.mark.slow
-def test_a_learning_rate_with_warm_up_and_decay(tmp_path: Path) -> None:
-    (run,) = follow("learning-rate.md", tmp_path)
+def test_a_learning_rate_with_warm_up_and_decay(follow: Follow) -> None:
+    (run,) = follow("learning-rate.md")
     rates = [record["lr"] for record in trained(run)]
     assert rates[2] == max(rates) and rates[-1] == pytest.approx(4.95e-6, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_does_it_help(tmp_path: Path) -> None:
-    runs = follow("does-it-help.md", tmp_path, SMALL)
+def test_does_it_help(tmp_path: Path, follow: Follow) -> None:
+    runs = follow("does-it-help.md", SMALL)
     design = yaml.safe_load((tmp_path / "noise" / "study.yaml").read_text())
     assert [*design["arms"]] == ["none", "exp"] and (tmp_path / "probe" / "probe.html").is_file()
     assert len(runs) == len(design["arms"]) * design["seeds"]  # the first run is one of them

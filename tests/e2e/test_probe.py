@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ STUDY: dict[str, Any] = {
 }
 
 
-def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "qerl_bench", *words], cwd=cwd, capture_output=True, text=True)
-
-
 def study_in(folder: Path, file: str, **changes: Any) -> Path:
     content = STUDY | changes
     path = folder / "study.yaml"
@@ -39,13 +34,16 @@ def study_in(folder: Path, file: str, **changes: Any) -> Path:
 
 
 @pytest.mark.slow
-def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_same_copy(tmp_path: Path) -> None:
+def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_same_copy(
+    tmp_path: Path, programs: Path
+) -> None:
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([programs / "qerl-bench", *words], cwd=tmp_path, capture_output=True, text=True)
+
     write(tmp_path / "two-layers.gguf", model_of("qwen2"), "Q4_1")
     path = study_in(tmp_path, "two-layers.gguf")
     gates = ["pass", "groups", "headroom", "rise", "gain"]
-    done = command(
-        "study", str(path), "slots=2", "out=out", "with_changes=true", f"despite={','.join(gates)}", cwd=tmp_path
-    )
+    done = command("study", str(path), "slots=2", "out=out", "with_changes=true", f"despite={','.join(gates)}")
     assert done.returncode == 0, done.stderr
     probes = {one["base"]: one for one in json.loads((tmp_path / "out" / "probes.json").read_text())}
     assert probes[1]["digest"] != probes[2]["digest"] and probes[1]["file"]["digest"] == probes[2]["file"]["digest"]
@@ -67,7 +65,6 @@ def test_a_study_of_two_copies_keeps_every_answer_and_trains_all_arms_on_the_sam
     alone = command(
         *("probe", "experiment=smoke", "model=hub", "model.id=two-layers.gguf", "task.max_completion_tokens=8"),
         *("formats=bf16,nvfp4", "questions=4", "samples=2", "temperatures=0,1", "rise=0", "out=alone"),
-        cwd=tmp_path,
     )
     assert alone.returncode == 0, alone.stderr
     page = (tmp_path / "alone" / "probe.html").read_text()

@@ -42,10 +42,6 @@ SMALL = [
 MEASURED = re.compile(r"^(time|time/.*|speed/.*|memory/.*)$")  # what a clock or the memory meter says
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, str(RUN), *words]
-
-
 def environment() -> dict[str, str]:
     return {
         **os.environ,
@@ -55,8 +51,9 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(*words: str, cwd: Path = ROOT, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+def run(*words: str, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
+    command = [str(python), str(RUN), *words]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -347,17 +344,17 @@ def test_a_half_written_checkpoint_is_refused_and_nothing_is_lost(learning_root,
     assert {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()} == before
 
 
-def test_a_sweep_with_a_bad_point_starts_nothing_and_leaves_nothing(tmp_path):
-    done = run("experiment=smoke", f"root={tmp_path}", "-m", "lora.rank=8,0")
+def test_a_sweep_with_a_bad_point_starts_nothing_and_leaves_nothing(tmp_path, programs):
+    done = run("experiment=smoke", f"root={tmp_path}", "-m", "lora.rank=8,0", python=programs / "python")
     assert done.returncode == 2
     assert "lora.rank=0" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
+def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path, programs):
     words = ["experiment=smoke", "steps=2", f"root={tmp_path}", "aqn=constant", "-m", "aqn.level=0.01,1e-12"]
     words.append("hydra.launcher.slots=2")
-    done = run(*words)
+    done = run(*words, python=programs / "python")
     assert done.returncode == 1, done.stderr
     assert "1 of 2 runs failed" in done.stderr and "sweep of 2 runs: 0 finished before, 2 to do" in done.stderr
     good, bad = sorted(run_dirs(tmp_path), key=lambda run_dir: not (run_dir / "done.json").exists())
@@ -367,7 +364,7 @@ def test_a_sweep_reports_the_failed_run_and_repeats_only_that(tmp_path):
     assert_complete(good)
     assert not (bad / "done.json").exists()
     finished = (good / "done.json").stat().st_mtime_ns
-    again = run(*words)
+    again = run(*words, python=programs / "python")
     assert again.returncode == 1
     assert "1 finished before, 1 to do" in again.stderr
     assert (good / "done.json").stat().st_mtime_ns == finished

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,13 +32,12 @@ def shown() -> dict[str, list[str]]:
     return {command.removeprefix("$ "): lines for command, *lines in map(str.splitlines, blocks)}
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, programs: Path) -> str:
     """What `command` prints in `folder`, which stands for the checkout."""
     for part in ("src", "analysis"):
         (folder / part).exists() or (folder / part).symlink_to(ROOT / part)
     environment = {key: value for key, value in os.environ.items() if key != "QERL_ROOT"} | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'kernels'}",
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
@@ -61,14 +59,14 @@ def claims(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path, programs: Path) -> None:
     pages = shown()
     assert len(pages) == 6
     for command, lines in pages.items():
         small, text = command, "\n".join(lines)
         for large, little in SMALL.items():
             small = small.replace(large, little)
-        printed = run(small, tmp_path)
+        printed = run(small, tmp_path, programs)
         if command.startswith("ls "):
             assert printed.split() == text.split()
         elif command.startswith("grep "):
@@ -84,7 +82,7 @@ def test_the_commands_of_the_tutorial_print_what_it_shows(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_readme_for_pretrained_models_make_runs(tmp_path: Path) -> None:
+def test_the_commands_of_the_readme_for_pretrained_models_make_runs(tmp_path: Path, programs: Path) -> None:
     checkpoint = build("llama", tmp_path / "checkpoint")
     commands = re.findall(r"^ +python (src/run\.py model=hub [^\n#]*)", README, re.MULTILINE)
     assert len(commands) == 2
@@ -92,5 +90,5 @@ def test_the_commands_of_the_readme_for_pretrained_models_make_runs(tmp_path: Pa
         replaced = ("model.id", "task", "task.answer_format", "experiment", "steps")
         words = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
         own = [f"model.id={checkpoint}", "experiment=smoke", "steps=2", "device=cpu", f"name=run{number}"]
-        run(shlex.join(["python", *words, *own]), tmp_path)
+        run(shlex.join(["python", *words, *own]), tmp_path, programs)
     assert len([*tmp_path.glob("runs/*/done.json")]) == 2

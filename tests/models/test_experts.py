@@ -120,25 +120,17 @@ def test_gradients_are_those_of_the_dequantized_weights(name: str) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5 * float(gradients[1].abs().max()))
 
 
-def test_routing_weights_get_a_gradient_and_only_experts_with_tokens_are_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_routing_weights_get_a_gradient_and_only_experts_with_tokens_are_decoded(listen: Any) -> None:
     packed = _packed("qwen3_moe").model.layers[0].mlp.experts
     assert isinstance(packed, PackedExperts)
-    decoded: list[int] = []
-    operand = PackedMatrices.operand
-
-    def counted(self: PackedMatrices, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        decoded.append(expert)
-        return operand(self, expert, dtype)
-
-    monkeypatch.setattr(PackedMatrices, "operand", counted)
+    decoded = listen(PackedMatrices, "operand")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     chosen = torch.tensor([[1, 3], [3, 1], [1, 3], [3, 1], [3, 4]])  # 4: past the last expert, which means none
     weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(1)).requires_grad_()
     y = packed(x, chosen, weights)
     y.square().sum().backward()
-    assert decoded == [1, 3, 1, 3]  # gate and up, then down; no gradient in x was asked for
+    experts = [expert for _, expert, _ in decoded]
+    assert experts == [1, 3, 1, 3]  # gate and up, then down; no gradient in x was asked for
     assert weights.grad is not None and weights.grad[4, 1] == 0 and bool((weights.grad.flatten()[:9] != 0).all())
     alone = packed(x[4:], chosen[4:, :1], weights[4:, :1])
     torch.testing.assert_close(y[4:], alone)
@@ -166,9 +158,7 @@ def test_the_layout_of_the_kernels_keeps_every_bit(kind: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
-def test_the_grouped_kernel_gets_what_the_reference_gets(
-    name: str, adapted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_grouped_kernel_gets_what_the_reference_gets(name: str, adapted: bool, stand_in: Any) -> None:
     """The kernel is tested elsewhere; here its plain form takes its place, so that a CPU can run it."""
     model = _packed(name)
     if adapted:
@@ -183,9 +173,7 @@ def test_the_grouped_kernel_gets_what_the_reference_gets(
         calls.append(weight)
         return grouped.grouped_reference(x, weight, rows, scale, bias)
 
-    monkeypatch.setattr(grouped, "supported", lambda *_: True)
-    monkeypatch.setattr(grouped, "sort_rows", grouped.sort_rows_reference)
-    monkeypatch.setattr(grouped, "grouped_gemm", gemm)
+    stand_in(grouped, supported=lambda *_: True, sort_rows=grouped.sort_rows_reference, grouped_gemm=gemm)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, expected, rtol=0, atol=1e-3)  # operands are rounded to BF16
     assert len(calls) >= (6 if adapted else 2)

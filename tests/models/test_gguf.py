@@ -470,8 +470,8 @@ def test_another_architecture_is_refused_by_its_name(tmp_path: Path) -> None:
     refused(file, r"general.architecture=rwkv7; readable are llama, qwen2, qwen3, gemma3")
 
 
+@pytest.mark.usefixtures("no_packages")
 def test_the_package_is_named_if_it_is_missing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "gguf", None)
     _read.cache_clear()
     for ask in (lambda: hub(whole).check(()), hub(whole).config):

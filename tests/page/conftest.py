@@ -36,12 +36,12 @@ def study_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sample_page(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the samples of a tiny run with much noise, which keeps two groups of each of its four steps."""
     from qerl_bench.experiment import run_experiment
+    from tests.short_runs import without_figures
 
     folder = tmp_path_factory.mktemp("root")
     noise = ("aqn=constant", "aqn.level=0.5", "train.mismatch_share=1")
     config = make_config("quant=nvfp4", *noise, "train.kept_groups=2", f"root={folder}", "name=run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda path: None)
+    with without_figures():
         run_experiment(build(config), config)
     command.main([str(folder), "--out", str(folder / "report")])
     return folder / "report" / "samples" / "run.html"

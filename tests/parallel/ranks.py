@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -49,12 +51,17 @@ def start(
     command: str = "run",
 ) -> BaseProcess:
     """One of these processes: it begins without the ten seconds that imports take."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.parallel.imported"])
     arguments = (rank, size, port, [command, *words], output, sabotage)
-    process = context.Process(target=_rank, args=arguments, daemon=True)
+    process = forkserver().Process(target=_rank, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def forkserver() -> ForkServerContext:
+    """Its processes are forks of one that has imported what runs need."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.imported"])
+    return context
 
 
 def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabotage: Sabotage | None) -> None:
@@ -66,23 +73,34 @@ def _rank(rank: int, size: int, port: int, words: list[str], output: Path, sabot
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
     if size > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     figures.run_figures = lambda path: None  # takes seconds
-    code: object = 1
-    try:
+
+    def program() -> object:
         if sabotage is not None:
             sabotage(rank)
         sys.argv = ["qerl-bench", *words]
-        code = main(words)
+        return main(words)
+
+    finish(program)
+
+
+def finish(program: Callable[[], object]) -> NoReturn:
+    """End this process as `program` does, which prints to its descriptors 1 and 2."""
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    code: object = 1
+    try:
+        code = program()
     except SystemExit as error:
         code = error.code
     except BaseException:
         traceback.print_exc()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code if isinstance(code, int) else code is not None)

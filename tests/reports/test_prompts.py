@@ -82,10 +82,9 @@ def test_a_space_that_the_tokenizer_puts_before_a_text_is_there(tmp_path: Path) 
     assert plain_ids(base, "ab") == ids == plain_ids(base, "<bos>ab")
 
 
-def test_a_policy_asks_its_base_with_bos(make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_asks_its_base_with_bos(make_policy: Any) -> None:
     policy: Policy = make_policy()
-    monkeypatch.setattr(policy, "tokenizer", tokenizer(None))
-    monkeypatch.setattr(policy, "rows", BEGIN + 1)
+    policy.tokenizer, policy.rows = tokenizer(None), BEGIN + 1
     task = build_spec(compose(["task=arithmetic", "task.template=plain"]), "task")
     prompt = task.train_prompts(1, 1, 0)[0]
     assert policy.ids_of(prompt) == policy.tokenizer(prompt.messages[0]["content"])["input_ids"]
@@ -109,14 +108,14 @@ def test_lm_eval_scores_texts_with_bos(begins: bool) -> None:
     assert [*prefix, *rest] == [BEGIN, *base("2+2=4", add_special_tokens=False)["input_ids"]]  # once
 
 
-def test_lm_eval_asks_our_questions_as_training_does(make_policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lm_eval_asks_our_questions_as_training_does(make_policy: Any) -> None:
     """Also where the tokenizer begins texts with BOS and the chat template does not."""
     pytest.importorskip("lm_eval")
     from qerl_bench.eval.lm_eval.model import EngineLM
 
     policy: Policy = make_policy()
-    monkeypatch.setattr(policy, "tokenizer", tokenizer())
-    monkeypatch.setattr(policy, "rows", len(policy.tokenizer))
+    policy.tokenizer = tokenizer()
+    policy.rows = len(policy.tokenizer)
     lm = EngineLM(policy, SimpleNamespace())  # type: ignore[arg-type]
     for messages in (CHAT, PLAIN):
         request: Any = SimpleNamespace(task_name="t", doc_id=0, doc={"messages": list(messages)})

@@ -17,25 +17,16 @@ class Runs:
     """A run that was killed in step 5, with checkpoints of steps 2 and 4, and the same run finished."""
 
     def __init__(self, config: Any) -> None:
-        from qerl_bench import experiment as loop
+        from qerl_bench.experiment import run_experiment
+        from tests.short_runs import killed_in_step
 
         self.config, self.experiment = config, build(config)
         self.unfinished = self.experiment.run_dir.with_name("unfinished")
         self.finished = self.experiment.run_dir
-        step = loop.train_step
-
-        def killed_in_step_5(*arguments: Any) -> dict[str, float]:
-            if arguments[-1] == 5:
-                arguments[-2].append("rollouts.jsonl", [])
-                raise KeyboardInterrupt
-            return step(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "train_step", killed_in_step_5)
-            with pytest.raises(KeyboardInterrupt):
-                loop.run_experiment(self.experiment, config)
+        with killed_in_step(5):
+            run_experiment(self.experiment, config)
         shutil.copytree(self.finished, self.unfinished)
-        loop.run_experiment(self.experiment, config)
+        run_experiment(self.experiment, config)
 
     @staticmethod
     def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -58,6 +49,7 @@ def runs(make_config: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         f"root={tmp_path_factory.mktemp('root')}",
         "name=run",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qerl_bench.studies.figures.run.run_figures", lambda folder: None)
+    from tests.short_runs import without_figures
+
+    with without_figures():
         return Runs(make_config(*words))

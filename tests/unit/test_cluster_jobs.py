@@ -72,11 +72,11 @@ def test_why_a_slurm_job_ended_is_in_run_log_once(tmp_path: Path, code: str, sta
 
 
 @pytest.mark.usefixtures("submitit")
-def test_a_run_that_goes_back_into_the_queue_is_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_back_into_the_queue_is_queued(tmp_path: Path) -> None:
     submitted = slurm_job(tmp_path / "run", "pass")
     os.utime(tmp_path / "run" / JOB_FILE, (1, 1))
     os.utime(tmp_path / "run" / "run.log", (2, 2))  # written by the attempt that the walltime ended
-    monkeypatch.setattr(submitted, "save", lambda limit_s: True)
+    submitted.save = lambda limit_s: True  # type: ignore[method-assign]
     assert state_of(tmp_path / "run")[0] == "unfinished"
     assert submitted.checkpoint().overrides == submitted.overrides
     assert state_of(tmp_path / "run")[0] == "queued"
@@ -111,7 +111,7 @@ def test_a_dry_run_leaves_out_what_has_a_job(tmp_path: Path, monkeypatch: pytest
     previewed: list[Point] = []
     launcher = slurm.SlurmSweep(dry_run=True)
     monkeypatch.setattr(slurm, "read_queue", lambda: {"12_3": slurm})
-    monkeypatch.setattr(launcher, "preview", previewed.extend)
+    launcher.preview = previewed.extend  # type: ignore[method-assign]
     assert launcher.run_points(points) == [] and previewed == points[:1]
 
 

@@ -39,17 +39,15 @@ def test_hours_and_energy_are_summed() -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_the_counter_is_read_from_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counter_is_read_from_nvml(tmp_path: Path, gpu: Any) -> None:
     (tmp_path / "nvml.c").write_text(NVML)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", "nvml.so", "nvml.c"], cwd=tmp_path, check=True)
     nvml = ctypes.CDLL(str(tmp_path / "nvml.so"))
     assert energy._energy(nvml, "GPU-b") == pytest.approx(5_000_000.123)
     assert energy._energy(nvml, "GPU-a") is None  # no such GPU
-    monkeypatch.setattr(energy, "LIBRARY", str(tmp_path / "nvml.so"))
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="b"))
-    assert energy.counter("cuda:1") == pytest.approx(5_000_000.123)
-    monkeypatch.setattr(energy, "LIBRARY", "libno-such-thing.so")
-    assert energy.counter("cuda") is None and energy.counter("cpu") is None
+    gpu(get_device_properties=lambda device: SimpleNamespace(uuid="b"))
+    assert energy.counter("cuda:1", str(tmp_path / "nvml.so")) == pytest.approx(5_000_000.123)
+    assert energy.counter("cuda", "libno-such-thing.so") is None and energy.counter("cpu") is None
 
 
 def test_a_run_keeps_its_energy_over_attempts(

@@ -70,12 +70,9 @@ def policy(make_policy: MakePolicy, request: pytest.FixtureRequest) -> Policy:
 
 
 @pytest.fixture
-def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[PackedLinear]:
-    """The layers that rebuild their weight, as often as they do."""
-    layers: list[PackedLinear] = []
-    operand = PackedLinear.operand
-    monkeypatch.setattr(PackedLinear, "operand", lambda self, dtype: (layers.append(self), operand(self, dtype))[1])
-    return layers
+def rebuilt(listen: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    """The layers that rebuild their weight, as often as they do, each with the dtype."""
+    return listen(PackedLinear, "operand")
 
 
 def test_the_smallest_weights_come_first_and_what_does_not_fit_stays_packed(policy: Policy) -> None:
@@ -93,7 +90,7 @@ def test_the_smallest_weights_come_first_and_what_does_not_fit_stays_packed(poli
 
 
 def test_completions_are_the_same_and_no_weight_is_rebuilt_in_a_step(
-    policy: Policy, rebuilt: list[PackedLinear]
+    policy: Policy, rebuilt: list[tuple[Any, ...]]
 ) -> None:
     plain = _decoded(Sampler(policy, Limits(rows=8)))
     often = len(rebuilt)
@@ -128,15 +125,16 @@ def test_a_small_rollout_in_large_buffers_needs_none_unless_all_rows_are_compute
     assert made == [True, invariant]
 
 
-def test_what_ends_a_rollout_frees_the_copies(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_rollout_frees_the_copies(
+    policy: Policy, listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = Sampler(policy, Limits(rows=8, dequantized_gib=1.0))
-    made: list[PackedLinear] = []
-    make = Dequantized.make
-    monkeypatch.setattr(Dequantized, "make", lambda self, room: (make(self, room), made.extend(self.layers))[0])
+    made = listen(Dequantized, "make")
     monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self, size: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         _decoded(sampler)
-    assert made and not any(layer._kept for layer in made) and sampler.kept is None
+    ((copies, _),) = made
+    assert copies.layers and not any(layer._kept for layer in copies.layers) and sampler.kept is None
 
 
 def test_no_memory_for_them_is_explained(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from qerl_bench.process.device import PhaseTimer, peak_gib, reset_peak, resolve_
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpu", "expected"),
+    ("wanted", "there", "expected"),
     [
         ("auto", True, "cuda"),
         ("auto", False, "cpu"),
@@ -26,13 +26,13 @@ from qerl_bench.process.device import PhaseTimer, peak_gib, reset_peak, resolve_
         ("cuda", True, "cuda"),
     ],
 )
-def test_resolve_device(wanted: str, gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+def test_resolve_device(wanted: str, there: bool, expected: str, gpu: Callable[..., Any]) -> None:
+    gpu(is_available=lambda: there)
     assert resolve_device(wanted) == expected
 
 
-def test_a_gpu_that_is_missing_is_an_error_and_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_gpu_that_is_missing_is_an_error_and_no_silent_fallback(gpu: Callable[..., Any]) -> None:
+    gpu(is_available=lambda: False)
     with pytest.raises(ConfigError, match="device=cpu"):
         resolve_device("cuda")
 
@@ -110,15 +110,14 @@ def test_where_the_system_does_not_tell_the_peak_is_that_of_the_process(
     assert peak_gib("cpu") == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, rel=0.01)
 
 
-def test_the_gpu_is_synchronised_at_every_border(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_synchronised_at_every_border(gpu: Callable[..., Any]) -> None:
     calls: list[str] = []
 
     def record(name: str, result: Any = None) -> Callable[[], Any]:
         return lambda: (calls.append(name), result)[1]
 
-    monkeypatch.setattr(torch.cuda, "synchronize", record("wait"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", record("reset"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", record("read", 3 * 2**30))
+    gpu(synchronize=record("wait"), reset_peak_memory_stats=record("reset"))
+    gpu(max_memory_allocated=record("read", 3 * 2**30))
     timer = PhaseTimer("cuda")
     with timer("train"):
         calls.append("work")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from qerl_bench.studies.design.readings import by_base, final
 from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.figures.dose import dose_response
 from qerl_bench.studies.figures.effects import PlottedArm
+from qerl_bench.studies.report import sessions
 from qerl_bench.studies.report.sessions import figures
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -50,15 +52,9 @@ def test_means_are_those_of_the_runs_in_the_order_of_their_dose(study: Sessions)
 
 
 @pytest.mark.parametrize(("name", "drawn"), [("shortcut-2026-again", False), ("shortcut-2026-doses", True)])
-def test_only_a_study_with_three_sizes_of_noise_has_such_a_figure(
-    name: str, drawn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_study_with_three_sizes_of_noise_has_such_a_figure(name: str, drawn: bool, stand_in: Any) -> None:
     shown: list[str] = []
-    monkeypatch.setattr("qerl_bench.studies.report.sessions.by_figure", lambda study: {})
-    monkeypatch.setattr("qerl_bench.studies.report.sessions.dot_plot", lambda arms, measures: Figure())
-    monkeypatch.setattr(
-        "qerl_bench.studies.report.sessions.dose_response",
-        lambda arms: (shown.extend(arm.label for arm in arms), Figure())[1],
-    )
+    stand_in(sessions, by_figure=lambda study: {}, dot_plot=lambda arms, measures: Figure())
+    stand_in(sessions, dose_response=lambda arms: (shown.extend(arm.label for arm in arms), Figure())[1])
     assert set(figures(read_study(STUDIES / name))) == ({"arms", "dose"} if drawn else {"arms"})
     assert sorted(shown) == (["nvfp4-noise", "nvfp4-strong", "nvfp4-weak"] if drawn else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,7 +14,7 @@ from qerl_bench.rundir.run_dir import RunDir
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(stand_in: Any) -> list[str]:
     """ "sync NAME" and "rename NAME", with the name that is given, in order."""
     seen: list[str] = []
     sync, replace = os.fsync, os.replace
@@ -26,8 +27,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(f"rename {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", renamed)
+    stand_in(os, fsync=fsync, replace=renamed)
     return seen
 
 

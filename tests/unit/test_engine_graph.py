@@ -78,14 +78,18 @@ def wanted(policy: Policy) -> list[hf_reference.Completion]:
 
 @pytest.mark.parametrize(("rows", "check_every"), [(20, 1), (20, 16), (7, 5), (1, 40)])
 def test_completions_are_those_of_transformers(
-    policy: Policy, wanted: list[hf_reference.Completion], rows: int, check_every: int, monkeypatch: pytest.MonkeyPatch
+    policy: Policy,
+    wanted: list[hf_reference.Completion],
+    rows: int,
+    check_every: int,
+    listen: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ragged prompts and ends, in batches that are refilled and shrink; groups that are cut by the batch."""
     monkeypatch.setattr(hf_graph, "CHECK_STOP_EVERY", check_every)
-    sizes: list[int] = []
-    step = hf_graph.Decoding._step
-    monkeypatch.setattr(hf_graph.Decoding, "_step", lambda self, size: (sizes.append(size), step(self, size))[1])
+    steps = listen(hf_graph.Decoding, "_step")
     _same(_decoded(decode, policy, _sampling(), limits=Limits(rows=rows)), wanted, 2e-5)
+    sizes = [size for _, size in steps]
     allowed = {20: {20, 16, 8, 4, 2, 1}, 7: {7, 4, 2, 1}, 1: {1}}[rows]
     assert set(sizes) <= allowed and sizes[0] == rows and sizes == sorted(sizes, reverse=True)
     left = sum(max(0, len(ids) - 1) for ids, _, _ in wanted)  # tokens drawn in a batch

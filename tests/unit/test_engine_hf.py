@@ -70,23 +70,16 @@ def _same(left: list[Rollout], right: list[Rollout]) -> None:
 
 
 def test_the_batch_under_test_is_ragged_in_every_way(
-    policy: Any, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
+    policy: Any, rollouts: list[Rollout], listen: Callable[..., Any]
 ) -> None:
     """The comparisons below mean something only if prompts and completions differ in length and rows leave early."""
     assert {len(r.prompt_ids) for r in rollouts} >= {1, 2, 6}
     lengths = [len(r.token_ids) for r in rollouts]
     assert min(lengths) < 5 and max(lengths) == 24 and len(set(lengths)) > 6
     assert {r.finished for r in rollouts} == {True, False}
-    sizes: list[int] = []
-    reorder = DynamicCache.reorder_cache
-
-    def counting(cache: Any, indices: torch.Tensor) -> None:
-        sizes.append(len(indices))
-        reorder(cache, indices)  # type: ignore[arg-type]  # says LongTensor
-
-    monkeypatch.setattr(DynamicCache, "reorder_cache", counting)
+    reordered = listen(DynamicCache, "reorder_cache")
     _same(HFEngine(policy, max_num_seqs=256).generate(_prompts(), _sampling()), rollouts)
-    repeated, *kept = sizes
+    repeated, *kept = [len(indices) for _, indices in reordered]
     assert repeated == len(rollouts)
     assert len(kept) >= 2 and kept == sorted(kept, reverse=True) and kept[0] <= len(rollouts) // 2
 
@@ -258,19 +251,12 @@ def test_no_cache_outlives_a_call(policy: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cpu_rebuilds_packed_weights_once_in_a_call(
-    make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., Any], listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once a token, which changes no bit; and none of them is kept afterwards."""
     packed_policy = make_policy(quant="nvfp4", sharp=True, adapted=True)
     layers = [module for module in packed_policy.model.modules() if isinstance(module, PackedLinear)]
-    rebuilt: list[PackedLinear] = []
-    operand = PackedLinear.operand
-
-    def counted(layer: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
-        rebuilt.append(layer)
-        return operand(layer, dtype)
-
-    monkeypatch.setattr(PackedLinear, "operand", counted)
+    rebuilt = listen(PackedLinear, "operand")
     engine = HFEngine(packed_policy, max_num_seqs=8)
     rollouts = engine.generate(_prompts(), _sampling())
     assert len(rebuilt) == len(layers) == len({*rebuilt}) and all(layer._kept is None for layer in layers)

@@ -221,53 +221,48 @@ def test_the_environment_of_make_test_vllm_has_what_the_package_needs() -> None:
     assert {re.split("[=<>]", requirement)[0] for requirement in needed} <= listed
 
 
-def test_vllm_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_not_waited_for_without_end() -> None:
     """It waits for its process in a queue, which only a signal interrupts."""
-    monkeypatch.setattr(vllm_process, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(vllm_process, "ANSWER_LIMIT_S", 0.1)
     message = r"0\.1 s \(request: sample\).*same command continues"
-    with pytest.raises(TrainingStopped, match=message), vllm_process.answer("sample", [os.getpid()]):
+    with pytest.raises(TrainingStopped, match=message), vllm_process.answer("sample", [os.getpid()], 0.1, 0.05):
         queue.Queue[int]().get()
     with vllm_process.answer("sleep"):
         pass
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
 
-def test_a_vllm_that_was_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_process, "LOOK_EVERY_S", 0.05)
+def test_a_vllm_that_was_killed_is_not_waited_for() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     message = rf"process {ended.pid} has died \(request: sleep\)"
-    with pytest.raises(TrainingStopped, match=message), vllm_process.answer("sleep", [ended.pid]):
+    with pytest.raises(TrainingStopped, match=message), vllm_process.answer("sleep", [ended.pid], 60, 0.05):
         queue.Queue[int]().get()
 
 
-def test_folders_that_no_run_holds_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_no_run_holds_are_removed(tmp_path: Path) -> None:
     """Whatever their names say: the number of a process means nothing in another container."""
-    monkeypatch.setattr(vllm_process, "SHARED_MEMORY", tmp_path)
     dead = [tmp_path / f"{vllm_process.PREFIX}{tail}" for tail in ("", "x", f"{os.getpid()}-x", f"{2**22 + 1}-x")]
     for folder in dead:
         (folder / "adapter-1").mkdir(parents=True)
     other = tmp_path / f"{vllm_process.PREFIX}file"
     other.touch()
     with ExitStack() as running:
-        first, second = (running.enter_context(vllm_process.exchange_folder(1)) for _ in range(2))
+        first, second = (running.enter_context(vllm_process.exchange_folder(1, tmp_path)) for _ in range(2))
         assert set(tmp_path.iterdir()) == {first, second, other}
     assert set(tmp_path.iterdir()) == {other}
 
 
-def test_the_folder_of_a_killed_run_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import pathlib, sys; from qerl_bench.engine.vllm import process as v; v.SHARED_MEMORY = pathlib.Path("
-    code += "sys.argv[1]); held = v.exchange_folder(1); print(held.__enter__(), flush=True); sys.stdin.read()"
+def test_the_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:
+    code = "import pathlib, sys; from qerl_bench.engine.vllm.process import exchange_folder; held = exchange_folder(1, "
+    code += "pathlib.Path(sys.argv[1])); print(held.__enter__(), flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, str(tmp_path)]
-    monkeypatch.setattr(vllm_process, "SHARED_MEMORY", tmp_path)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         folder = Path(run.stdout.readline().strip())
-        with vllm_process.exchange_folder(1) as ours:
+        with vllm_process.exchange_folder(1, tmp_path) as ours:
             assert set(tmp_path.iterdir()) == {folder, ours}
         run.kill()
-    with vllm_process.exchange_folder(1) as ours:
+    with vllm_process.exchange_folder(1, tmp_path) as ours:
         assert set(tmp_path.iterdir()) == {ours}
 
 

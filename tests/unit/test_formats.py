@@ -79,9 +79,8 @@ def test_block_widths_and_bits(spec: Any, block: int, bits: float) -> None:
     assert spec.unsupported_reason("cpu") is None
 
 
-def test_nf4_without_bitsandbytes_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.usefixtures("no_packages")
+def test_nf4_without_bitsandbytes_is_refused_in_words() -> None:
     reason = NF4_SPEC.unsupported_reason("cpu")
     assert reason is not None and "bitsandbytes" in reason
     with pytest.raises(ConfigError, match="bitsandbytes"):

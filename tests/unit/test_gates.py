@@ -284,7 +284,7 @@ def test_noise_is_measured_and_taken_back(
 def small_study(folder: Path, arms: dict[str, str], rise: float) -> Design:
     """One base of the smoke test, and what words each arm has."""
     study = {"bases": 1, "seeds": 1, "probe": {"questions": 2, "samples": 2}}
-    study |= {"common": ["experiment=smoke", "task.max_completion_tokens=8"]}
+    study |= {"common": ["experiment=smoke", "task.max_completion_tokens=8", "model.layers=1"]}
     study |= {"arms": {name: {"tier": 1, "words": words.split()} for name, words in arms.items()}}
     study |= {"dose": {"rise": rise, "prompts": 2, "draws": 1}}
     (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
@@ -292,9 +292,10 @@ def small_study(folder: Path, arms: dict[str, str], rise: float) -> Design:
 
 
 def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its quantizer, the place of its noise and the format of its rollouts; arms of one shape are measured once."""
+    from qerl_bench.probe import rise
     from qerl_bench.studies.conduct import probe
 
     arms = {
@@ -321,9 +322,8 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
         return {"sigma": 0.1, "noisy": [*policy.noise.noisy], "trained": errors, "sampled": samplers[-1]}
 
     real_dose = probe.dose
-    monkeypatch.setattr("qerl_bench.probe.rise.noisy_samples", samples)
-    monkeypatch.setattr(probe, "answers", lambda *_: {})
-    monkeypatch.setattr(probe, "dose", dose)
+    stand_in(rise, noisy_samples=samples)
+    stand_in(probe, answers=lambda *_: {}, dose=dose)
     design = small_study(tmp_path, arms, rise=0.1)
     probe.probe_base(design, 0, design.formats)
     doses = json.loads(design.probe_file(0).read_text())["doses"]
@@ -337,7 +337,7 @@ def test_the_dose_of_an_arm_is_measured_on_its_own_weights_and_norms(
 
 @pytest.mark.slow
 def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, listen: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qerl_bench.studies.conduct import probe
 
@@ -350,12 +350,7 @@ def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_te
     }
     monkeypatch.chdir(tmp_path)
     design = small_study(tmp_path, arms, rise=2e-4)
-    built: list[str] = []
-    build_policy = probe.build_policy
-
-    def noted(experiment: Experiment, *more: Any) -> Policy:
-        built.append(f"{experiment.quant.name} {experiment.quantizer.name}")
-        return build_policy(experiment, *more)
+    built = listen(probe, "build_policy")
 
     def found() -> dict[str, Any]:
         built.clear()
@@ -364,9 +359,8 @@ def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_te
         design.probe_file(0).unlink()
         return record
 
-    monkeypatch.setattr(probe, "build_policy", noted)
     shared = found()
-    assert built == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
+    assert [f"{one.quant.name} {one.quantizer.name}" for one, *_ in built] == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
     monkeypatch.setattr(probe, "decides_weights", lambda experiment: str(id(experiment)))
     assert found() == shared and len(built) == 6
     assert min(shared["doses"][arm]["sigma"] for arm in ("mixed", "plain", "adapters")) > 0
@@ -465,26 +459,35 @@ def test_blocks_are_run_one_after_the_other_and_none_begins_that_would_not_end(t
 
 
 @pytest.mark.usefixtures("stub")
-def test_finished_runs_are_kept_on_the_way_once_there_are_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "PACK_EVERY_S", 0.0)
+def test_finished_runs_are_kept_on_the_way_once_there_are_new_ones(tmp_path: Path) -> None:
     done: list[int] = []
-    sweep = Blocks([block(tmp_path, "a1", "a2")], 1, [], Deadline(10), lambda: done.append(sweep.done))
+    sweep = Blocks([block(tmp_path, "a1", "a2")], 1, [], Deadline(10), lambda: done.append(sweep.done), 0.0)
     assert sweep.run() == [] and done == [1, 2]
     done.clear()
-    monkeypatch.setattr(runner, "PACK_EVERY_S", 1000.0)
-    sweep = Blocks([block(tmp_path, "b1")], 1, [], Deadline(10), lambda: done.append(sweep.done))
+    sweep = Blocks([block(tmp_path, "b1")], 1, [], Deadline(10), lambda: done.append(sweep.done), 1000.0)
     assert sweep.run() == [] and done == []  # the end packs
-    monkeypatch.setattr(runner, "PACK_EVERY_S", 0.0)
-    sweep.kept = 0
+    sweep.keep_every_s, sweep.kept = 0.0, 0
     assert sweep.is_time_to_keep()
     sweep.deadline.end = time.monotonic() + runner.PACKING_S - 1
     assert not sweep.is_time_to_keep()  # what is running would be stopped late
 
 
+@pytest.fixture
+def conducted(design: Design, stand_in: Callable[..., None]) -> Callable[..., None]:
+    """conducted(run, rise=0.01): a study finds its first base probed, with this dose, and `run` runs its blocks."""
+
+    def begin(run: Callable[[Blocks], Any], failed: Sequence[str] = (), **dose: Any) -> None:
+        stand_in(study, probe_bases=lambda *_: (probes(design, **dose)[:1], [*failed]))
+        stand_in(Blocks, run=run)
+
+    return begin
+
+
 def test_a_folder_that_cannot_be_written_stops_no_runs(
-    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    conducted: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def run(blocks: Blocks) -> list[tuple[Point, str]]:
         with monkeypatch.context() as full:
@@ -492,8 +495,7 @@ def test_a_folder_that_cannot_be_written_stops_no_runs(
             blocks.keep()
         return []
 
-    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
-    monkeypatch.setattr(Blocks, "run", run)
+    conducted(run)
     study.main([str(STUDY), "bases=0", f"out={tmp_path}"])
     assert "no space" in caplog.text and (tmp_path / "gates.md").exists()
 
@@ -569,20 +571,20 @@ def test_runs_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     assert (tmp_path / "order").read_text().split() == ["a1"] and len(sweep.blocks) == 1
 
 
+@pytest.mark.usefixtures("no_packages")
 def test_a_format_that_cannot_run_here_is_refused_before_any_base_is_made(
     design: Design, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     monkeypatch.setattr(probing, "start_probe", lambda *words: pytest.fail("a probe was started"))
     with pytest.raises(ConfigError, match=r"arm nf4 .*pip install .*bitsandbytes.*tiers= leaves it out, which is of 2"):
         probing.probe_bases(design, [], 2, Deadline(10), design.arms)
 
 
+@pytest.mark.usefixtures("no_packages")
 def test_a_format_that_only_another_tier_needs_may_be_lacking(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the root of the study
-    monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
     started: list[Point] = []
     monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
 
@@ -614,7 +616,7 @@ def test_an_arm_without_a_dose_on_record_has_no_run(design: Design) -> None:
 
 
 def test_a_failed_probe_is_told_and_one_without_time_too(
-    design: Design, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    design: Design, stand_in: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     deadline = Deadline(100)
 
@@ -628,8 +630,7 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
             )
         return Child([sys.executable, "-c", "exit(3)" if base == 1 else "import time; time.sleep(600)"], environment)
 
-    monkeypatch.setattr(probing, "start_probe", start_probe)
-    monkeypatch.setattr(probing, "probed", lambda *_: False)
+    stand_in(probing, start_probe=start_probe, probed=lambda *_: False)
     records, failed = probing.probe_bases(replace(design, bases=(1, 0, 2)), [], 1, deadline, design.arms)
     assert records == [] and len(failed) == 1 and "base 1: exit code 3" in failed[0] and "probe-1.log" in failed[0]
     told = [record.getMessage() for record in caplog.records if "no time" in record.getMessage()]
@@ -638,10 +639,9 @@ def test_a_failed_probe_is_told_and_one_without_time_too(
 
 
 def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
-    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    conducted: Callable[..., None], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design, rise=0.01)[:1], ["probe of base 9"]))
-    monkeypatch.setattr(Blocks, "run", lambda _: [])
+    conducted(lambda _: [], failed=["probe of base 9"], rise=0.01)
     with pytest.raises(TrainingStopped, match="base 9"):
         study.main([str(STUDY), "bases=0", "despite=rise of entropy", f"out={tmp_path}"])
     packed = json.loads((tmp_path / "gates.json").read_text())
@@ -651,14 +651,11 @@ def test_a_study_ends_with_its_failures_and_packs_what_was_done_despite_a_gate(
         study.main([str(STUDY), "minutes=0.7"])
 
 
-def test_a_study_that_a_signal_ends_packs_what_was_done(
-    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_that_a_signal_ends_packs_what_was_done(conducted: Callable[..., None], tmp_path: Path) -> None:
     def end(_: Blocks) -> list[tuple[Point, str]]:
         raise Terminated(signal.SIGTERM)
 
-    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
-    monkeypatch.setattr(Blocks, "run", end)
+    conducted(end)
     with pytest.raises(Terminated):
         study.main([str(STUDY), "bases=0", f"out={tmp_path}"])
     assert {file.name for file in tmp_path.iterdir()} == {"study.yaml", "probes.json", "gates.json", "gates.md"}
@@ -668,11 +665,10 @@ def test_a_study_that_a_signal_ends_packs_what_was_done(
     ("words", "tiers", "runs"), [([], {1, 2, 3}, 18), (["tiers=2"], {2}, 4), (["tiers=1,3"], {1, 3}, 14)]
 )
 def test_only_arms_of_the_chosen_tiers_run(
-    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], tiers: set[int], runs: int
+    design: Design, tmp_path: Path, conducted: Callable[..., None], words: list[str], tiers: set[int], runs: int
 ) -> None:
     started: list[Point] = []
-    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
-    monkeypatch.setattr(Blocks, "run", lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
+    conducted(lambda sweep: started.extend([*sweep.todo, *chain(*sweep.blocks)]) or [])
     study.main([str(STUDY), "bases=0", f"out={tmp_path}", *words])
     others = {arm.name for arm in design.arms if arm.tier not in tiers}
     points = [*chain(*blocks_of(design, probes(design)[:1], others))]

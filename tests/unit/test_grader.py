@@ -225,8 +225,8 @@ def test_options_out_of_range_are_refused(change: dict[str, object], message: st
         replace(NUMERIC, **change)
 
 
-def test_without_math_verify_the_grader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.usefixtures("no_packages")
+def test_without_math_verify_the_grader_says_what_to_install() -> None:
     NUMERIC.check()
     with pytest.raises(ConfigError, match=r"task\.equality=math needs the package math_verify.*\[math\]"):
         MATH.check()

@@ -78,16 +78,16 @@ def test_machines_with_names_alike_do_not_write_into_each_others_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second machine takes the lease between the first one's writing and placing."""
-    path, place, seconds = tmp_path / ".lock", lease.placed, []
+    path, place, names, seconds = tmp_path / ".lock", lease.placed, ["cluster-node-1"], []
 
     def first_after_second(writing: Path, to: Path) -> bool:
-        monkeypatch.setattr(lease, "placed", place)
-        monkeypatch.setattr(lease, "machine", lambda: "cluster-node-2")
-        seconds.append(lease.Lease.take(path, "second", alone=True))
-        monkeypatch.setattr(lease, "machine", lambda: "cluster-node-1")
+        if len(names) == 1:
+            names.append("cluster-node-2")
+            seconds.append(lease.Lease.take(path, "second", alone=True))
+            names[1:] = ["cluster-node-1"]
         return place(writing, to)
 
-    monkeypatch.setattr(lease, "machine", lambda: "cluster-node-1")
+    monkeypatch.setattr(lease, "machine", lambda: names[-1])
     monkeypatch.setattr(lease, "placed", first_after_second)
     assert lease.Lease.take(path, "first", alone=True) is None
     assert (tmp_path / ".lock.lease").read_text().startswith("second")

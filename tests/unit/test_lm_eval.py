@@ -165,13 +165,12 @@ def test_an_engine_with_other_weights_is_caught(policy, engine, task, tmp_path):
         through_lm_eval(policy, shifted, task, tmp_path)
 
 
-def test_no_network_no_cache_no_reseeding(policy, engine, task, tmp_path, monkeypatch):
+def test_no_network_no_cache_no_reseeding(policy, engine, task, tmp_path, stand_in):
     datasets_config = pytest.importorskip("datasets").config
-    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", False)
+    stand_in(datasets_config, HF_DATASETS_CACHE=tmp_path / "cache", HF_HUB_OFFLINE=False)
     reached_for = []
-    monkeypatch.setattr(socket.socket, "connect", lambda self, address: reached_for.append(address))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **options: reached_for.append(address) or [])
+    stand_in(socket.socket, connect=lambda self, address: reached_for.append(address))
+    stand_in(socket, getaddrinfo=lambda *address, **options: reached_for.append(address) or [])
     run = tmp_path / "run"
     run.mkdir()
     before = str(np.random.get_state()), torch.get_rng_state().tolist()
@@ -218,8 +217,8 @@ def test_questions_is_a_count_or_null(questions):
         LMEval(name="lm_eval", protocol="held_out", questions=questions, quant=None)
 
 
-def test_without_lm_eval_the_option_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.usefixtures("no_packages")
+def test_without_lm_eval_the_option_says_what_to_install():
     with pytest.raises(ConfigError, match=r"eval=lm_eval needs the package lm_eval.*pip install -e '\.\[eval\]'"):
         LMEval(name="lm_eval", protocol="held_out", questions=None, quant=None).check(None)
 

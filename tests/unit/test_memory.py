@@ -96,18 +96,15 @@ def test_threads_that_get_no_stack_are_a_shortage(capsys: pytest.CaptureFixture[
     assert ended.value.code == 7
 
 
-def test_a_phase_keeps_its_peak_through_a_measurement_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_keeps_its_peak_through_a_measurement_within_it(gpu: Callable[..., Any]) -> None:
     """Of 5 GiB in use and 7 held before it, and 1 and 2 GiB in it; the next phase begins anew."""
     now, peak = [GIB, 2 * GIB], [0, 0]
 
     def work(used: int, held: int) -> None:
         peak[:] = max(peak[0], used * GIB), max(peak[1], held * GIB)
 
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(slice(None), now))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: peak[1])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    gpu(reset_peak_memory_stats=lambda: peak.__setitem__(slice(None), now), memory_allocated=lambda: now[0])
+    gpu(max_memory_allocated=lambda: peak[0], max_memory_reserved=lambda: peak[1], synchronize=lambda: None)
     timer = PhaseTimer("cuda")
     with timer("train"):
         work(5, 7)
@@ -173,7 +170,8 @@ def test_micro_batches_are_measured_once_and_kept(
 ) -> None:
     caplog.set_level("INFO", logger="qerl_bench")
     plan = MemoryPlan(free=8 * GIB, fixed=GIB, per_token=2**20, micro_batch_tokens=4096, recorded=False)
-    monkeypatch.setattr(memory_plan, "measured_plan", lambda *_: plan)
+    plans = iter([plan])  # measured twice there would be none
+    monkeypatch.setattr(memory_plan, "measured_plan", lambda *_: next(plans))
     train, run, no_optimizer = make_experiment().train, Run(tmp_path), cast("Any", None)
 
     def ask(policy: Any, longest: int) -> Size:
@@ -183,7 +181,6 @@ def test_micro_batches_are_measured_once_and_kept(
     assert not [*tmp_path.iterdir()]
     policy, again = _on("cuda"), _on("cuda")
     assert ask(policy, 1000) == Size(4096, recorded=False) and "1.00 MiB a token" in caplog.text
-    monkeypatch.setattr(memory_plan, "measured_plan", lambda *_: pytest.fail("measured twice"))
     memory_plan.remember(again, run)  # type: ignore[arg-type]
     assert ask(policy, 5000).tokens == 5000 and ask(again, 1000) == Size(4096, recorded=False)
     assert json.loads((tmp_path / "memory.json").read_text())["longest_sequence"] == 1000
@@ -214,13 +211,15 @@ def test_a_run_that_begins_again_knows_nothing_of_a_shortage_before(
 
 
 def test_a_share_of_a_gpu_is_what_is_planned_for(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., Any],
+    make_experiment: Callable[..., Any],
+    gpu: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """40 GiB free of 80: all of them alone, 39 - 10 beside another run, for which 10 are held already."""
     policy = make_policy(adapted=True)
     optimizer = make_optimizer(policy, make_experiment().optim)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (40 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 10 * GIB)
+    gpu(mem_get_info=lambda *_: (40 * GIB, 80 * GIB), memory_reserved=lambda *_: 10 * GIB)
     for runs, free in ((1, 40), (2, 29), (4, 9), (8, 0)):
         monkeypatch.setenv(RUNS_ON_GPU, str(runs))
         assert memory_plan.measured_plan(policy, optimizer, 30, records=False).free == free * GIB
@@ -230,10 +229,9 @@ def test_a_share_of_a_gpu_is_what_is_planned_for(
             free_bytes()
 
 
-def test_pytorch_is_told_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_is_told_the_share(gpu: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (40 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", told.append)
+    gpu(mem_get_info=lambda *_: (40 * GIB, 80 * GIB), set_per_process_memory_fraction=told.append)
     keep_to_share()
     assert told == [] and keepable_bytes(50 * GIB, "cuda") == 50 * GIB  # alone
     monkeypatch.setenv(RUNS_ON_GPU, "2")
@@ -245,12 +243,12 @@ def test_pytorch_is_told_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[1] == 0.75 / 80
 
 
-def test_memory_of_recordings_is_not_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_recordings_is_not_spare(gpu: Callable[..., Any]) -> None:
     pieces = [
         {"segment_pool_id": pool, "total_size": 100, "allocated_size": used}
         for pool, used in (((0, 0), 30), ((0, 0), 100), ((0, 1), 0), ((2, 0), 50))
     ]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pieces)
+    gpu(memory_snapshot=lambda: pieces)
     assert spare_bytes() == 70
 
 

@@ -195,19 +195,13 @@ def test_without_noise_all_mismatch_is_the_kernels(make_policy: Maker, make_expe
 def test_the_split_costs_one_forward_pass_with_noise_and_none_without(
     make_policy: Maker,
     make_experiment: Maker,
-    monkeypatch: pytest.MonkeyPatch,
+    listen: Maker,
     words: tuple[str, ...],
     sigma: float,
     passes: int,
 ) -> None:
     experiment, policy, batch = _world(make_policy, make_experiment, *words, sigma=sigma)
-    seen, plain = [], policy.token_stats
-
-    def watched(*given: Any) -> Any:
-        seen.append(torch.is_grad_enabled())
-        return plain(*given)
-
-    monkeypatch.setattr(policy, "token_stats", watched)
+    seen = listen(policy, "token_stats")
     found, _ = _run(experiment, policy, batch)
     assert len(seen) == passes
     named = {name for name in found if name in metrics.MISMATCH_SPLIT}
@@ -371,12 +365,11 @@ def test_kl_to_the_base_is_that_of_the_policy_without_noise_and_changes_nothing(
 
 
 def test_kl_to_the_base_is_measured_in_some_steps_and_micro_batches(
-    make_policy: Maker, make_experiment: Maker, monkeypatch: pytest.MonkeyPatch
+    make_policy: Maker, make_experiment: Maker, listen: Maker
 ) -> None:
     words = ("train.micro_batch_tokens=20", "train.mismatch_share=0.5", "kl.every=2")
     experiment, policy, batch = _world(make_policy, make_experiment, *words, sigma=0)
-    passes, plain = [], policy.without_adapter
-    monkeypatch.setattr(policy, "without_adapter", lambda: passes.append(1) or plain())
+    passes = listen(policy, "without_adapter")
     optimizer = make_optimizer(policy, experiment.optim)
     counts = []
     for step in (1, 2, 3, 4):

@@ -208,7 +208,7 @@ WITHOUT_SPLIT = (*NOISE, "importance_sampling.split_mismatch=false", "rollout.pr
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batches(
-    most: int, make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    most: int, make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
 ) -> None:
     policy, _, groups = rolled_out(make_policy, experiment := make_experiment(*WITHOUT_SPLIT))
     rollouts, whole, tried = [one for group in groups for one in group.rollouts], policy.token_stats, []
@@ -218,7 +218,7 @@ def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batche
         return full() if len(ids) > most else whole(ids, *words)
 
     wanted = dose.kl_to(experiment, policy, rollouts)
-    monkeypatch.setattr(policy, "token_stats", token_stats)
+    policy.token_stats = token_stats
     assert dose.kl_to(experiment, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
     assert tried[0][0] == 6 and tried[-1][0] <= most
     tried.clear()
@@ -226,7 +226,7 @@ def test_passes_are_halved_where_memory_runs_out_and_no_larger_than_micro_batche
     small = make_experiment(*WITHOUT_SPLIT, f"train.micro_batch_tokens={longest}")
     planned = {**policy.kept, "size": Size(longest, recorded=False)}
     for of, kept in ((small, policy.kept), (experiment, planned)):
-        monkeypatch.setattr(policy, "kept", kept)
+        policy.kept = kept
         assert dose.kl_to(of, policy, rollouts) == pytest.approx(wanted, rel=1e-4)
         assert all(rows * width <= longest for rows, width in tried)
 
@@ -237,11 +237,10 @@ def test_a_run_goes_on_without_a_number_that_there_is_no_memory_for(
     lacking: str,
     make_policy: Callable[..., Any],
     make_experiment: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy, engine, groups = rolled_out(make_policy, experiment := make_experiment(*WITHOUT_SPLIT))
-    monkeypatch.setattr(engine if what == "generate" else policy, what, full)
+    vars(engine if what == "generate" else policy)[what] = full
     found = dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
     assert {"aqn/dose_entropy", "aqn/dose_kl"} - found.keys() == {lacking}
     assert len([line for line in caplog.messages if lacking in line and "CUDA out of memory" in line]) == 1
@@ -250,7 +249,7 @@ def test_a_run_goes_on_without_a_number_that_there_is_no_memory_for(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(engine if what == "generate" else policy, what, broken)
+    vars(engine if what == "generate" else policy)[what] = broken
     with pytest.raises(RuntimeError, match="something else"):
         dose.first_dose(experiment, policy, engine, groups, rollout_sampling(experiment, 1))
 

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 
-from qerl_bench import experiment as loop
 from qerl_bench.checks import ConfigError
 from qerl_bench.commands.eval import main as evaluate_again
 from qerl_bench.commands.eval import without_training
@@ -21,6 +20,7 @@ from qerl_bench.model_setup import build_policy
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.session import on_base_in
 from qerl_bench.studies.runs.load import load_run
+from tests.short_runs import killed_in_step
 
 IDS = torch.arange(24).reshape(2, 12) % 97
 
@@ -164,15 +164,7 @@ def test_the_gap_between_the_formats_is_measured(tmp_path: Path, make_config: An
 def test_a_run_with_two_formats_continues_to_the_bit(tmp_path: Path, make_config: Any, no_figures: None) -> None:
     words = ("quant=bf16", "rollout.quant=mxfp4", "aqn=exp", "reward=random", "eval=none", "train.kept_groups=0")
     whole, halves = (make_config(*words, f"root={tmp_path}", f"name={name}") for name in ("whole", "halves"))
-    step = loop.train_step
-
-    def killed_in_step_3(*given: Any) -> dict[str, float]:
-        if given[-1] == 3:
-            raise KeyboardInterrupt
-        return step(*given)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "train_step", killed_in_step_3)
+    with killed_in_step(3):
         run_experiment(build(halves), halves)
     for cfg in (whole, halves):
         run_experiment(build(cfg), cfg)

@@ -154,16 +154,14 @@ def test_gradients_survive_checkpointing_and_strided_inputs() -> None:
     torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
 
-def test_autocast_lowers_the_input_before_the_weight_is_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_lowers_the_input_before_the_weight_is_rebuilt(listen: Any) -> None:
     layer = _packed(NVFP4_SPEC, _linear(64, 48))
     x = torch.randn(3, 64, requires_grad=True)
-    rebuilt: list[torch.dtype] = []
-    operand = PackedLinear.operand
-    monkeypatch.setattr(PackedLinear, "operand", lambda self, dtype: rebuilt.append(dtype) or operand(self, dtype))
+    rebuilt = listen(PackedLinear, "operand")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
-    assert rebuilt == [torch.bfloat16]  # not the full-width copy that autocast would have converted afterwards
+    assert rebuilt == [(layer, torch.bfloat16)]  # not the full-width copy that autocast would have converted afterwards
     torch.testing.assert_close(y, layer(x.bfloat16()), rtol=0, atol=0)
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
@@ -365,8 +363,8 @@ def test_packed_models_and_models_with_adapters_are_refused() -> None:
         quantize_model(adapted, NVFP4_SPEC)
 
 
-def test_a_format_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_bench.quant.nf4.find_spec", lambda name: None)
+@pytest.mark.usefixtures("no_packages")
+def test_a_format_that_cannot_run_here_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^q_proj: .*bitsandbytes"):
         quantize_model(Block(), NF4_SPEC)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(stand_in: Any) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
     watch = progress.Watch()
     watch.ticking = True  # no thread: the tests look themselves
-    monkeypatch.setattr(progress, "watch", watch)
+    stand_in(progress, time=clock, watch=watch)
     return clock
 
 
@@ -139,11 +139,8 @@ def test_what_is_overdue_promises_no_end(clock: Clock, capsys: pytest.CaptureFix
     assert "left" not in capsys.readouterr().err
 
 
-def test_a_thread_of_its_own_breaks_the_silence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "TICK_S", 0.01)
-    monkeypatch.setattr(progress, "silence_s", lambda elapsed: 0.02)
+def test_a_thread_of_its_own_breaks_the_silence(stand_in: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(progress, TICK_S=0.01, silence_s=lambda elapsed: 0.02)
     watch = progress.watch
     with phase("waiting") as waiting:
         end = time.monotonic() + 30

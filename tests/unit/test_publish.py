@@ -199,17 +199,18 @@ def not_logged_in(self: Any) -> dict[str, Any]:
 
 
 def test_the_hub_gets_the_folder(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    study: Path, tmp_path: Path, stand_in: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from huggingface_hub import HfApi
+
     calls: list[tuple[str, Any]] = []
-    monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda self: {"name": "ada"})
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda self, repo, **more: calls.append((repo, more)))
 
     def upload(self: Any, **more: Any) -> str:
         calls.append(("upload", more))
         return "https://hub/commit"
 
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
+    stand_in(HfApi, whoami=lambda self: {"name": "ada"}, upload_folder=upload)
+    stand_in(HfApi, create_repo=lambda self, repo, **more: calls.append((repo, more)))
     out = publish(study, tmp_path / "out", "to=hub", "repo=ada/study")
     (repo, made), (_, sent) = calls
     assert (repo, made["repo_type"]) == ("ada/study", "dataset")

@@ -208,18 +208,12 @@ def test_the_weights_of_the_spec_are_used(tiny: DatasetTask) -> None:
     assert heavy.reward(heavy.eval_prompts(1)[0], completion).total == 2.0
 
 
-def test_rows_are_read_once(tiny: DatasetTask, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-
-    def counted(path: str) -> list[dict[str, object]]:
-        reads.append(Path(path).name)
-        return read_rows(path)
-
-    monkeypatch.setattr(sources, "read_rows", counted)
+def test_rows_are_read_once(tiny: DatasetTask, listen: Any) -> None:
+    reads = listen(sources, "read_rows")
     tiny.check()
     tiny.train_prompts(1, 2, seed=0)
     replace(tiny, format_weight=0.5).eval_prompts(None)
-    assert sorted(reads) == ["test.jsonl", "train.jsonl"]
+    assert sorted(Path(path).name for (path,) in reads) == ["test.jsonl", "train.jsonl"]
 
 
 # --- refusals ---
@@ -400,9 +394,9 @@ def test_long_questions_and_instruction_lines_are_left_out(tmp_path: Path) -> No
 MATH = {"problem": "What is half of $x$?", "answer": "\\frac{x}{2}"}
 
 
-def test_evaluation_alone_says_which_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_packages")
+def test_evaluation_alone_says_which_package_is_missing(tmp_path: Path) -> None:
     alone = replace(task("task=math500"), eval_file=str(write(tmp_path / "a", MATH)))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"task.equality=math needs the package math_verify"):
         alone.eval_prompts(None)
 

@@ -129,8 +129,8 @@ def test_there_is_nothing_to_imitate() -> None:
         task().demonstrations(1, 1, 0)
 
 
-def test_without_the_package_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.usefixtures("no_packages")
+def test_without_the_package_the_option_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match=r"task=reasoning_gym needs the package reasoning_gym.*\[reasoning\]"):
         task().check()
 

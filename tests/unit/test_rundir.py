@@ -448,11 +448,11 @@ def test_the_environment_tells_the_code_and_what_the_metrics_mean(run: RunDir, m
 
 
 def test_the_environment_tells_which_kernel_tables_count(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, tmp_path: Path, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's own goes before the shipped one, and neither is among the sources that `code` stands for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    gpu(get_device_name=lambda: "NVIDIA H200")
     own = decode_configs.cache_file("NVIDIA H200")
     own.parent.mkdir()
     own.write_text("{}")
@@ -473,16 +473,14 @@ def test_an_earlier_environment_is_kept(run: RunDir) -> None:
     assert sorted(found.values()) == ["first", "second"]
 
 
-def test_the_name_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Path, "read_text", lambda path: "processor\t: 0\nmodel name\t: Fast CPU: 9000\nmodel name\t: x\n"
-    )
-    assert cpu_name() == "Fast CPU: 9000"
-    monkeypatch.setattr(Path, "read_text", lambda path: "processor : 0\n")
-    monkeypatch.setattr("platform.processor", lambda: "aarch64")
-    assert cpu_name() == "aarch64"
-    monkeypatch.setattr("platform.processor", lambda: "")
-    assert cpu_name() is None
+def test_the_name_of_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = tmp_path / "cpuinfo"
+    named.write_text("processor\t: 0\nmodel name\t: Fast CPU: 9000\nmodel name\t: x\n")
+    assert cpu_name(named) == "Fast CPU: 9000"
+    named.write_text("processor : 0\n")
+    for found, name in (("aarch64", "aarch64"), ("", None)):
+        monkeypatch.setattr("platform.processor", lambda found=found: found)
+        assert cpu_name(named) == name
 
 
 def test_no_run_continues_on_other_base_weights(tmp_path: Path) -> None:

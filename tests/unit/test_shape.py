@@ -179,11 +179,9 @@ def test_both_ways_to_decode_agree_on_ragged_lengths(policy: Policy) -> None:
     assert [len(ids) for ids, _, _ in one] == lengths
 
 
-def test_decoding_ends_with_the_longest_exact_length(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_ends_with_the_longest_exact_length(policy: Policy, listen: Callable[..., Any]) -> None:
     """Not with the next look at who is done, which a measurement of few tokens would count."""
-    advanced: list[int] = []
-    advance = hf_graph.Decoding._advance
-    monkeypatch.setattr(hf_graph.Decoding, "_advance", lambda self, size: (advanced.append(1), advance(self, size))[1])
+    advanced = listen(hf_graph.Decoding, "_advance")
     with torch.inference_mode():
         decode(policy, [[1, 2]], _sampling(), [0, 1], [3, 2])
     assert len(advanced) == 2  # the first token is drawn from the prompt

@@ -234,17 +234,20 @@ def test_a_cpu_computes_each_prompt_as_before(
 
 @pytest.mark.parametrize(("used", "shares"), [(("flash", "flash"), True), (("flash", "padded"), False)])
 def test_all_layers_must_read_packed_sequences(
-    used: tuple[str, str], shares: bool, make_policy: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    used: tuple[str, str],
+    shares: bool,
+    make_policy: Callable[..., Any],
+    stand_in: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a stand-in for a GPU, whose layers take these backends in turn."""
     decoder = make_policy().model.model
     names, computed = iter(used), sharing.packed_hidden
     monkeypatch.setattr(attention, "packed_backend", lambda *_: next(names))
     monkeypatch.setitem(attention.BACKENDS, "flash", attention.masked)
-    monkeypatch.setattr(sharing, "_aligned_at_the_end", lambda device: True)
     example = sharing._example(CPU)
-    monkeypatch.setattr(sharing, "_example", lambda device: example)
-    monkeypatch.setattr(sharing, "packed_hidden", lambda _, *rest: computed(decoder, *rest))
+    stand_in(sharing, _aligned_at_the_end=lambda device: True, _example=lambda device: example)
+    stand_in(sharing, packed_hidden=lambda _, *rest: computed(decoder, *rest))
     on_gpu: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
     assert (why_not_shared(on_gpu, packing=True, experts=False) is None) == shares
     assert next(names, None) is None

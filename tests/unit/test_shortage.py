@@ -180,11 +180,9 @@ def test_a_run_that_is_to_be_exact_on_several_gpus_keeps_its_micro_batches(
         _updated(policy, experiment, run)
 
 
-def test_other_errors_are_not_repeated(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_are_not_repeated(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) -> None:
     policy, calls = make_policy(), []
-    monkeypatch.setattr(policy, "token_stats", lambda *_: calls.append(1) or torch.zeros(2) @ torch.zeros(3))
+    policy.token_stats = lambda *_: calls.append(1) or torch.zeros(2) @ torch.zeros(3)
     with pytest.raises(RuntimeError, match="size"):
         _updated(policy, make_experiment(), None)
     assert calls == [1]
@@ -317,8 +315,7 @@ def _recording(passes: StaticPasses, patch: pytest.MonkeyPatch, *failing: int) -
         outputs = found.places(recordings.gradients)
         recordings.passes[inputs.shape] = place, Replayed(passes, place, outputs), outputs  # type: ignore[assignment]
 
-    patch.setattr(passes, "records", True)
-    patch.setattr(passes, "_record", record)
+    passes.records, passes._record = True, record
     patch.setattr(module, "static_passes", lambda *_: passes)
     return asked
 
@@ -363,7 +360,7 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
 
 
 def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_too(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
 ) -> None:
     passes = StaticPasses(make_experiment(), make_policy())
 
@@ -373,15 +370,14 @@ def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_t
         finally:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    passes.records = True
-    monkeypatch.setattr(passes, "_record", record)
+    passes.records, passes._record = True, record
     batch = _batch(passes.policy)
     with pytest.raises(torch.OutOfMemoryError):
         passes(StaticInputs.of(batch, torch.ones(7), 0))
 
 
 def test_a_recording_can_free_those_before_it(
-    make_policy: Callable[..., Any], make_experiment: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
 ) -> None:
     """When a larger pool takes their place, nobody else holds them."""
     passes = StaticPasses(make_experiment(), make_policy())
@@ -395,8 +391,7 @@ def test_a_recording_can_free_those_before_it(
         assert graph() is None
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    passes.records = True
-    monkeypatch.setattr(passes, "_record", record)
+    passes.records, passes._record = True, record
     with pytest.raises(torch.OutOfMemoryError):
         passes(inputs)
 

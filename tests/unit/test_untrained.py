@@ -28,17 +28,9 @@ TIMES = ("time", "speed/", "memory/", "wall", "energy")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one number with every evaluation that is made."""
-    made: list[int] = []
-    evaluate = TaskEvaluation.evaluate
-
-    def counted(self: TaskEvaluation, *words: Any, **named: Any) -> Any:
-        made.append(self.samples)
-        return evaluate(self, *words, **named)
-
-    monkeypatch.setattr(TaskEvaluation, "evaluate", counted)
-    return made
+def asked(listen: Callable[..., Any]) -> list[Any]:
+    """Grows with every evaluation that is made."""
+    return listen(TaskEvaluation, "evaluate")
 
 
 @pytest.fixture
@@ -98,7 +90,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("base", "way"), PAIRS)
 def test_runs_of_one_base_write_what_they_would_alone(
-    base: str, way: str, tmp_path: Path, run: Callable[..., Path], asked: list[int], roots: dict[str, Path]
+    base: str, way: str, tmp_path: Path, run: Callable[..., Path], asked: list[Any], roots: dict[str, Path]
 ) -> None:
     words = (*BASES[base], *WAYS_TO_TRAIN[way])
     if not any(roots[base].iterdir()):
@@ -196,16 +188,15 @@ def key(make_policy: Callable[..., Any], make_experiment: Callable[..., Any]) ->
 def test_all_that_may_change_an_answer_is_in_the_key(key: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {name: key(*words) for name, words in OTHERS.items()}
     keys |= {"plain": key(), "two ranks": key(ranks=2), "format": key(quant="mxfp4")}
-    for name, value in {"code_digest": "other", "versions": {"torch": "1", "transformers": "1"}}.items():
+    for owner, name, value in (
+        (remembered, "code_digest", "other"),
+        (remembered, "versions", {"torch": "1", "transformers": "1"}),
+        (untrained, "installed", [("sympy", "0")]),
+        (torch, "get_num_threads", 77),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(remembered, name, lambda value=value: value)
+            patch.setattr(owner, name, lambda value=value: value)
             keys[name] = key()
-    with monkeypatch.context() as patch:
-        patch.setattr(untrained, "installed", lambda: [("sympy", "0")])
-        keys["installed"] = key()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 77)
-        keys["threads"] = key()
     assert None not in keys.values()
     assert len({json.dumps(one, sort_keys=True) for one in keys.values()}) == len(keys)
     assert keys["plain"] == key()
@@ -238,7 +229,7 @@ def test_other_files_beside_the_weights_and_weights_written_again_count(tmp_path
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"measured": {}}', '{"key": {}, "measured": {}}'])
 def test_a_damaged_memory_is_made_again(
-    content: str, tmp_path: Path, run: Callable[..., Path], asked: list[int]
+    content: str, tmp_path: Path, run: Callable[..., Path], asked: list[Any]
 ) -> None:
     first = run(tmp_path, "first")
     (file,) = (tmp_path / "cache" / "evaluations").glob("*.json")

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qerl_bench.model import lm_head
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
 
@@ -64,7 +65,7 @@ class Operators(TorchDispatchMode):
 def test_an_update_waits_once_however_many_micro_batches_it_has(
     make_policy: Callable[..., Any],
     make_experiment: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    stand_in: Callable[..., None],
     algo: str,
     words: tuple[str, ...],
 ) -> None:
@@ -85,12 +86,10 @@ def test_an_update_waits_once_however_many_micro_batches_it_has(
         reads.on = True
         return made
 
-    monkeypatch.setattr(module, "split", parts)
-    monkeypatch.setattr(module.StepAccumulator, "include", lambda *_: setattr(reads, "on", False))  # on the host
-    monkeypatch.setattr(module.StepAccumulator, "metrics", lambda *_: {})
-    monkeypatch.setattr(module.metrics, "taught_frac", lambda *_: 1.0)  # of lengths, which are on the host
-    monkeypatch.setattr(module, "require_logprobs", lambda _: None)  # reads what has been fetched
-    monkeypatch.setattr("qerl_bench.model.lm_head.require_logprobs", lambda _: None)  # not called on a GPU
+    # What follows is on the host.
+    stand_in(module.StepAccumulator, include=lambda *_: setattr(reads, "on", False), metrics=lambda *_: {})
+    stand_in(module.metrics, taught_frac=lambda *_: 1.0)
+    stand_in(lm_head, require_logprobs=lambda _: None)  # not called on a GPU
     to_host = module.to_host
 
     def watched(*given: Any) -> Any:
@@ -100,7 +99,7 @@ def test_an_update_waits_once_however_many_micro_batches_it_has(
         reads.on = True
         return found
 
-    monkeypatch.setattr(module, "to_host", watched)
+    stand_in(module, split=parts, require_logprobs=lambda _: None, to_host=watched)  # it reads what has been fetched
     no_run: Any = None
     with reads, Operators(reads) as operators:
         found = module.update(experiment, policy, optimizer, batch, no_run, 1)

@@ -13,7 +13,7 @@ LIBRARY = "libnvidia-ml.so.1"  # NVML, which comes with the driver
 JOULES = 1e-3  # NVML counts in millijoules
 
 
-def counter(device: str) -> float | None:
+def counter(device: str, library: str = LIBRARY) -> float | None:
     """Joules that the GPU `device` has taken since its driver was loaded; None if nothing counts them.
 
     See nvmlDeviceGetTotalEnergyConsumption in NVIDIA's NVML API reference. NVML numbers GPUs differently from CUDA, so
@@ -24,7 +24,7 @@ def counter(device: str) -> float | None:
     import torch
 
     with suppress(OSError, AttributeError):  # no such library, or one without a function
-        return _energy(ctypes.CDLL(LIBRARY), f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return _energy(ctypes.CDLL(library), f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     return None
 
 

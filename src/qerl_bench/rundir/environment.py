@@ -86,10 +86,10 @@ def code_digest() -> str:
     return state.hexdigest()[:12]
 
 
-def cpu_name() -> str | None:
+def cpu_name(described: Path = Path("/proc/cpuinfo")) -> str | None:
     """The model of the processor, which decides the order in which a CPU adds numbers; None if unknown."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = described.read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -68,13 +68,15 @@ def start(folder: Path, isolation: str, norms: list[str], **options: Any) -> LLM
 
 
 @contextmanager
-def answer(to: str, pids: Sequence[int] = ()) -> Iterator[None]:
+def answer(
+    to: str, pids: Sequence[int] = (), limit_s: float = ANSWER_LIMIT_S, look_every_s: float = LOOK_EVERY_S
+) -> Iterator[None]:
     """Context in which vLLM, with the processes `pids`, has to answer the request `to`.
 
-    vLLM itself waits for ever for a process that hangs, or was killed. Raises TrainingStopped after ANSWER_LIMIT_S, or
+    vLLM itself waits for ever for a process that hangs, or was killed. Raises TrainingStopped after `limit_s`, or
     if a process has ended. For the main thread, which gets signals.
     """
-    end = time.monotonic() + ANSWER_LIMIT_S
+    end = time.monotonic() + limit_s
 
     def look(signum: int, frame: object) -> None:
         ended = [pid for pid in pids if not is_running(pid)]
@@ -85,12 +87,12 @@ def answer(to: str, pids: Sequence[int] = ()) -> Iterator[None]:
             )
         if time.monotonic() > end:
             raise TrainingStopped(
-                f"vLLM has not answered for {ANSWER_LIMIT_S:g} s (request: {to}), so its process is taken to hang. The "
+                f"vLLM has not answered for {limit_s:g} s (request: {to}), so its process is taken to hang. The "
                 "same command continues from the last checkpoint"
             )
 
     before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, LOOK_EVERY_S, LOOK_EVERY_S)
+    signal.setitimer(signal.ITIMER_REAL, look_every_s, look_every_s)
     try:
         yield
     finally:
@@ -131,18 +133,16 @@ def is_running(pid: int) -> bool:
 
 
 @contextmanager
-def exchange_folder(needed: int) -> Iterator[Path]:
-    """A temporary folder for adapters and norm scales, in shared memory if `needed` bytes fit there.
+def exchange_folder(needed: int, memory: Path = SHARED_MEMORY) -> Iterator[Path]:
+    """A temporary folder for adapters and norm scales, in shared `memory` if `needed` bytes fit there.
 
     The folder is locked while in use, and a later run removes folders without a lock. Process ids would not do, because
     containers may share the memory.
     """
-    parent = SHARED_MEMORY
+    parent = memory
     if not os.access(parent, os.W_OK) or shutil.disk_usage(parent).free < needed:
         parent = Path(tempfile.gettempdir())
-        log.info(
-            "%s has no room for %.1f MiB, so adapters are passed through %s", SHARED_MEMORY, needed / 2**20, parent
-        )
+        log.info("%s has no room for %.1f MiB, so adapters are passed through %s", memory, needed / 2**20, parent)
     for old in parent.glob(f"{PREFIX}*"):
         remove_abandoned(old)
     new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))  # hidden from other runs until it is locked

@@ -53,6 +53,7 @@ class Blocks(Sweep):
         gpus: list[str],
         deadline: Deadline,
         keep: Callable[[], None] = lambda: None,
+        keep_every_s: float = PACK_EVERY_S,
     ) -> None:
         points = [point for block in blocks for point in block]
         super().__init__([point for point in points if point.finished], slots, gpus)
@@ -60,6 +61,7 @@ class Blocks(Sweep):
         self.blocks = deque(block for block in blocks if block)
         self.deadline = deadline
         self.keep, self.kept, self.kept_at = keep, self.done, time.monotonic()
+        self.keep_every_s = keep_every_s
         self.took = [seconds_of(point) for point in points if point.finished]
         self.open_blocks()
 
@@ -93,7 +95,7 @@ class Blocks(Sweep):
 
     def is_time_to_keep(self) -> bool:
         """Whether there are new runs, a while has passed, and packing them makes nothing late."""
-        due = time.monotonic() - self.kept_at >= PACK_EVERY_S
+        due = time.monotonic() - self.kept_at >= self.keep_every_s
         return due and self.done > self.kept and self.deadline.left > PACKING_S
 
     def repeats(self) -> bool:
