@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from qerl_bench.aqn.format_error import packing_errors
@@ -22,6 +23,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model, require_writable
 from qerl_bench.model.hub import HubModel
+from qerl_bench.model.kernels import require_compiler
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.merging import merging_of
 from qerl_bench.model.policy import Policy, share_all_but_base
@@ -97,6 +99,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     only packed layers of its own: what is trained, norms with their noise, embeddings and head are the other's.
     """
     spec, train = experiment.model, experiment.train
+    require_compiler(experiment.kernel, torch.device(device))
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
     with _first_pass(f"model={spec.name}", experiment.quant.name):
