@@ -25,7 +25,7 @@ from qerl_bench.checks import require
 from qerl_bench.config import build
 from qerl_bench.options import user_options
 from qerl_bench.options.composer import Composer, register_resolvers
-from qerl_bench.options.fingerprint import as_dict, canonical, flat, plain, unsaid, with_effect
+from qerl_bench.options.fingerprint import added_later, as_dict, canonical, flat, plain, with_effect
 from qerl_bench.options.names import is_fixed, load_option, refuse_foreign_classes, search_folders
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.parallel import ALONE, World, joined
@@ -108,11 +108,11 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict):
             return part
         known = keys_of(part.get("_target_", ""))
-        later = unsaid(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
+        later = added_later(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
         return {key: value for key, value in later.items() if key in known} | part
 
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    whole = {"checkpoints": checkpoints, "reward": unsaid("reward")} | config
+    whole = {"checkpoints": checkpoints, "reward": added_later("reward")} | config
     return {group: grown(group, part) for group, part in whole.items()}
 
 
