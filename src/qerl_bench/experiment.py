@@ -60,11 +60,11 @@ from qerl_bench.session import evaluate, on_base_in, prepare_device, require_pla
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
-from qerl_bench.train.kept import TokenColumns, kept_records
+from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.memory_plan import remember
 from qerl_bench.train.nonfinite import during
-from qerl_bench.train.shares import require_equal_weights
+from qerl_bench.train.rollout_records import TokenColumns, kept_records
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.update import make_optimizer, update
 

@@ -217,7 +217,7 @@ def on_base_in(
     with copy.without_adapter():  # the checks are of the base
         checked = checked_engine(other, experiment.engine, copy, base, where)
     with closing(checked) as built:
-        copy.kept["shortages"] = shortages_of(policy)
+        copy.training_cache["shortages"] = shortages_of(policy)
         shared = isinstance(engine, SharedEngine)
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
 

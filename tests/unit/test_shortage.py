@@ -24,11 +24,11 @@ from qerl_bench.parallel import World
 from qerl_bench.process import gpu_share
 from qerl_bench.process.device import random_state, set_random_state
 from qerl_bench.records import Prompt
-from qerl_bench.train import memory_plan, static
+from qerl_bench.train import captured_passes, memory_plan
 from qerl_bench.train import shortages as kept_small
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
-from qerl_bench.train.static import StaticInputs, StaticPasses, least_tokens, rows_that_fit
+from qerl_bench.train.captured_passes import StaticInputs, StaticPasses, least_tokens, rows_that_fit
 
 LENGTHS = (4, 1, 9, 7, 6, 3, 12)  # with prompts up to 14 tokens
 
@@ -118,7 +118,7 @@ def test_what_sampling_keeps_is_given_up_for_an_update(
     for tokens, failing in ((80, (1,)), (14, (1,)), (14, (1, 2))):
         policy = make_policy()
         engine = hf.HFEngine(policy, 4, kept_gib=1.0)
-        policy.kept["sampler"] = engine.sampler = Sampler(policy, engine.limits)
+        policy.training_cache["sampler"] = engine.sampler = Sampler(policy, engine.limits)
         engine.generate(PROMPTS, SAMPLING)
         engine.sleep()
         assert engine.sampler.kept is not None
@@ -285,8 +285,8 @@ def test_random_numbers_go_back() -> None:
 def test_padded_micro_batches_stay_within_their_tokens() -> None:
     for tokens, width in ((8192, 1100), (8192, 100), (1024, 7), (40, 14), (30_000, 3)):
         rows = rows_that_fit(tokens, width)
-        assert static.bucket(rows) == rows and (rows * static.bucket(width) <= tokens or rows == 4)
-        assert static.bucket(rows + 1) * static.bucket(width) > tokens
+        assert captured_passes.bucket(rows) == rows and (rows * captured_passes.bucket(width) <= tokens or rows == 4)
+        assert captured_passes.bucket(rows + 1) * captured_passes.bucket(width) > tokens
     assert least_tokens(1100) == 4 * 1280
 
 
@@ -495,12 +495,12 @@ def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
         def forget(self) -> None:
             self.forgotten += 1
 
-    passes = policy.kept["passes"] = Passes()
+    passes = policy.training_cache["passes"] = Passes()
     try:
         with shortages(hf_graph.Decoding, "_advance", 1):
             _engine(policy, True).generate(PROMPTS, SAMPLING)
     finally:
-        del policy.kept["passes"]
+        del policy.training_cache["passes"]
     assert passes.forgotten == 1
 
 
@@ -566,7 +566,7 @@ def test_recordings_of_many_shapes_take_what_the_largest_takes(
     words = (*SHAPE, "model.dtype=bfloat16", "train.micro_batch_tokens=4096")
     policy, experiment = make_policy(*words, device="cuda"), make_experiment(*words)
     optimizer = module.make_optimizer(policy, experiment.optim)
-    passes = static.static_passes(experiment, policy)
+    passes = captured_passes.static_passes(experiment, policy)
     assert passes is not None
     reserved, rooms = [], []
     for step, (rows, length) in enumerate([(16, 250), (20, 190), (12, 310), (28, 120), (10, 380), (4, 900)] * 2):

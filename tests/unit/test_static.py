@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.train import static
+from qerl_bench.train import captured_passes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
-from qerl_bench.train.static import StaticInputs, bucket, why_not
+from qerl_bench.train.captured_passes import StaticInputs, bucket, why_not
 
 LENGTHS = (4, 1, 9, 0, 6, 3, 12)
 NO_RUN: Any = None
@@ -54,7 +54,7 @@ def _step(
     policy: Any, experiment: Any, batch: Any, fixed: bool, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, float], Any]:
     """Metrics of one update, and the gradient by AdamW's first moment; `fixed` is without a graph on a CPU."""
-    passes = static.StaticPasses(experiment, policy) if fixed else None
+    passes = captured_passes.StaticPasses(experiment, policy) if fixed else None
     patch.setattr(module, "static_passes", lambda *_: passes)
     optimizer = module.make_optimizer(policy, experiment.optim)
     found = module.update(experiment, policy, optimizer, batch, NO_RUN, 1)
@@ -128,7 +128,10 @@ def test_where_it_cannot_be_the_log_says_why(
     policy = make_policy()
     for words, reason in (((), "no GPU"), (("train.capture=off",), "capture=off")):
         assert reason in str(why_not(make_experiment(*words), policy))
-    assert static.static_passes(make_experiment(), policy) is None and "not recorded: there is no GPU" in caplog.text
+    assert (
+        captured_passes.static_passes(make_experiment(), policy) is None
+        and "not recorded: there is no GPU" in caplog.text
+    )
     seen = {"device": torch.device("cuda"), "model": policy.model, "packing": True, "experts": []}
     seen |= {"rounding": None, "merging": None}
     on_gpu: Any = type("OnGpu", (), seen)()
@@ -169,7 +172,7 @@ def test_a_replayed_pass_is_the_plain_one(
         if experiment.aqn.name != "none":
             with policy.noise.for_rollout(1, 0):
                 pass
-        passes = static.StaticPasses(experiment, policy) if fixed else None
+        passes = captured_passes.StaticPasses(experiment, policy) if fixed else None
         monkeypatch.setattr(module, "static_passes", lambda *_, passes=passes: passes)
         optimizer = module.make_optimizer(policy, experiment.optim)
         batch = _batch()

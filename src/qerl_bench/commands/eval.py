@@ -219,7 +219,7 @@ def reevaluate(
 
     from qerl_bench.eval.trained_on import without_trained
     from qerl_bench.session import evaluate, prepare_device, require_places, session
-    from qerl_bench.train.shares import require_equal_weights
+    from qerl_bench.train.data_parallel import require_equal_weights
 
     asked, trained_on = without_trained(protocol.task, getattr(protocol.eval, "questions", None), trained.task)
     protocol = replace(protocol, task=asked)

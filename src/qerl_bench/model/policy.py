@@ -95,7 +95,7 @@ class Policy:
             f"{type(model).__name__} has none. Use lora.train_norms=false",
         )
         self.experts = routed_experts(model, structure)
-        self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
+        self.training_cache: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
         self.folder: Path | None = None  # where these are; None for weights made from a seed

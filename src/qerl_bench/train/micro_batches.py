@@ -12,7 +12,7 @@ import torch
 
 from qerl_bench.model.packing import Packing
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.static import StaticInputs, rows_that_fit
+from qerl_bench.train.captured_passes import StaticInputs, rows_that_fit
 
 
 @dataclass

@@ -31,17 +31,17 @@ from qerl_bench.process.memory import memory_for
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.kept import TokenColumns
+from qerl_bench.train.captured_passes import StaticPasses, static_passes
+from qerl_bench.train.data_parallel import GradientSum, rank_rows, schedule
 from qerl_bench.train.memory_plan import Size, micro_batch_size
 from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
-from qerl_bench.train.micro_pass import Part, forward_backward, loss_error, to_host
+from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss_error, to_host
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
 from qerl_bench.train.repeated import repeated_smaller
-from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
+from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import OptimSpec, TrainSpec
 from qerl_bench.train.specs import Specs
-from qerl_bench.train.static import StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
 BETA1 = 0.9  # of AdamW
@@ -95,7 +95,7 @@ def update(
         fixed = size.recorded and bool(has_gradient.any())
         trained = torch.ones_like(has_gradient) if fixed else has_gradient  # a recorded pass trains on every row
         weights, shares = algo.loss_weights(lengths), policy.shares_prompts
-        rows = torch.ones_like(trained) if exact else rows_of_rank(batch, trained, world, shares and not fixed)
+        rows = torch.ones_like(trained) if exact else rank_rows(batch, trained, world, shares and not fixed)
         pad_id = policy.pad_id if fixed else None
         parts = split(batch, weights, trained, rows, size.tokens, policy.device, pad_id, shares)
         seed = derive(specs.seed, "mismatch", step)
@@ -108,14 +108,14 @@ def update(
         if number > 0:
             carry_over(before, micro_batches)
 
-    def gradients() -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
+    def gradients() -> tuple[list[tuple[int, MicroBatch, MicroBatchResult]], torch.Tensor, float]:
         optimizer.zero_grad(set_to_none=True)
         with precision(train, policy.device.type):
             return add_gradients(specs, policy, micro_batches, passes, world)
 
     micro_batches = micro_batches_of(size)
     totals = StepAccumulator()
-    parts: dict[tuple[int, int], Part] = {}  # by update and place of the micro-batch among those of all ranks
+    parts: dict[tuple[int, int], MicroBatchResult] = {}  # by update and place among all micro-batches
     if world.size > 1:
         torch.manual_seed(derive(specs.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
@@ -163,7 +163,7 @@ def add_gradients(
     micro_batches: Sequence[MicroBatch],
     passes: StaticPasses | None,
     world: World,
-) -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
+) -> tuple[list[tuple[int, MicroBatch, MicroBatchResult]], torch.Tensor, float]:
     """The backward passes of one update, and the gradients of all ranks in the parameters.
 
     Returns what each micro-batch of this rank gave, with its place among those of all ranks, and the norm of the
@@ -171,8 +171,8 @@ def add_gradients(
     """
     exact = specs.parallel.exact
     total = GradientSum(policy.trainable, world, exact)
-    done: list[tuple[int, MicroBatch, Part]] = []
-    for turn in turns(micro_batches, world, exact):
+    done: list[tuple[int, MicroBatch, MicroBatchResult]] = []
+    for turn in schedule(micro_batches, world, exact):
         with world.together(RuntimeError, MemoryError):  # such as PyTorch's when memory runs out
             for place, micro_batch in turn:
                 if (part := forward_backward(specs, policy, micro_batch, passes)) is not None:
@@ -180,7 +180,7 @@ def add_gradients(
         with memory_for("train"):  # ends the run: only passes that failed on all ranks are repeated
             total.add()
     with memory_for("train"):
-        total.put()
+        total.write_back()
     with world.together(RuntimeError, MemoryError):
         norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
         grad_norm = to_host([part for *_, part in done], norm.to(policy.device))  # the only wait for the GPU
@@ -204,7 +204,7 @@ class StepAccumulator:
         self.grad_norms: list[float] = []
         self.applied = 0
 
-    def include(self, parts: Iterable[Part]) -> None:
+    def include(self, parts: Iterable[MicroBatchResult]) -> None:
         """Add `parts`, whose numbers are on the host, in this order."""
         for part in parts:
             self.loss += float(part.loss)

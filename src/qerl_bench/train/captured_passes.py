@@ -269,9 +269,9 @@ class StaticPasses:
 
 def static_passes(specs: Specs, policy: Policy) -> StaticPasses | None:
     """Those of `policy`, made at the first call; None, and a word in the log, if its passes have no fixed shapes."""
-    if "passes" not in policy.kept:
+    if "passes" not in policy.training_cache:
         reason = why_not(specs, policy)
         if reason is not None and specs.train.capture == "auto":
             log.info("training passes are not recorded: %s", reason)
-        policy.kept["passes"] = None if reason is not None else StaticPasses(specs, policy)
-    return policy.kept["passes"]
+        policy.training_cache["passes"] = None if reason is not None else StaticPasses(specs, policy)
+    return policy.training_cache["passes"]
