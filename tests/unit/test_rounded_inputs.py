@@ -22,7 +22,7 @@ from qerl_bench.options.fingerprint import ADDED_LATER, fingerprint, scientific
 from qerl_bench.quant.activations import REASON, Rounding, round_inputs
 from qerl_bench.quant.base import ACTIVATIONS
 from qerl_bench.quant.linear import PackedLinear, pack_linear
-from qerl_bench.train.captured_passes import why_not
+from qerl_bench.train.recorded_passes import why_not
 from qerl_kernels.activations import KINDS, round_blocks
 from tests.short_runs import steps_of
 from tests.weight_formats import PLAIN, symmetric

@@ -20,7 +20,7 @@ from qerl_bench.process.device import peak_bytes
 from qerl_bench.process.gpu_share import free_bytes, release
 from qerl_bench.process.memory import shortage
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.train.captured_passes import POOL_SPARE, least_tokens
+from qerl_bench.train.recorded_passes import POOL_SPARE, least_tokens
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
 
@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Size:
-    """How large micro-batches are, and whether their passes may be recorded (static.py), in which case with padding."""
+    """How large micro-batches are, and whether their passes may be recorded, in which case with padding."""
 
     tokens: int
     recorded: bool

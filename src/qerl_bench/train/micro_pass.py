@@ -14,10 +14,10 @@ from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
-from qerl_bench.train.captured_passes import StaticPasses
 from qerl_bench.train.micro_batches import MicroBatch
 from qerl_bench.train.nonfinite import NonFiniteError, first_in_forward
 from qerl_bench.train.objective import objective
+from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.specs import Specs
 
@@ -44,7 +44,7 @@ class MicroBatchResult:
 
 
 def forward_backward(
-    specs: Specs, policy: Policy, micro_batch: MicroBatch, passes: StaticPasses | None = None
+    specs: Specs, policy: Policy, micro_batch: MicroBatch, passes: RecordedPasses | None = None
 ) -> MicroBatchResult | None:
     """Add the gradient of one micro-batch, and return its numbers.
 
@@ -56,8 +56,8 @@ def forward_backward(
     if not (micro_batch.has_gradient or is_first_update):
         return None
     tokens = metrics.TokenTable()
-    if passes is not None and micro_batch.static is not None:
-        stats, loss, columns = passes(micro_batch.static)
+    if passes is not None and micro_batch.padded is not None:
+        stats, loss, columns = passes(micro_batch.padded)
         micro_batch.logprobs = stats.logprobs
         before_first_update(specs, policy, micro_batch, stats, [], tokens)
         return MicroBatchResult(loss, sums_of(columns, layout), tokens, micro_batch.tokens_of)

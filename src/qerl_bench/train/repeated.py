@@ -15,8 +15,8 @@ from qerl_bench.process.device import random_state, set_random_state
 from qerl_bench.process.gpu_share import release
 from qerl_bench.process.memory import NO_MEMORY, shortage
 from qerl_bench.rundir.run_dir import RunDir
-from qerl_bench.train.captured_passes import StaticPasses
 from qerl_bench.train.memory_plan import FILE, Size
+from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
 from qerl_bench.train.specs import Specs
@@ -33,7 +33,7 @@ def repeated_smaller(
     policy: Policy,
     run: RunDir,
     longest: int,
-    passes: StaticPasses | None,
+    passes: RecordedPasses | None,
     world: World,
 ) -> tuple[Size, Result]:
     """What `work` gives in micro-batches of `size`, or where memory runs out of one that works, and that size.

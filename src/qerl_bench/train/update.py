@@ -33,12 +33,12 @@ from qerl_bench.process.memory import memory_for
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.captured_passes import StaticPasses, static_passes
 from qerl_bench.train.data_parallel import GradientSum, rank_rows, schedule
 from qerl_bench.train.memory_plan import Size, micro_batch_size
 from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
 from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss_error, to_host
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
+from qerl_bench.train.recorded_passes import RecordedPasses, recorded_passes
 from qerl_bench.train.repeated import repeated_smaller
 from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.shortages import shortages_of
@@ -97,7 +97,7 @@ def update(
         has_gradient = batch.advantages != 0
     shortages_of(policy).begin(step)
     longest = int(batch.lengths.max())
-    passes = static_passes(specs, policy)
+    passes = recorded_passes(specs, policy)
     records = all(world.gather(passes is not None))
     with precision(train, policy.device.type):
         size = world.from_first(lambda: micro_batch_size(train, policy, optimizer, longest, run, records))
@@ -146,7 +146,7 @@ def micro_batches_of(
 ) -> list[MicroBatch]:
     """The micro-batches of this rank, of all ranks with parallel.exact, of at most `size`.
 
-    `has_gradient` (N,) are the rows of `batch` that train; a captured pass trains on every row.
+    `has_gradient` (N,) are the rows of `batch` that train; a recorded pass trains on every row.
     """
     fixed = size.recorded and bool(has_gradient.any())
     trained = torch.ones_like(has_gradient) if fixed else has_gradient
@@ -163,7 +163,7 @@ def add_gradients(
     specs: Specs,
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
-    passes: StaticPasses | None,
+    passes: RecordedPasses | None,
     world: World,
 ) -> Gradients:
     """The backward passes of one update, and the gradients of all ranks in the parameters.
