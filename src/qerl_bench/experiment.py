@@ -265,7 +265,7 @@ def collect_rollouts(
     """
     algo, task, rollout, noise = experiment.algo, experiment.task, experiment.rollout, experiment.noise
     sampling = rollout_sampling(experiment, step)
-    judge = partial(experiment.reward.rewards, task, seed=derive(experiment.seed, "reward", step))
+    grade = partial(experiment.reward.rewards, task, seed=derive(experiment.seed, "reward", step))
     all_groups: list[Group] = []
     kept_groups: list[Group] = []
     used_prompt_ids: set[str] = set()
@@ -291,7 +291,7 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            graded = world.split(judge, rollouts)
+            graded = world.split(grade, rollouts)
         rewards = all_checked(graded, f"task={task.name} reward={experiment.reward.name}", rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)

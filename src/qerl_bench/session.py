@@ -226,10 +226,10 @@ def ask(
     experiment: Experiment, evaluator: Evaluator, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
 ) -> Evaluation | None:
     """What `evaluator` says of the policy, on its base in the format `eval.quant`, which the settings name."""
-    with on_base_in("eval.quant", experiment.served_in, experiment, policy, engine) as (asked, sampler):
+    with on_base_in("eval.quant", experiment.eval_format, experiment, policy, engine) as (asked, sampler):
         evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
-    quant = experiment.served_in or (experiment.merged_into or experiment.quant).name
+    quant = experiment.eval_format or (experiment.merged_into or experiment.quant).name
     return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
 
 

@@ -367,7 +367,7 @@ def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_te
     monkeypatch.setattr(probe, "build_policy", noted)
     shared = found()
     assert built == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
-    monkeypatch.setattr(probe, "decides_weights", lambda experiment: str(id(experiment)))
+    monkeypatch.setattr(probe, "weights_key", lambda experiment: str(id(experiment)))
     assert found() == shared and len(built) == 6
     assert min(shared["doses"][arm]["sigma"] for arm in ("mixed", "plain", "adapters")) > 0
 

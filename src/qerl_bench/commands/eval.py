@@ -209,8 +209,8 @@ def reevaluate(
     All ranks of `world` call this; rank 0 writes the record.
     """
     trained, protocol = (build(without_training(one)) for one in (stored, cfg))
-    if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
-        trained, protocol = (one.in_format("eval.quant", served_in) for one in (trained, protocol))
+    if eval_format := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
+        trained, protocol = (one.in_format("eval.quant", eval_format) for one in (trained, protocol))
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
     protocol.engine.check(protocol.device, protocol.quant)
     require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
