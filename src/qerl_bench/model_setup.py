@@ -35,7 +35,7 @@ from qerl_bench.process.installation import run_command
 from qerl_bench.process.memory import shortage
 from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.quant.share import routers
+from qerl_bench.quant.packed_share import routers
 from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.rundir.locks import wait_for_lock
 from qerl_bench.rundir.refusals import CODE as REFUSED

@@ -35,7 +35,7 @@ from qerl_bench.model.token_ids import padding, require_rows, stop_ids, with_row
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.quant.share import packed_share
+from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import (
     Keywords,

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qerl_bench.checks import require
 from qerl_bench.model.weight_reads import weights_read
 from qerl_bench.quant.experts import PackedExperts
-from qerl_bench.quant.share import decoder_blocks
+from qerl_bench.quant.packed_share import decoder_blocks
 
 TWO_PER_BLOCK = ("llama", "mistral", "qwen2", "qwen3")  # a probe that finds anything else there is wrong
 PROBE_TOKENS = 8
