@@ -33,7 +33,7 @@ from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
 from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import Result, between, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.gates import Result, between, blocked, gates, override, render, to_json
 from qerl_bench.studies.design.readings import Runs
 from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
@@ -116,11 +116,11 @@ def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: D
 
     for lost in (0, 8):  # damage is measured, whatever it is
         hurt = results(design, probes(design, lost=lost))
-        assert stopped(hurt.values()) == {} and hurt["damage by nf4"].word == "measured"
+        assert blocked(hurt.values()) == {} and hurt["damage by nf4"].word == "measured"
     weak = results(design, probes(design, rise=0.01, kl=1e-4))
-    assert set(stopped(weak.values())) == {"nvfp4-noise", "bf16-noise"}
+    assert set(blocked(weak.values())) == {"nvfp4-noise", "bf16-noise"}
     told = override(weak.values(), ["rise", "KL", "headroom"])
-    assert stopped(told) == {} and {one.gate.split(",")[0] for one in told if one.overridden} == {
+    assert blocked(told) == {} and {one.gate.split(",")[0] for one in told if one.overridden} == {
         "rise of entropy",
         "KL",
     }
@@ -130,7 +130,7 @@ def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: D
     hopeless = probes(design)
     for record in hopeless:
         record["formats"]["bf16"]["correct"] = [0] * 30
-    assert set(stopped(results(design, hopeless).values())) == {arm.name for arm in design.arms}
+    assert set(blocked(results(design, hopeless).values())) == {arm.name for arm in design.arms}
 
 
 def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: Design) -> None:
@@ -159,7 +159,7 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     assert between("all are at a limit", 0.1, 0.4, [0.1, 0.4], ()).meeting == 2
     assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), must=True).passed is False
     assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
-    assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}
+    assert set(blocked(dull.values())) == {"nvfp4-noise", "bf16-noise"}
     unlearned = judged(0.22, 0.05, 0.04)
     assert unlearned["gain on the longest questions"].passed is False
 
@@ -184,9 +184,9 @@ def test_a_limit_inside_of_the_interval_is_neither_passed_nor_failed(
 ) -> None:
     found = between("a gate", 0.1, 0.4, values, ("arm",), must=must)
     assert found.word == word
-    assert (stopped([found]) == {"arm": ["a gate"]}) == (word == "no")
+    assert (blocked([found]) == {"arm": ["a gate"]}) == (word == "no")
     shown = between("a gate that must be passed", 0.1, 0.4, [0.08, 0.1, 0.13], ("arm",), must=True)
-    assert shown.word == "neither" and stopped([shown]) and not stopped(override([shown], ["a gate"]))
+    assert shown.word == "neither" and blocked([shown]) and not blocked(override([shown], ["a gate"]))
 
 
 def test_a_control_is_of_gain_or_of_exploration_and_a_study_may_lack_one(design: Design, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_control_is_of_gain_or_of_exploration_and_a_study_may_lack_one(design:
     }  # fmt: skip
     without = replace(design, arms=tuple(arm for arm in design.arms if arm.shows != "exploration"))
     found = results(without, probes(design))
-    assert found["control of exploration"].word == "no such arm" and stopped(found.values()) == {}
+    assert found["control of exploration"].word == "no such arm" and blocked(found.values()) == {}
     assert "| no such arm | harm can be shown, a lack of help cannot |" in render([*found.values()])
     words = yaml.safe_load(STUDY.read_text())
     words["arms"]["bf16-group8"]["control"] = "exploration"
@@ -243,7 +243,7 @@ def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
 
 def test_the_table_and_the_json_hold_every_gate(design: Design) -> None:
     found = gates(design, probes(design, sigma=None), {})
-    written = json.loads(to_json(found, stopped(found)))
+    written = json.loads(to_json(found, blocked(found)))
     assert [row["gate"] for row in written["gates"]] == [one.gate for one in found]
     assert all(row["value"] is None or math.isfinite(row["value"]) for row in written["gates"])
     assert all(one.gate in line for one, line in zip(found, render(found).splitlines()[2:], strict=True))

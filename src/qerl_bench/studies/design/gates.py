@@ -190,7 +190,7 @@ def override(results: Iterable[Result], despite: Sequence[str]) -> list[Result]:
     return [replace(one, overridden=one.fails and bool(one.stops) and one.gate.startswith(names)) for one in results]
 
 
-def stopped(results: Iterable[Result]) -> dict[str, list[str]]:
+def blocked(results: Iterable[Result]) -> dict[str, list[str]]:
     """The arms that failed gates stop, each with the gates."""
     arms: dict[str, list[str]] = {}
     for result in results:
