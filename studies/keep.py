@@ -28,7 +28,7 @@ import pyarrow.parquet as parquet
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.rundir.durable import atomically
-from qerl_bench.studies.conduct import packing
+from qerl_bench.studies.conduct import archive
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, or what probes packed")
     folder = parser.parse_args(arguments).study
-    if (folder / packing.ANSWERS).is_file():
+    if (folder / archive.ANSWERS).is_file():
         cut_probes(folder)
     else:
         cut_runs(folder)
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def cut_probes(folder: Path) -> None:
     """Cut what probes packed; what was cut before stays as it is."""
-    file = folder / packing.ANSWERS
+    file = folder / archive.ANSWERS
     rows: Any = pd.read_parquet(file)
     told = rows["question"][rows["completion"].notna()].unique()[:TEXTS]
     for column in ("answer", "completion"):

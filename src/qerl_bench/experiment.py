@@ -36,9 +36,9 @@ from qerl_bench.eval.validation import (
     is_due,
     is_on,
     is_whole,
-    metrics_of_point,
+    metrics_of_validation,
     reduced,
-    rows_of_point,
+    rows_of_validation,
 )
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror
@@ -156,7 +156,7 @@ def run_steps(
                 if is_whole(experiment.eval, step):
                     evaluate_and_log(experiment, policy, engine, run, mirror, step, world)
                 elif is_due(experiment.eval, step, experiment.steps, experiment.save_every):
-                    log_point(run, mirror, step, validate(experiment, policy, engine, run, step, world))
+                    log_validation(run, mirror, step, validate(experiment, policy, engine, run, step, world))
                 shortages_of(policy).agree(world)
                 signum = next(filter(None, world.gather(noted.signum)), None)
                 if step % experiment.save_every == 0 or step == experiment.steps or signum:
@@ -366,17 +366,17 @@ def evaluate_and_log(
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
             rows = read_samples(run.path, step).to_dict("records")
             point = reduced(experiment.eval, experiment.task)
-            log_point(run, mirror, step, metrics_of_point(rows_of_point(rows, point)))
+            log_validation(run, mirror, step, metrics_of_validation(rows_of_validation(rows, point)))
 
 
-def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, float]) -> None:
-    run.log("validation", step, point)
-    mirror.log("validation", step, point)
-    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in point]
+def log_validation(run: RunDir, mirror: MetricsMirror, step: int, found: dict[str, float]) -> None:
+    run.log("validation", step, found)
+    mirror.log("validation", step, found)
+    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in found]
     shown = ", ".join(
-        f"{name.removeprefix('validation/')} {point[name]:.3f} +- {point[f'{name}_stderr']:.3f}" for name in accuracies
+        f"{name.removeprefix('validation/')} {found[name]:.3f} +- {found[f'{name}_stderr']:.3f}" for name in accuracies
     )
-    log.info("validation after step %d, %d questions: %s", step, point["validation/questions"], shown)
+    log.info("validation after step %d, %d questions: %s", step, found["validation/questions"], shown)
 
 
 def no_mirror(run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:

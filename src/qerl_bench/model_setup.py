@@ -28,7 +28,7 @@ from qerl_bench.model.load import load_packed
 from qerl_bench.model.merging import merging_of
 from qerl_bench.model.policy import Policy, share_all_but_base
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
-from qerl_bench.model.structure import NormSite, Structure, probe
+from qerl_bench.model.structure import NormSite, Structure, structure_of
 from qerl_bench.options.user_options import words_in_use
 from qerl_bench.process.children import Child, wait
 from qerl_bench.process.installation import run_command
@@ -103,7 +103,7 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
     with _first_pass(f"model={spec.name}", experiment.quant.name):
-        structure = probe(model)
+        structure = structure_of(model)
     rounding = round_inputs(model, experiment.quant.activations, f"model={spec.name}")
     recompute_blocks(model, train.recompute)
     if experiment.lora.name == "none":

@@ -24,7 +24,7 @@ from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
-from qerl_bench.eval.validation import metrics_of_point, reduced
+from qerl_bench.eval.validation import metrics_of_validation, reduced
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, told
@@ -290,4 +290,4 @@ def validate(
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
         evaluation = ask(experiment, reduced(experiment.eval, experiment.task), policy, engine, run, world)
     assert evaluation is not None
-    return metrics_of_point(evaluation.samples)
+    return metrics_of_validation(evaluation.samples)

@@ -28,8 +28,8 @@ from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.termination import Terminated
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.conduct import probing, runner
+from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import Deadline
-from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
 from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
@@ -478,7 +478,7 @@ def test_finished_runs_are_kept_on_the_way_once_there_are_new_ones(
     monkeypatch.setattr(runner, "PACK_EVERY_S", 0.0)
     sweep.kept = 0
     assert sweep.is_time_to_keep()
-    sweep.deadline.end = time.monotonic() + runner.PACKING_S - 1
+    sweep.deadline.end = time.monotonic() + runner.ARCHIVING_S - 1
     assert not sweep.is_time_to_keep()  # what is running would be stopped late
 
 
@@ -487,7 +487,7 @@ def test_a_folder_that_cannot_be_written_stops_no_runs(
 ) -> None:
     def run(blocks: Blocks) -> list[tuple[Point, str]]:
         with monkeypatch.context() as full:
-            full.setattr(study, "pack", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+            full.setattr(study, "archive", lambda *_: (_ for _ in ()).throw(OSError("no space")))
             blocks.keep()
         return []
 
@@ -713,7 +713,7 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
 
 
 def test_a_session_that_only_probed_is_read_too(design: Design, tmp_path: Path) -> None:
-    pack_probes(design, probes(design), tmp_path)
+    archive_probes(design, probes(design), tmp_path)
     study = read_sessions(read_design(tmp_path / "study.yaml"), [tmp_path])
     assert [*study.probes] == [0, 1, 2, 3] and study.runs == {} and study.design.common == design.common
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.process.mps import side_by_side
 from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.studies.conduct.packing import pack_probes
+from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.gates import blocked, gates, override, render, to_json
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         with side_by_side(options.mps):
             probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)
-        pack_probes(design, probes, out)
+        archive_probes(design, probes, out)
         results = gates_so_far(design, probes)
     results = override(results, options.despite)
     blocked_arms = blocked(results)

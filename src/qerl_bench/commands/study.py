@@ -31,7 +31,7 @@ from qerl_bench.studies.conduct.accountable import account_for_changes
 from qerl_bench.studies.conduct.deadline import Deadline
 from qerl_bench.studies.conduct.draft import draft
 from qerl_bench.studies.conduct.probing import probe_bases
-from qerl_bench.studies.conduct.runner import Blocks, blocks_of, gates_so_far, pack, parsed, parser_of, prepared
+from qerl_bench.studies.conduct.runner import Blocks, archive, blocks_of, gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.design import Design
 from qerl_bench.studies.design.gates import Result, blocked, override, render
 
@@ -73,7 +73,7 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
 
     def packed() -> list[Result]:
         results = override(gates_so_far(design, probes), options.despite)
-        pack(design, probes, results, blocked(results), out)
+        archive(design, probes, results, blocked(results), out)
         return results
 
     def keep() -> None:

@@ -79,7 +79,7 @@ def block_paths(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{path}.{index}" for index in range(len(blocks)))
 
 
-def probe(model: PreTrainedModel) -> Structure:
+def structure_of(model: PreTrainedModel) -> Structure:
     """The structure of `model`, packed or not, with an adapter or without. Leaves no trace in it.
 
     Raises ConfigError if the model multiplies by the weight of a packed layer, and AssertionError if a family whose
