@@ -23,9 +23,7 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
         "parallel",  # affects rounding, like the number of GPUs
     }
 )
-ADDED_LATER: dict[
-    str, Any
-] = {  # keys added later, with what earlier runs did; they have an effect at other values only
+ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have an effect at other values only
     "reward._target_": "qerl_bench.reward.task.TaskReward",
     "reward.name": "task",
     "algo.right_only": False,

@@ -160,11 +160,7 @@ def micro_batches_of(
 
 
 def add_gradients(
-    specs: Specs,
-    policy: Policy,
-    micro_batches: Sequence[MicroBatch],
-    passes: RecordedPasses | None,
-    world: World,
+    specs: Specs, policy: Policy, micro_batches: Sequence[MicroBatch], passes: RecordedPasses | None, world: World
 ) -> Gradients:
     """The backward passes of one update, and the gradients of all ranks in the parameters.
 
