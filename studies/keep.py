@@ -34,7 +34,7 @@ import pyarrow.parquet as parquet
 
 from qerl_bench.commands.exits import guarded
 from qerl_bench.rundir.durable import atomically
-from qerl_bench.studies.conduct import packing
+from qerl_bench.studies.conduct import archive
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("study", type=Path, help="a folder with study.yaml and data/, or what probes packed")
     parser.add_argument("--bits", type=int, default=16, help="digits of two that noisy values keep (default: 16)")
     options = parser.parse_args(arguments)
-    if (options.study / packing.ANSWERS).is_file():
+    if (options.study / archive.ANSWERS).is_file():
         cut_probes(options.study)
     elif (options.study / TIDY).is_file():
         pack_runs(pd.read_parquet(options.study / TIDY), options.study / TIDY, options.bits)
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def cut_probes(folder: Path) -> None:
     """Cut what probes packed; what was cut before stays as it is."""
-    file = folder / packing.ANSWERS
+    file = folder / archive.ANSWERS
     rows: Any = pd.read_parquet(file)
     told = rows["question"][rows["completion"].notna()].unique()[:TEXTS]
     for column in ("answer", "completion"):

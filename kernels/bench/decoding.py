@@ -42,7 +42,7 @@ from qerl_bench.engine.sampler import Sampler
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.policy import Policy
-from qerl_bench.model.structure import probe
+from qerl_bench.model.structure import structure_of
 from qerl_bench.model_setup import build_noise
 from qerl_bench.process.device import now, peak_gib, reset_peak, resolve_device
 from qerl_bench.process.installation import CONF_DIR
@@ -63,7 +63,7 @@ def random_policy(experiment: Experiment, rank: int, device: str) -> Policy:
     model, tokenizer, reports = load_packed(
         experiment.model, experiment.quant, experiment.quantizer, experiment.task, None, device
     )
-    structure = probe(model)
+    structure = structure_of(model)
     adapter = None
     if rank == 0:
         model.requires_grad_(False)

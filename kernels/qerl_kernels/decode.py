@@ -1,6 +1,6 @@
 """Linear layers over 4-bit weights for few tokens, as in sampling: one token of each sequence.
 
-`decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8, 10 and 12 mma.sync;
+`decode_gemm` takes up to 256 tokens. On Hopper it runs wgmma, on cards of compute capability 8 and 10 to 12 mma.sync;
 that kernel has been compiled for them, but has run on an H200 only, where it pays up to 64 tokens. If `pays` says no,
 use `dequantize` and a library GEMM. The weight is decoded in registers and never stored in 16 bits. The operand is code
 x block scale, as in training, and exact for the FP4 formats. Sums are FP32; tensor scale, adapter and bias are applied
@@ -33,7 +33,7 @@ MAX_RANK = 128
 _MIN_RANK = 16  # K of a tensor-core instruction
 _MOST_ROWS = 256  # of W that one program multiplies, so that none has rows of two parts
 _SCALE_WORDS = {"nvfp4": torch.int32, "mxfp4": torch.int16, "nf4": torch.float32}  # of a row and a column of tiles
-_KERNELS = {8: MMA_V2, 9: WGMMA, 10: MMA_V2, 12: MMA_V2}  # by major compute capability
+_KERNELS = {8: MMA_V2, 9: WGMMA, 10: MMA_V2, 11: MMA_V2, 12: MMA_V2}  # by major compute capability
 _PART = 16  # tokens whose partial sums one program of `add_partials` adds
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from qerl_bench import __version__
 from qerl_bench.commands.exits import exit_in_words, one_line_warnings
 from qerl_bench.options.user_options import refuse_flag, with_search_path
-from qerl_bench.parallel import refuse_ranks, tells
+from qerl_bench.parallel import is_rank0_output, refuse_ranks
 from qerl_bench.process.arguments import wrapped
 from qerl_bench.process.children import end_with_parent
 from qerl_bench.process.terminal import lasting_output
@@ -86,13 +86,13 @@ def main(words: list[str] | None = None) -> int:
     if words is None:
         sys.argv[0] = f"qerl-bench {name}"  # in env.json, and in argparse's usage
     if name in ("-h", "--help", "--version"):
-        if tells():
+        if is_rank0_output():
             print(__version__ if name == "--version" else USAGE)
         return 0
     if name not in COMMANDS:
         close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
-        if tells():
+        if is_rank0_output():
             print(f"{hint}{USAGE}", file=sys.stderr)
         return 2
     command = COMMANDS[name]
@@ -105,7 +105,7 @@ def main(words: list[str] | None = None) -> int:
         rest = with_search_path(rest)
         module = import_module(f"qerl_bench.commands.{name}")
         if hasattr(module, "USAGE") and {"-h", "--help"} & {*rest}:  # the others are helped by Hydra or argparse
-            if tells():
+            if is_rank0_output():
                 print(wrapped(module.USAGE), wrapped(module.__doc__ or ""), sep="\n\n")
         elif name == "run":
             module.main(rest)

@@ -113,7 +113,7 @@ def kl_to(experiment: Experiment, policy: Policy, rollouts: Sequence[Rollout]) -
     """
     ids = [one.prompt_ids for one in rollouts], [one.token_ids for one in rollouts]
     batch = make_batch(*ids, policy.pad_id, policy.device, [one.logprobs for one in rollouts])
-    planned, wanted = policy.kept.get("size"), experiment.train.micro_batch_tokens
+    planned, wanted = policy.training_cache.get("size"), experiment.train.micro_batch_tokens
     tokens = min(KL_TOKENS, wanted or KL_TOKENS, KL_TOKENS if planned is None else planned.tokens)
 
     def both(rows: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:

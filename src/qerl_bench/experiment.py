@@ -36,9 +36,9 @@ from qerl_bench.eval.validation import (
     is_due,
     is_on,
     is_whole,
-    metrics_of_point,
+    metrics_of_validation,
     reduced,
-    rows_of_point,
+    rows_of_validation,
 )
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.logger.base import MetricsMirror
@@ -60,11 +60,11 @@ from qerl_bench.session import evaluate, on_base_in, prepare_device, require_pla
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
-from qerl_bench.train.kept import TokenColumns, kept_records
+from qerl_bench.train.data_parallel import require_equal_weights
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.memory_plan import remember
 from qerl_bench.train.nonfinite import during
-from qerl_bench.train.shares import require_equal_weights
+from qerl_bench.train.rollout_records import TokenColumns, kept_records
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.update import make_optimizer, update
 
@@ -156,7 +156,7 @@ def run_steps(
                 if is_whole(experiment.eval, step):
                     evaluate_and_log(experiment, policy, engine, run, mirror, step, world)
                 elif is_due(experiment.eval, step, experiment.steps, experiment.save_every):
-                    log_point(run, mirror, step, validate(experiment, policy, engine, run, step, world))
+                    log_validation(run, mirror, step, validate(experiment, policy, engine, run, step, world))
                 shortages_of(policy).agree(world)
                 signum = next(filter(None, world.gather(noted.signum)), None)
                 if step % experiment.save_every == 0 or step == experiment.steps or signum:
@@ -265,7 +265,7 @@ def collect_rollouts(
     """
     algo, task, rollout, noise = experiment.algo, experiment.task, experiment.rollout, experiment.noise
     sampling = rollout_sampling(experiment, step)
-    judge = partial(experiment.reward.rewards, task, seed=derive(experiment.seed, "reward", step))
+    grade = partial(experiment.reward.rewards, task, seed=derive(experiment.seed, "reward", step))
     all_groups: list[Group] = []
     kept_groups: list[Group] = []
     used_prompt_ids: set[str] = set()
@@ -291,7 +291,7 @@ def collect_rollouts(
                 with timer("rollout"), during(f"step {step}, sampling"):
                     rollouts += engine.generate(prompts_of_draw, sampling)
         with timer("reward"):
-            graded = world.split(judge, rollouts)
+            graded = world.split(grade, rollouts)
         rewards = all_checked(graded, f"task={task.name} reward={experiment.reward.name}", rollouts)
         for start in range(0, len(rollouts), rollout.group_size):
             of_prompt = slice(start, start + rollout.group_size)
@@ -366,17 +366,17 @@ def evaluate_and_log(
         if is_on(experiment.eval, experiment.steps, experiment.save_every):
             rows = read_samples(run.path, step).to_dict("records")
             point = reduced(experiment.eval, experiment.task)
-            log_point(run, mirror, step, metrics_of_point(rows_of_point(rows, point)))
+            log_validation(run, mirror, step, metrics_of_validation(rows_of_validation(rows, point)))
 
 
-def log_point(run: RunDir, mirror: MetricsMirror, step: int, point: dict[str, float]) -> None:
-    run.log("validation", step, point)
-    mirror.log("validation", step, point)
-    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in point]
+def log_validation(run: RunDir, mirror: MetricsMirror, step: int, found: dict[str, float]) -> None:
+    run.log("validation", step, found)
+    mirror.log("validation", step, found)
+    accuracies = [name for name in ("validation/accuracy_greedy", "validation/accuracy_sampled") if name in found]
     shown = ", ".join(
-        f"{name.removeprefix('validation/')} {point[name]:.3f} +- {point[f'{name}_stderr']:.3f}" for name in accuracies
+        f"{name.removeprefix('validation/')} {found[name]:.3f} +- {found[f'{name}_stderr']:.3f}" for name in accuracies
     )
-    log.info("validation after step %d, %d questions: %s", step, point["validation/questions"], shown)
+    log.info("validation after step %d, %d questions: %s", step, found["validation/questions"], shown)
 
 
 def no_mirror(run_dir: Path, records: list[dict[str, Any]], config: dict[str, Any]) -> MetricsMirror:

@@ -193,7 +193,7 @@ class Experiment:
         """Formats that evaluations or rollouts have of their own."""
         rollout, engine_is_own = self.rollout, self.engine.name == "hf"
         check_sampler(rollout, self.quant, self.algo, self.engine.name, self.steps)
-        for key, name in {"eval.quant": self.served_in, "rollout.quant": rollout.quant}.items():
+        for key, name in {"eval.quant": self.eval_format, "rollout.quant": rollout.quant}.items():
             require(
                 self.in_format(key, name, rollout.activations if key == "rollout.quant" else None) is self
                 or engine_is_own,
@@ -217,7 +217,7 @@ class Experiment:
         )
 
     @property
-    def served_in(self) -> str | None:
+    def eval_format(self) -> str | None:
         """The weight format that evaluations ask for; None for that of training."""
         return getattr(self.eval, "quant", None)
 
@@ -265,7 +265,7 @@ class Experiment:
             "Sample from packed weights, rollout.quant=..., or leave rollout.activations out",
         )
         quantizer = self.quantizer if quant.bits_per_weight is not None else option("quantizer", "rtn")
-        own_eval = {} if self.served_in is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
+        own_eval = {} if self.eval_format is None else {"eval": replace(self.eval, quant=None)}  # type: ignore[type-var]
         try:
             merge = self.rollout.merge and key == "rollout.quant"
             rollout = replace(self.rollout, quant=None, activations=None, merge=merge)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from qerl_bench.aqn.format_error import packing_errors
@@ -22,18 +23,19 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.adapters import adapted_layers
 from qerl_bench.model.base import Model, require_writable
 from qerl_bench.model.hub import HubModel
+from qerl_bench.model.kernels import require_compiler
 from qerl_bench.model.load import load_packed
 from qerl_bench.model.merging import merging_of
 from qerl_bench.model.policy import Policy, share_all_but_base
 from qerl_bench.model.recompute import keep_matmuls, recompute_blocks
-from qerl_bench.model.structure import NormSite, Structure, probe
+from qerl_bench.model.structure import NormSite, Structure, structure_of
 from qerl_bench.options.user_options import words_in_use
 from qerl_bench.process.children import Child, wait
 from qerl_bench.process.installation import run_command
 from qerl_bench.process.memory import shortage
 from qerl_bench.quant.activations import round_inputs
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.quant.share import routers
+from qerl_bench.quant.packed_share import routers
 from qerl_bench.rundir.checkpoints import check_checkpoint, is_finished, last_checkpoint
 from qerl_bench.rundir.locks import wait_for_lock
 from qerl_bench.rundir.refusals import CODE as REFUSED
@@ -97,10 +99,11 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
     only packed layers of its own: what is trained, norms with their noise, embeddings and head are the other's.
     """
     spec, train = experiment.model, experiment.train
+    require_compiler(experiment.kernel, torch.device(device))
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)
     model.eval()
     with _first_pass(f"model={spec.name}", experiment.quant.name):
-        structure = probe(model)
+        structure = structure_of(model)
     rounding = round_inputs(model, experiment.quant.activations, f"model={spec.name}")
     recompute_blocks(model, train.recompute)
     if experiment.lora.name == "none":

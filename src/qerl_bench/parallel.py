@@ -210,7 +210,7 @@ class Ranks(World):
                 raise
             raise RankLost(time.monotonic() - started) from error
 
-    def speaks(self) -> bool:
+    def claims_error_output(self) -> bool:
         """Whether this rank is the first to end in an error. Ranks other than 0 let it speak first."""
         if not self.first:
             with suppress(Terminated):  # by torchrun, because another rank has ended
@@ -224,7 +224,7 @@ class Ranks(World):
         self._distributed.destroy_process_group()
 
 
-def tells() -> bool:
+def is_rank0_output() -> bool:
     """Whether this process says what needs no run: of those that torchrun has started, rank 0 alone."""
     return STARTED not in os.environ or os.environ.get("RANK", "0") == "0"
 
@@ -259,7 +259,7 @@ def joined() -> Iterator[World]:
         ranks = Ranks(Path(scratch))
         for name in [name for name in os.environ if name in OF_TORCHRUN or name.startswith("TORCHELASTIC_")]:
             del os.environ[name]  # programs that this one starts are no ranks
-        with one_voice(ranks):
+        with silence_other_ranks(ranks):
             yield ranks
             ranks.leave()
 
@@ -279,7 +279,7 @@ def show_own_gpu(local_rank: int) -> None:
 
 
 @contextmanager
-def one_voice(ranks: Ranks) -> Iterator[None]:
+def silence_other_ranks(ranks: Ranks) -> Iterator[None]:
     """In this block ranks other than 0 print nothing. After an error one rank may print what it was."""
     stdout, stderr = sys.stdout, sys.stderr
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - whoever prints the message comes after this block
@@ -289,7 +289,7 @@ def one_voice(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException:
         sys.stdout = sys.stderr = nowhere
-        if ranks.speaks():
+        if ranks.claims_error_output():
             sys.stdout, sys.stderr = stdout, stderr
         raise
     sys.stdout, sys.stderr = stdout, stderr

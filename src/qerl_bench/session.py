@@ -24,7 +24,7 @@ from qerl_bench.eval import formats
 from qerl_bench.eval.base import Evaluation, Evaluator, Score
 from qerl_bench.eval.record import record_evaluation
 from qerl_bench.eval.untrained import evaluation_of, key_of_untrained
-from qerl_bench.eval.validation import metrics_of_point, reduced
+from qerl_bench.eval.validation import metrics_of_validation, reduced
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.gguf.convert import record_of, told
@@ -217,7 +217,7 @@ def on_base_in(
     with copy.without_adapter():  # the checks are of the base
         checked = checked_engine(other, experiment.engine, copy, base, where)
     with closing(checked) as built:
-        copy.kept["shortages"] = shortages_of(policy)
+        copy.training_cache["shortages"] = shortages_of(policy)
         shared = isinstance(engine, SharedEngine)
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
 
@@ -226,10 +226,10 @@ def ask(
     experiment: Experiment, evaluator: Evaluator, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
 ) -> Evaluation | None:
     """What `evaluator` says of the policy, on its base in the format `eval.quant`, which the settings name."""
-    with on_base_in("eval.quant", experiment.served_in, experiment, policy, engine) as (asked, sampler):
+    with on_base_in("eval.quant", experiment.eval_format, experiment, policy, engine) as (asked, sampler):
         evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
-    quant = experiment.served_in or (experiment.merged_into or experiment.quant).name
+    quant = experiment.eval_format or (experiment.merged_into or experiment.quant).name
     return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
 
 
@@ -290,4 +290,4 @@ def validate(
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
         evaluation = ask(experiment, reduced(experiment.eval, experiment.task), policy, engine, run, world)
     assert evaluation is not None
-    return metrics_of_point(evaluation.samples)
+    return metrics_of_validation(evaluation.samples)

@@ -23,7 +23,7 @@ from qerl_bench.commands.exits import guarded
 from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.statistics import Estimate, found_among, mean_ci
-from qerl_bench.studies.conduct.packing import ANSWERS
+from qerl_bench.studies.conduct.archive import ANSWERS
 from qerl_bench.studies.design.readings import mixed_group
 from qerl_bench.studies.design.sessions import read_probes
 from qerl_bench.studies.figures.style import FULL_WIDTH, color, panels, paper_style, save

@@ -16,7 +16,7 @@ from qerl_bench.metrics import definitions
 from qerl_bench.options.explain import AXES, SEVERAL, explain
 from qerl_bench.options.files import option_fields, options_of, read_option
 from qerl_bench.options.fingerprint import as_dict, flat
-from qerl_bench.options.foreign_names import OURS, WITHOUT_KEY
+from qerl_bench.options.foreign_names import OPTIONS_FOR, WITHOUT_KEY
 from qerl_bench.options.suggestions import keys_of_axis
 from qerl_bench.process.arguments import WIDTH
 from qerl_bench.process.installation import CONF_DIR
@@ -162,8 +162,8 @@ def test_keys_of_launchers_are_explained_elsewhere() -> None:
 def test_names_of_other_libraries_lead_to_options_that_exist_and_are_none_themselves() -> None:
     inside = {key for axis in AXES for key in keys_of_axis(axis, [CONF_DIR])}
     keys = {*inside, *(field.key for field in read_option(CONF_DIR / "run.yaml").fields), *AXES}
-    assert {ours for names in OURS.values() for ours in names} <= keys
-    assert not {*OURS, *WITHOUT_KEY} & keys and not OURS.keys() & WITHOUT_KEY.keys()
+    assert {ours for names in OPTIONS_FOR.values() for ours in names} <= keys
+    assert not {*OPTIONS_FOR, *WITHOUT_KEY} & keys and not OPTIONS_FOR.keys() & WITHOUT_KEY.keys()
 
 
 def test_the_name_of_an_option_is_explained_with_its_values() -> None:

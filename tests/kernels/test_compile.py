@@ -1,4 +1,4 @@
-"""Cross-compiles every kernel for Hopper and Blackwell, without a GPU, and checks the machine code.
+"""Cross-compiles every kernel for Hopper, Blackwell and other cards, without a GPU, and checks the machine code.
 
 A kernel that no longer builds, spills registers, loses its tensor-core instruction or needs far more instructions fails
 here in seconds. Bounds are the instructions of the version that was measured, plus a tenth for other compiler releases.
@@ -27,12 +27,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from qerl_kernels.decode_configs import Config, choose
 
-ARCHITECTURES = (90, 100)  # Hopper, Blackwell
-PAGED = (80, 89, 90, 100, 120)  # on which attention runs: A100, RTX 4090, H100, B200, RTX 5090
+# KiB that a program may have: A100, RTX 3090, RTX 4090, H100, B200, B300, Thor, RTX 5090, GB10.
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+ARCHITECTURES = (90, 100, 103, 110, 121)
+CARDS = tuple(SHARED_LIMIT)
 
 _ADDRESSED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
 _BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
-SHARED_LIMIT = 227 * 1024  # bytes a program may have on sm_90 and sm_100
+# What assemblers have turned into wrong code, some up to now: sums of two 16 bit numbers for sm_90, and |x| made of -x
+# from sm_100 on (https://github.com/triton-lang/triton/issues/11581, https://github.com/pytorch/pytorch/issues/190973).
+_MISCOMPILED = re.compile(r"add\.s16x2|neg\.s32\s+(%r\d+), (%r\d+);(?s:.)*?max\.s32\s+%r\d+, (?:\1, \2|\2, \1);")
 HEAD = dict.fromkeys(("vocabulary", "stride"), "i32") | {"inverse_temperature": "fp32"}
 
 
@@ -40,6 +44,7 @@ HEAD = dict.fromkeys(("vocabulary", "stride"), "i32") | {"inverse_temperature": 
 class Compiled:
     """One kernel for one architecture."""
 
+    arch: int
     ptx: str
     sass: str
     registers: int  # per thread
@@ -106,6 +111,8 @@ def compiled(
     `signature` has the Triton type ("*bf16", "i32", "fp32") of each argument that is not in `constants`. All arguments,
     or those named in `aligned`, are assumed to be divisible by 16, as pointers and most sizes are.
     """
+    if arch in (103, 110, 121) and triton.__version__.startswith("3.6."):
+        pytest.skip("Triton 3.6 cannot disassemble this, nor assemble for sm_110")
     names = kernel.arg_names
     missing = [name for name in names if name not in signature and name not in constants]
     if missing:
@@ -121,16 +128,16 @@ def compiled(
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
     )
-    return _read(built.asm["ptx"], built.asm["cubin"], built.metadata.shared)
+    return _read(arch, built.asm["ptx"], built.asm["cubin"], built.metadata.shared)
 
 
-def _read(ptx: str, cubin: bytes, shared: int) -> Compiled:
+def _read(arch: int, ptx: str, cubin: bytes, shared: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         sass, usage = _cuobjdump("--dump-sass", path), _cuobjdump("--dump-resource-usage", path)
     usage_of = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return Compiled(ptx, sass, usage_of["REG"], usage_of["STACK"], usage_of["LOCAL"], shared)
+    return Compiled(arch, ptx, sass, usage_of["REG"], usage_of["STACK"], usage_of["LOCAL"], shared)
 
 
 def _cuobjdump(option: str, path: Path) -> str:
@@ -140,13 +147,15 @@ def _cuobjdump(option: str, path: Path) -> str:
 
 def _sound(built: Compiled, overlapping: bool = False) -> None:
     assert not built.spills, (built.stack, built.local)
-    assert built.shared <= SHARED_LIMIT
+    assert built.shared <= SHARED_LIMIT[built.arch] * 1024
     assert built.waits_first if overlapping else not built.overlaps
+    assert not _MISCOMPILED.search(built.ptx)
+    assert not re.search("e2m1|mxf4", built.ptx)  # no native FP4, as kernels/README.md says
 
 
 def _overlapping(arch: int) -> tuple[bool, ...]:
-    """The values of PDL: targets before sm_90 do not have it, and others may run without."""
-    return (False, True) if arch >= 90 else (False,)
+    """The values of PDL: launches have it from sm_90 on (`overlap`); Hopper stands for what runs without."""
+    return (False, True) if arch == 90 else (arch > 90,)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -244,7 +253,7 @@ def _attention(arch: int, dtype: str, size: int, prefix: bool, pdl: bool = False
     return _compiled_layer_op(jit_decoder_layer.attend_own, shape | {"ROWS": 16}, arch, warps, 3, dtype)
 
 
-@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in PAGED for pdl in _overlapping(arch)])
+@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in CARDS for pdl in _overlapping(arch)])
 def test_decoder_layer(arch: int, pdl: bool) -> None:
     """Sizes of a 7B model; attention multiplies on the tensor cores and copies its keys ahead of use."""
     from qerl_kernels import jit_decoder_layer, jit_rows
@@ -261,12 +270,11 @@ def test_decoder_layer(arch: int, pdl: bool) -> None:
         attend = _attention(arch, "bf16", 128, prefix, pdl)
         _sound(attend, pdl)
         assert attend.count("MMA") > 0 and attend.count("LDGSTS") > 0
-        assert attend.shared <= (99 if arch in (89, 120) else 163) * 1024
     check(jit_decoder_layer.combine_pieces, 1, D=128, DIM=128, HEADS=28, PIECE=PIECE, CHUNK=8)
     check(jit_rows.advance, 1, STOPS_BLOCK=2)
 
 
-@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in PAGED for pdl in _overlapping(arch)])
+@pytest.mark.parametrize(("arch", "pdl"), [(arch, pdl) for arch in CARDS for pdl in _overlapping(arch)])
 @pytest.mark.parametrize(("rank", "width"), [(96, 3584), (32, 18944)])
 def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
     """Layers of a 7B model: tensor cores, whole vectors, and all inputs of a program copied ahead of use."""
@@ -284,7 +292,7 @@ def test_projection(arch: int, pdl: bool, rank: int, width: int) -> None:
     assert built.count("ATOM") == 2 and built.count(r"LDG\b") == pieces
 
 
-@pytest.mark.parametrize("arch", PAGED)
+@pytest.mark.parametrize("arch", CARDS)
 def test_training_block(arch: int) -> None:
     """Sizes of a 7B model: no spills, and whole vectors from and to memory."""
     from qerl_kernels import jit_training_block
@@ -372,7 +380,7 @@ def test_decode(format_name: str, tokens: int, rank: int, grouped: bool, bound: 
     ring = 4 if tokens == 16 else 2
     config = Config(64, tokens, 4, 2, ring, 2, overlap=tokens > 16)
     built = _decode(config, format_name, rank, grouped, scaled=rank > 0 or grouped)
-    assert built.shared <= SHARED_LIMIT
+    assert built.shared <= SHARED_LIMIT[90] * 1024
     assert built.overlaps and built.waits_first == grouped  # others read weights before they wait
     loop = built.loop("HGMMA")
     assert not any(text.startswith(("LDL", "STL")) for text in loop)
@@ -398,7 +406,7 @@ def test_an_adapter_costs_no_program_of_a_processor(
 
     def programs(built: Compiled) -> int:
         by_registers = 65_536 // (-(-built.registers // 8) * 8 * 32 * config.warps)
-        return min(by_registers, SHARED_LIMIT // (built.shared + 1024))
+        return min(by_registers, SHARED_LIMIT[90] * 1024 // (built.shared + 1024))
 
     assert [one.registers for one in (without, beside)] == pytest.approx(registers, abs=4)
     assert programs(beside) == programs(without) == 3
@@ -443,17 +451,24 @@ def _decode_mma(arch: int, format_name: str, tokens: int, rank: int) -> Compiled
 
 @pytest.mark.parametrize(
     ("arch", "format_name", "tokens", "rank", "bound"),
-    [  # a sample of 120: each card twice, each tile and format with and without an adapter
+    [  # a sample: each card, and each tile and format with and without an adapter
         (80, "nvfp4", 8, 128, 3.6),
         (80, "nf4", 64, 128, 7.4),
+        (86, "nvfp4", 64, 128, 6.5),
         (89, "mxfp4", 16, 128, 3.6),
         (89, "nvfp4", 64, 0, 6.5),
         (90, "nvfp4", 16, 128, 4.0),
         (90, "nf4", 32, 0, 5.7),
         (100, "nf4", 16, 0, 5.0),
         (100, "nvfp4", 64, 128, 6.5),
+        (103, "nf4", 64, 0, 7.4),
+        (103, "nvfp4", 16, 128, 4.0),
+        (110, "nvfp4", 64, 128, 6.5),
+        (110, "mxfp4", 32, 0, 4.8),
         (120, "nvfp4", 32, 128, 4.8),
         (120, "mxfp4", 8, 0, 3.2),
+        (121, "nvfp4", 64, 128, 6.5),
+        (121, "nf4", 8, 0, 5.7),
     ],
 )
 def test_decode_mma(arch: int, format_name: str, tokens: int, rank: int, bound: float) -> None:

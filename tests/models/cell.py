@@ -35,7 +35,7 @@ from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.share import packed_share
+from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.session import prepare_device, session
 from qerl_bench.train.batch import Batch, make_batch

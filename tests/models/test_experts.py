@@ -28,7 +28,7 @@ from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_checkpoint import read_packed
-from qerl_bench.quant.share import packed_share, unpacked_parameters, weights_of
+from qerl_bench.quant.packed_share import packed_share, unpacked_parameters, weights_of
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.quantizer.calibration import Calibration
 from qerl_bench.quantizer.gptq import GPTQ

@@ -21,7 +21,7 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model import preflight as checks
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import preflight
-from qerl_bench.model.structure import Structure, probe
+from qerl_bench.model.structure import Structure, structure_of
 from qerl_bench.model_setup import build_policy
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.session import session
@@ -319,7 +319,7 @@ def test_a_gap_is_a_quantile_over_tokens_and_vocabulary() -> None:
 def test_probing_leaves_no_trace(policy: Callable[..., Policy]) -> None:
     found = policy("qwen3_moe", "quant=nvfp4")
     before = torch.get_rng_state(), {k: v.clone() for k, v in found.model.state_dict().items()}
-    again: Structure = probe(found.model)  # with its adapter, in the middle of a run
+    again: Structure = structure_of(found.model)  # with its adapter, in the middle of a run
     assert again == found.structure
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in found.model.state_dict().items())

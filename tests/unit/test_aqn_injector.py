@@ -19,7 +19,7 @@ from qerl_bench.aqn.base import OpenLoop
 from qerl_bench.aqn.constant import Constant
 from qerl_bench.aqn.injector import NoiseInjector, noise_metrics
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.model.structure import probe
+from qerl_bench.model.structure import structure_of
 from qerl_bench.model_setup import build_noise
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.update import make_optimizer, update
@@ -212,10 +212,10 @@ def test_noise_on_a_norm_equals_noise_on_the_columns_of_the_next_weights(
 
 def test_a_model_whose_norms_are_not_all_found_is_refused(make_policy: Callable[..., Any]) -> None:
     model = make_policy(quant="bf16").model
-    assert len(probe(model).sites) == 4
+    assert len(structure_of(model).sites) == 4
     model.model.layers[1].mlp.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1.0,))
     with pytest.raises(AssertionError, match=r"qwen2 .* found 3 in 2 blocks"):
-        probe(model)
+        structure_of(model)
 
 
 # --- which norms -----------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands.export import main, parse_words
 from qerl_bench.config import build, compose
 from qerl_bench.model.base import placed
+from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.load import load_packed
-from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant import export as exporting
 from qerl_bench.quant.checkpoint import CheckpointReader, skeleton
 from qerl_bench.quant.export import export

@@ -23,7 +23,7 @@ from qerl_bench.config import build, compose
 from qerl_bench.options.composer import Composer
 from qerl_bench.options.fingerprint import as_dict, flat
 from qerl_bench.options.renamed_keys import RENAMED, RENAMED_VALUES, new_name, outdated
-from qerl_bench.process.arguments import WIDTH, KeyValueParser, fitted, whole
+from qerl_bench.process.arguments import WIDTH, KeyValueParser, whole, wrap_lines
 from qerl_bench.rundir.run_checks import RunDamaged, check_run_dir
 from qerl_bench.studies.runs.load import load_run
 from qerl_bench.sweep.check import check_point, check_points
@@ -314,7 +314,7 @@ def test_a_message_fits_a_terminal_and_words_and_commands_stay_whole(capsys: pyt
     assert {line.strip(" :") for line in lines if len(line) > WIDTH} == {str(path)}
     assert lines.count(f"    {command}") == 2 and "error: this cannot be as it was asked for," in lines
     told = f"{'a word ' * 12}in the way:"  # fits into a line of its own
-    assert fitted(f"error: {told} leave it out") == f"error: {told[:-5]}\n    way:\n    leave it out"
+    assert wrap_lines(f"error: {told} leave it out") == f"error: {told[:-5]}\n    way:\n    leave it out"
 
 
 def test_ctrl_c_is_code_130(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from qerl_bench.studies.conduct.packing import ANSWERS
+from qerl_bench.studies.conduct.archive import ANSWERS
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.design.sessions import read_probes
 from qerl_bench.studies.report.probe_page import markdown

@@ -29,12 +29,12 @@ from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.termination import Terminated
 from qerl_bench.statistics import mean_ci
 from qerl_bench.studies.conduct import probing, runner
+from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import Deadline
-from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.conduct.runner import Blocks, blocks_of
 from qerl_bench.studies.design.controls import LEVEL, one_passes
 from qerl_bench.studies.design.design import Design, read_design
-from qerl_bench.studies.design.gates import Result, between, gates, override, render, stopped, to_json
+from qerl_bench.studies.design.gates import Result, between, blocked, gates, override, render, to_json
 from qerl_bench.studies.design.readings import Runs
 from qerl_bench.studies.design.sessions import read_probes, read_sessions, words_of_runs
 from qerl_bench.studies.runs.load import Run
@@ -117,11 +117,11 @@ def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: D
 
     for lost in (0, 8):  # damage is measured, whatever it is
         hurt = results(design, probes(design, lost=lost))
-        assert stopped(hurt.values()) == {} and hurt["damage by nf4"].word == "measured"
+        assert blocked(hurt.values()) == {} and hurt["damage by nf4"].word == "measured"
     weak = results(design, probes(design, rise=0.01, kl=1e-4))
-    assert set(stopped(weak.values())) == {"nvfp4-noise", "bf16-noise"}
+    assert set(blocked(weak.values())) == {"nvfp4-noise", "bf16-noise"}
     told = override(weak.values(), ["rise", "KL", "headroom"])
-    assert stopped(told) == {} and {one.gate.split(",")[0] for one in told if one.overridden} == {
+    assert blocked(told) == {} and {one.gate.split(",")[0] for one in told if one.overridden} == {
         "rise of entropy",
         "KL",
     }
@@ -131,7 +131,7 @@ def test_good_bases_pass_and_a_failed_gate_stops_the_arms_that_need_it(design: D
     hopeless = probes(design)
     for record in hopeless:
         record["formats"]["bf16"]["correct"] = [0] * 30
-    assert set(stopped(results(design, hopeless).values())) == {arm.name for arm in design.arms}
+    assert set(blocked(results(design, hopeless).values())) == {arm.name for arm in design.arms}
 
 
 def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: Design) -> None:
@@ -160,7 +160,7 @@ def test_gates_of_training_need_headroom_a_rise_skill_and_one_control(design: De
     assert between("all are at a limit", 0.1, 0.4, [0.1, 0.4], ()).meeting == 2
     assert between("of a run that learns nothing", 0.0, 1.0, [0.0, 0.0], (), must=True).passed is False
     assert between("at the limit", 0.0, 1.0, [0.0, 0.0], ()).passed is True
-    assert set(stopped(dull.values())) == {"nvfp4-noise", "bf16-noise"}
+    assert set(blocked(dull.values())) == {"nvfp4-noise", "bf16-noise"}
     unlearned = judged(0.22, 0.05, 0.04)
     assert unlearned["gain on the longest questions"].passed is False
 
@@ -185,9 +185,9 @@ def test_a_limit_inside_of_the_interval_is_neither_passed_nor_failed(
 ) -> None:
     found = between("a gate", 0.1, 0.4, values, ("arm",), must=must)
     assert found.word == word
-    assert (stopped([found]) == {"arm": ["a gate"]}) == (word == "no")
+    assert (blocked([found]) == {"arm": ["a gate"]}) == (word == "no")
     shown = between("a gate that must be passed", 0.1, 0.4, [0.08, 0.1, 0.13], ("arm",), must=True)
-    assert shown.word == "neither" and stopped([shown]) and not stopped(override([shown], ["a gate"]))
+    assert shown.word == "neither" and blocked([shown]) and not blocked(override([shown], ["a gate"]))
 
 
 def test_a_control_is_of_gain_or_of_exploration_and_a_study_may_lack_one(design: Design, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_control_is_of_gain_or_of_exploration_and_a_study_may_lack_one(design:
     }  # fmt: skip
     without = replace(design, arms=tuple(arm for arm in design.arms if arm.shows != "exploration"))
     found = results(without, probes(design))
-    assert found["control of exploration"].word == "no such arm" and stopped(found.values()) == {}
+    assert found["control of exploration"].word == "no such arm" and blocked(found.values()) == {}
     assert "| no such arm | harm can be shown, a lack of help cannot |" in render([*found.values()])
     words = yaml.safe_load(STUDY.read_text())
     words["arms"]["bf16-group8"]["control"] = "exploration"
@@ -244,7 +244,7 @@ def test_a_study_that_is_continued_is_not_judged_by_the_bases_it_has(
 
 def test_the_table_and_the_json_hold_every_gate(design: Design) -> None:
     found = gates(design, probes(design, sigma=None), {})
-    written = json.loads(to_json(found, stopped(found)))
+    written = json.loads(to_json(found, blocked(found)))
     assert [row["gate"] for row in written["gates"]] == [one.gate for one in found]
     assert all(row["value"] is None or math.isfinite(row["value"]) for row in written["gates"])
     assert all(one.gate in line for one, line in zip(found, render(found).splitlines()[2:], strict=True))
@@ -361,7 +361,7 @@ def test_arms_with_the_weights_of_their_format_share_its_policy_and_no_number_te
 
     shared = found()
     assert [f"{one.quant.name} {one.quantizer.name}" for one, *_ in built] == ["bf16 rtn", "nvfp4 rtn", "nvfp4 mse"]
-    monkeypatch.setattr(probe, "decides_weights", lambda experiment: str(id(experiment)))
+    monkeypatch.setattr(probe, "weights_key", lambda experiment: str(id(experiment)))
     assert found() == shared and len(built) == 6
     assert min(shared["doses"][arm]["sigma"] for arm in ("mixed", "plain", "adapters")) > 0
 
@@ -468,7 +468,7 @@ def test_finished_runs_are_kept_on_the_way_once_there_are_new_ones(tmp_path: Pat
     assert sweep.run() == [] and done == []  # the end packs
     sweep.keep_every_s, sweep.kept = 0.0, 0
     assert sweep.is_time_to_keep()
-    sweep.deadline.end = time.monotonic() + runner.PACKING_S - 1
+    sweep.deadline.end = time.monotonic() + runner.ARCHIVING_S - 1
     assert not sweep.is_time_to_keep()  # what is running would be stopped late
 
 
@@ -491,7 +491,7 @@ def test_a_folder_that_cannot_be_written_stops_no_runs(
 ) -> None:
     def run(blocks: Blocks) -> list[tuple[Point, str]]:
         with monkeypatch.context() as full:
-            full.setattr(study, "pack", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+            full.setattr(study, "archive", lambda *_: (_ for _ in ()).throw(OSError("no space")))
             blocks.keep()
         return []
 
@@ -710,7 +710,7 @@ def test_sessions_are_read_together_and_a_base_belongs_to_the_one_that_trained_i
 
 
 def test_a_session_that_only_probed_is_read_too(design: Design, tmp_path: Path) -> None:
-    pack_probes(design, probes(design), tmp_path)
+    archive_probes(design, probes(design), tmp_path)
     study = read_sessions(read_design(tmp_path / "study.yaml"), [tmp_path])
     assert [*study.probes] == [0, 1, 2, 3] and study.runs == {} and study.design.common == design.common
 

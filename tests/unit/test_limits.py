@@ -13,7 +13,7 @@ import yaml
 from qerl_bench.checks import ConfigError
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.gates import gates
-from qerl_bench.studies.design.limits import WORLDS, read_limits
+from qerl_bench.studies.design.limits import BUILT_IN, read_limits
 from qerl_bench.studies.design.readings import above_half_time, gain_where_complete, lenient_gap, mixed_group
 
 STUDY: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_groups_are_drawn_without_replacement() -> None:
 
 
 def test_without_gates_a_study_has_those_of_worlds(tmp_path: Path) -> None:
-    assert design(tmp_path).limits == WORLDS == read_limits(None)
+    assert design(tmp_path).limits == BUILT_IN == read_limits(None)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_plan_of_recorded_passes_has_room_for_a_pool_and_a_pass_beside_it() ->
 
 
 def _on(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device), kept={})
+    return SimpleNamespace(device=torch.device(device), training_cache={})
 
 
 def test_micro_batches_are_measured_once_and_kept(

@@ -15,10 +15,10 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import KERNEL_BUFFERS, PackedLinear, pack_linear, resident_bytes
+from qerl_bench.quant.memory_layout import place
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nvfp4 import NVFP4
-from qerl_bench.quant.placement import place
 from qerl_bench.quantizer.apply import quantize_model
 from tests.weight_formats import PLAIN, symmetric
 

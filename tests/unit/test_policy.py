@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from qerl_bench.algo.sft import SFT
 from qerl_bench.checks import ConfigError
+from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.token_ids import stop_ids
-from qerl_bench.model.tokenizer import byte_tokenizer
-from qerl_bench.model.words import word_tokenizer
+from qerl_bench.model.word_tokenizer import word_tokenizer
 from qerl_bench.model_setup import build_policy
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quantizer.apply import quantize_model

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from qerl_bench.process import progress
-from qerl_bench.process.arguments import WIDTH, fitted
+from qerl_bench.process.arguments import WIDTH, wrap_lines
 from qerl_bench.process.progress import StepProgress, duration, phase, silence_s
-from qerl_bench.process.terminal import Fitting
+from qerl_bench.process.terminal import WrappingFormatter
 from qerl_bench.sweep.table import sweep_table
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -89,11 +89,11 @@ def test_lines_fit_a_terminal_and_lose_nothing(clock: Clock, capsys: pytest.Capt
     said = capsys.readouterr().err
     scores = [f"accuracy_{name} 0.125 +- 0.082" for name in ("greedy", "sampled", "of_majority", "at_k")]
     record = logging.LogRecord("x", logging.INFO, "x", 1, "step 6: %s", (", ".join(scores),), None)
-    logged = Fitting().format(record)
+    logged = WrappingFormatter().format(record)
     assert all(len(line) <= WIDTH for line in (first, second, third, *said.splitlines(), *logged.splitlines()))
     assert " ".join(logged.split()).endswith(f" step 6: {', '.join(scores)}") and logged.count("\n") == 1
     assert all(score in logged for score in scores) and said.endswith("0:00 so far\n")
-    assert fitted("x" * 300) == "x" * 300
+    assert wrap_lines("x" * 300) == "x" * 300
 
 
 def test_what_took_long_is_announced_with_an_estimate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

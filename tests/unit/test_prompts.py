@@ -11,8 +11,8 @@ import pytest
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import compose
 from qerl_bench.config import spec as build_spec
-from qerl_bench.model.tokenizer import END_ID, TAGS, byte_tokenizer
-from qerl_bench.model.words import word_tokenizer
+from qerl_bench.model.byte_tokenizer import END_ID, TAGS, byte_tokenizer
+from qerl_bench.model.word_tokenizer import word_tokenizer
 from qerl_bench.records import Demonstration, Prompt
 from qerl_bench.task.chat_template import render_prompt
 from qerl_bench.task.chat_template import token_ids as ids_of_texts

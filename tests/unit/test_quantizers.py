@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
-from qerl_bench.model.tokenizer import byte_tokenizer
+from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.nf4 import NF4

@@ -18,11 +18,11 @@ from qerl_bench.config import build, compose
 from qerl_bench.engine.recordable import eager_reason
 from qerl_bench.model.block import FusedBlock
 from qerl_bench.model_setup import build_policy
-from qerl_bench.options.fingerprint import UNSAID, fingerprint, scientific
+from qerl_bench.options.fingerprint import ADDED_LATER, fingerprint, scientific
 from qerl_bench.quant.activations import REASON, Rounding, round_inputs
 from qerl_bench.quant.base import ACTIVATIONS
 from qerl_bench.quant.linear import PackedLinear, pack_linear
-from qerl_bench.train.static import why_not
+from qerl_bench.train.recorded_passes import why_not
 from qerl_kernels.activations import KINDS, round_blocks
 from tests.short_runs import steps_of
 from tests.weight_formats import PLAIN, symmetric
@@ -210,7 +210,7 @@ def test_the_neutral_values_are_those_of_runs_from_before(
     make_config: Callable[..., Any], tmp_path: Path, no_figures: None
 ) -> None:
     """Names and numbers; as of the commit before these keys, a run of quant=mxfp4 was compared by hand."""
-    neutral = {key: value for key, value in UNSAID.items() if "activations" in key or ".keep_" in key}
+    neutral = {key: value for key, value in ADDED_LATER.items() if "activations" in key or ".keep_" in key}
     assert len(neutral) == 7
     cfg = make_config("quant=mxfp4")
     config = scientific(cfg)

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.byte_tokenizer import TAGS, byte_tokenizer
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.tiny import TinyModel
-from qerl_bench.model.tokenizer import TAGS, byte_tokenizer
 from qerl_bench.options import user_options
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.seeding import derive

@@ -18,7 +18,7 @@ from qerl_bench.model.attention import Kind
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.sharing import why_not_shared
 from qerl_bench.train.batch import MOST_READ, Batch, make_batch
-from qerl_bench.train.shares import rows_of_rank
+from qerl_bench.train.data_parallel import rank_rows
 from qerl_bench.train.update import make_optimizer, update
 
 CPU = torch.device("cpu")
@@ -333,7 +333,7 @@ def test_ranks_take_pieces_of_about_as_many_tokens() -> None:
     taught = torch.arange(len(batch.lengths)) % 3 > 0
     for size in (1, 2, 3, 8):
         worlds: list[Any] = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-        rows = [rows_of_rank(batch, taught, world, shares_prompts=True) for world in worlds]
+        rows = [rank_rows(batch, taught, world, shares_prompts=True) for world in worlds]
         assert torch.equal(torch.stack(rows).sum(0), torch.ones(len(taught), dtype=torch.long))
         for chosen in (taught, ~taught):
             computed = []
@@ -342,7 +342,7 @@ def test_ranks_take_pieces_of_about_as_many_tokens() -> None:
                 computed.append(len(Packing.from_mask(part.mask, part.input_ids).indices))
             assert max(computed) - min(computed) <= 100  # a completion and a prompt
         if size > 1:
-            in_turn = [rows_of_rank(batch, taught, world, shares_prompts=False) for world in worlds]
+            in_turn = [rank_rows(batch, taught, world, shares_prompts=False) for world in worlds]
             assert torch.equal(torch.stack(in_turn).sum(0), torch.ones(len(taught), dtype=torch.long))
 
 

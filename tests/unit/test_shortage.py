@@ -24,11 +24,11 @@ from qerl_bench.parallel import World
 from qerl_bench.process import gpu_share
 from qerl_bench.process.device import random_state, set_random_state
 from qerl_bench.records import Prompt
-from qerl_bench.train import memory_plan, static
+from qerl_bench.train import memory_plan, recorded_passes
 from qerl_bench.train import shortages as kept_small
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
-from qerl_bench.train.static import StaticInputs, StaticPasses, least_tokens, rows_that_fit
+from qerl_bench.train.recorded_passes import PaddedInputs, RecordedPasses, least_tokens, rows_that_fit
 
 LENGTHS = (4, 1, 9, 7, 6, 3, 12)  # with prompts up to 14 tokens
 
@@ -118,7 +118,7 @@ def test_what_sampling_keeps_is_given_up_for_an_update(
     for tokens, failing in ((80, (1,)), (14, (1,)), (14, (1, 2))):
         policy = make_policy()
         engine = hf.HFEngine(policy, 4, kept_gib=1.0)
-        policy.kept["sampler"] = engine.sampler = Sampler(policy, engine.limits)
+        policy.training_cache["sampler"] = engine.sampler = Sampler(policy, engine.limits)
         engine.generate(PROMPTS, SAMPLING)
         engine.sleep()
         assert engine.sampler.kept is not None
@@ -283,15 +283,15 @@ def test_random_numbers_go_back() -> None:
 def test_padded_micro_batches_stay_within_their_tokens() -> None:
     for tokens, width in ((8192, 1100), (8192, 100), (1024, 7), (40, 14), (30_000, 3)):
         rows = rows_that_fit(tokens, width)
-        assert static.bucket(rows) == rows and (rows * static.bucket(width) <= tokens or rows == 4)
-        assert static.bucket(rows + 1) * static.bucket(width) > tokens
+        assert recorded_passes.bucket(rows) == rows and (rows * recorded_passes.bucket(width) <= tokens or rows == 4)
+        assert recorded_passes.bucket(rows + 1) * recorded_passes.bucket(width) > tokens
     assert least_tokens(1100) == 4 * 1280
 
 
 class Replayed:
     """In the place of a graph: computes again, into the same places."""
 
-    def __init__(self, passes: StaticPasses, place: StaticInputs, outputs: Any) -> None:
+    def __init__(self, passes: RecordedPasses, place: PaddedInputs, outputs: Any) -> None:
         self.passes, self.place, self.outputs = passes, place, outputs
 
     def replay(self) -> None:
@@ -300,13 +300,13 @@ class Replayed:
             torch._foreach_copy_(self.outputs.tensors(), found.tensors())  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _recording(passes: StaticPasses, patch: pytest.MonkeyPatch, *failing: int) -> list[tuple[int, ...]]:
+def _recording(passes: RecordedPasses, patch: pytest.MonkeyPatch, *failing: int) -> list[tuple[int, ...]]:
     """Let `passes` record on a CPU; these recordings fail. Returns the shapes of all, as they are asked for."""
     asked: list[tuple[int, ...]] = []
 
-    def record(inputs: StaticInputs) -> None:
+    def record(inputs: PaddedInputs) -> None:
         asked.append(inputs.shape)
-        place = StaticInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
+        place = PaddedInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
         found, recordings = passes.compute(place), passes.recordings
         if len(asked) in failing:
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
@@ -316,7 +316,7 @@ def _recording(passes: StaticPasses, patch: pytest.MonkeyPatch, *failing: int) -
         recordings.passes[inputs.shape] = place, Replayed(passes, place, outputs), outputs  # type: ignore[assignment]
 
     passes.records, passes._record = True, record
-    patch.setattr(module, "static_passes", lambda *_: passes)
+    patch.setattr(module, "recorded_passes", lambda *_: passes)
     return asked
 
 
@@ -326,7 +326,7 @@ def test_recordings_share_what_they_give(
     experiment, plain = make_experiment("train.micro_batch_tokens=60"), make_policy()
     wanted, weights = _updated(plain, experiment, None, 2)
     policy = make_policy()
-    shapes = _recording(StaticPasses(experiment, policy), monkeypatch)
+    shapes = _recording(RecordedPasses(experiment, policy), monkeypatch)
     found, others = _updated(policy, experiment, None, 2)
     assert len(shapes) == len({*shapes}) > 1  # and those of the second step are replayed
     for one in (*wanted, *found):
@@ -348,7 +348,7 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
     experiment = make_experiment("train.micro_batch_tokens=60")
     wanted = _updated(make_policy(), experiment, None, 2)
     policy = make_policy()
-    passes = StaticPasses(experiment, policy)
+    passes = RecordedPasses(experiment, policy)
     shapes = _recording(passes, monkeypatch, failing)
     found = _updated(policy, experiment, run, 2)
     assert found[0] == wanted[0] and torch.equal(found[1], wanted[1])
@@ -362,9 +362,9 @@ def test_passes_are_plain_from_then_on_where_a_recording_has_no_memory(
 def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_too(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
 ) -> None:
-    passes = StaticPasses(make_experiment(), make_policy())
+    passes = RecordedPasses(make_experiment(), make_policy())
 
-    def record(inputs: StaticInputs) -> None:
+    def record(inputs: PaddedInputs) -> None:
         try:
             raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
         finally:
@@ -373,20 +373,20 @@ def test_a_recording_that_says_something_else_when_it_breaks_off_is_a_shortage_t
     passes.records, passes._record = True, record
     batch = _batch(passes.policy)
     with pytest.raises(torch.OutOfMemoryError):
-        passes(StaticInputs.of(batch, torch.ones(7), 0))
+        passes(PaddedInputs.of(batch, torch.ones(7), 0))
 
 
 def test_a_recording_can_free_those_before_it(
     make_policy: Callable[..., Any], make_experiment: Callable[..., Any]
 ) -> None:
     """When a larger pool takes their place, nobody else holds them."""
-    passes = StaticPasses(make_experiment(), make_policy())
-    inputs = StaticInputs.of(_batch(passes.policy), torch.ones(7), 0)
-    place = StaticInputs(7, 14, {})
+    passes = RecordedPasses(make_experiment(), make_policy())
+    inputs = PaddedInputs.of(_batch(passes.policy), torch.ones(7), 0)
+    place = PaddedInputs(7, 14, {})
     passes.recordings.passes[1, 2, 3] = place, Replayed(passes, place, None), None  # type: ignore[assignment]
     graph = weakref.ref(passes.recordings.passes[1, 2, 3][1])
 
-    def record(_: StaticInputs) -> None:
+    def record(_: PaddedInputs) -> None:
         passes.forget()
         assert graph() is None
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
@@ -490,12 +490,12 @@ def test_training_gives_up_its_recordings_for_a_rollout(policy: Policy) -> None:
         def forget(self) -> None:
             self.forgotten += 1
 
-    passes = policy.kept["passes"] = Passes()
+    passes = policy.training_cache["passes"] = Passes()
     try:
         with shortages(hf_graph.Decoding, "_advance", 1):
             _engine(policy, True).generate(PROMPTS, SAMPLING)
     finally:
-        del policy.kept["passes"]
+        del policy.training_cache["passes"]
     assert passes.forgotten == 1
 
 
@@ -561,7 +561,7 @@ def test_recordings_of_many_shapes_take_what_the_largest_takes(
     words = (*SHAPE, "model.dtype=bfloat16", "train.micro_batch_tokens=4096")
     policy, experiment = make_policy(*words, device="cuda"), make_experiment(*words)
     optimizer = module.make_optimizer(policy, experiment.optim)
-    passes = static.static_passes(experiment, policy)
+    passes = recorded_passes.recorded_passes(experiment, policy)
     assert passes is not None
     reserved, rooms = [], []
     for step, (rows, length) in enumerate([(16, 250), (20, 190), (12, 310), (28, 120), (10, 380), (4, 900)] * 2):

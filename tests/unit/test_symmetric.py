@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
+from qerl_bench.model.byte_tokenizer import byte_tokenizer
 from qerl_bench.model.load import load_packed
-from qerl_bench.model.tokenizer import byte_tokenizer
 from qerl_bench.quant.export import export
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.packed_config import packing_of

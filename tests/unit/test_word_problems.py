@@ -199,7 +199,7 @@ def test_too_few_problems_are_an_error_and_not_an_endless_search() -> None:
 
 
 def test_what_the_tiny_model_is_taught_fits_its_limit() -> None:
-    from qerl_bench.model.tokenizer import byte_tokenizer
+    from qerl_bench.model.byte_tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     lengths = [len(tokenizer(demo.completion)["input_ids"]) + 1 for demo in task().demonstrations(1, 500, seed=1)]

@@ -25,7 +25,7 @@ from qerl_bench.checks import require
 from qerl_bench.config import build
 from qerl_bench.options import user_options
 from qerl_bench.options.composer import Composer, register_resolvers
-from qerl_bench.options.fingerprint import as_dict, canonical, flat, plain, unsaid, with_effect
+from qerl_bench.options.fingerprint import added_later, as_dict, canonical, flat, plain, with_effect
 from qerl_bench.options.names import is_fixed, load_option, refuse_foreign_classes, search_folders
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.parallel import ALONE, World, joined
@@ -108,11 +108,11 @@ def with_later_keys(config: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(part, dict):
             return part
         known = keys_of(part.get("_target_", ""))
-        later = unsaid(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
+        later = added_later(group) | ({"every": 0, "every_questions": 1} if group == "eval" else {})
         return {key: value for key, value in later.items() if key in known} | part
 
     checkpoints = {"_target_": "qerl_bench.train.spec.CheckpointSpec", "keep": None}
-    whole = {"checkpoints": checkpoints, "reward": unsaid("reward")} | config
+    whole = {"checkpoints": checkpoints, "reward": added_later("reward")} | config
     return {group: grown(group, part) for group, part in whole.items()}
 
 
@@ -209,8 +209,8 @@ def reevaluate(
     All ranks of `world` call this; rank 0 writes the record.
     """
     trained, protocol = (build(without_training(one)) for one in (stored, cfg))
-    if served_in := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
-        trained, protocol = (one.in_format("eval.quant", served_in) for one in (trained, protocol))
+    if eval_format := OmegaConf.select(cfg, "eval.quant"):  # no other copy of the base is needed
+        trained, protocol = (one.in_format("eval.quant", eval_format) for one in (trained, protocol))
     protocol.eval.check(protocol.task)  # find faulty data before anything is written
     protocol.engine.check(protocol.device, protocol.quant)
     require(protocol.eval.name != "none", "eval=none evaluates nothing; choose another evaluation")
@@ -219,7 +219,7 @@ def reevaluate(
 
     from qerl_bench.eval.trained_on import without_trained
     from qerl_bench.session import evaluate, prepare_device, require_places, session
-    from qerl_bench.train.shares import require_equal_weights
+    from qerl_bench.train.data_parallel import require_equal_weights
 
     asked, trained_on = without_trained(protocol.task, getattr(protocol.eval, "questions", None), trained.task)
     protocol = replace(protocol, task=asked)

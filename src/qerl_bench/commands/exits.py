@@ -16,7 +16,7 @@ from hydra.errors import OverrideParseException
 from qerl_bench.checks import ConfigError, TrainingStopped
 from qerl_bench.options.suggestions import unread
 from qerl_bench.parallel import ERROR_FILE, tell_torchrun
-from qerl_bench.process.arguments import fitted
+from qerl_bench.process.arguments import wrap_lines
 from qerl_bench.process.memory import shortage
 from qerl_bench.process.terminal import lasting_output
 from qerl_bench.process.termination import Terminated, terminations_raise
@@ -63,9 +63,9 @@ def exit_in_words(stopped: str) -> Iterator[None]:
             raise
     else:
         return
-    print(fitted(message), file=sys.stderr)
+    print(wrap_lines(message), file=sys.stderr)
     if report is not None and code == REFUSED:
-        tell_torchrun(Path(report), fitted(message))
+        tell_torchrun(Path(report), wrap_lines(message))
     sys.exit(code)
 
 

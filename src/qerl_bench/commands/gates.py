@@ -18,10 +18,10 @@ from pathlib import Path
 from qerl_bench.checks import TrainingStopped, require
 from qerl_bench.process.mps import side_by_side
 from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.studies.conduct.packing import pack_probes
+from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.probing import probe_bases
 from qerl_bench.studies.conduct.runner import gates_so_far, parsed, parser_of, prepared
-from qerl_bench.studies.design.gates import gates, override, render, stopped, to_json
+from qerl_bench.studies.design.gates import blocked, gates, override, render, to_json
 from qerl_bench.studies.design.sessions import read_sessions
 from qerl_bench.studies.figures.style import save
 from qerl_bench.studies.report import probe_page
@@ -44,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         with side_by_side(options.mps):
             probes, failed = probe_bases(design, options.words, slots, deadline, design.arms, out)
-        pack_probes(design, probes, out)
+        archive_probes(design, probes, out)
         results = gates_so_far(design, probes)
     results = override(results, options.despite)
-    arms_stopped = stopped(results)
+    blocked_arms = blocked(results)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gates.json").write_text(to_json(results, arms_stopped))
+    (out / "gates.json").write_text(to_json(results, blocked_arms))
     (out / "gates.md").write_text(render(results) + "\n")
     if page := probe_page.markdown(probes):
         (out / "probes.md").write_text(page)
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
             save(figure, out / name)
         print(page)
     print(render(results))
-    for arm, by in arms_stopped.items():
+    for arm, by in blocked_arms.items():
         print(f"{arm} is stopped by: {', '.join(by)}")
     if failed:
         raise TrainingStopped("\n".join(failed))
-    sys.exit(1 if arms_stopped else 0)
+    sys.exit(1 if blocked_arms else 0)

@@ -25,7 +25,7 @@ from qerl_bench.options import user_options
 from qerl_bench.options.composer import HYDRA_DEFAULTS, Composer, register_resolvers, resolved
 from qerl_bench.options.explain import explain, usage
 from qerl_bench.options.names import check_option_names, search_folders
-from qerl_bench.parallel import World, joined, tells
+from qerl_bench.parallel import World, is_rank0_output, joined
 from qerl_bench.process.failure import failure_in_log
 from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.process.installation import CONF_DIR
@@ -35,7 +35,7 @@ from qerl_bench.sweep.check import check_single, tell_finished, warn_of_single_p
 from qerl_bench.sweep.points import flags_first, with_swept_axes
 
 
-class Carried(BaseException):
+class HydraBypass(BaseException):
     """An error on its way through Hydra, which would print the whole command line in front of its message."""
 
     def __init__(self, error: Exception) -> None:
@@ -48,7 +48,7 @@ def past_hydra() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Carried(error) from error
+        raise HydraBypass(error) from error
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def run(world: World) -> None:
 
     try:
         run_one()
-    except Carried as carried:
+    except HydraBypass as carried:
         error = carried.error
     else:
         return
@@ -98,7 +98,7 @@ def described(words: list[str]) -> str:
 
 def main(words: list[str]) -> None:
     if {"-h", "--help", "--version", "--explain"} & {*words}:
-        if tells():
+        if is_rank0_output():
             print(described(words))
         return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer

@@ -31,9 +31,9 @@ from qerl_bench.studies.conduct.accountable import account_for_changes
 from qerl_bench.studies.conduct.deadline import Deadline
 from qerl_bench.studies.conduct.draft import draft
 from qerl_bench.studies.conduct.probing import probe_bases
-from qerl_bench.studies.conduct.runner import Blocks, blocks_of, gates_so_far, pack, parsed, parser_of, prepared
+from qerl_bench.studies.conduct.runner import Blocks, archive, blocks_of, gates_so_far, parsed, parser_of, prepared
 from qerl_bench.studies.design.design import Design
-from qerl_bench.studies.design.gates import Result, override, render, stopped
+from qerl_bench.studies.design.gates import Result, blocked, override, render
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +64,16 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     arms = [arm for arm in design.arms if arm.tier in tiers or arm is design.reference]
     probes, failed = probe_bases(design, options.words, slots, deadline, arms, out)
     results = override(gates_so_far(design, probes), options.despite)
-    arms_stopped = stopped(results)
+    blocked_arms = blocked(results)
     log.info("before the runs\n%s", render(results))
-    for name, by in arms_stopped.items():
+    for name, by in blocked_arms.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
     not_chosen = {arm.name for arm in design.arms if arm.tier not in tiers}
-    blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
+    blocks = blocks_of(design, probes, {*blocked_arms} | not_chosen)
 
     def packed() -> list[Result]:
         results = override(gates_so_far(design, probes), options.despite)
-        pack(design, probes, results, stopped(results), out)
+        archive(design, probes, results, blocked(results), out)
         return results
 
     def keep() -> None:

@@ -105,7 +105,7 @@ class HFEngine:
         )
         reason = eager_reason(policy)
         self.sampler = Sampler(policy, self.limits) if reason is None else None
-        policy.kept["sampler"] = self.sampler
+        policy.training_cache["sampler"] = self.sampler
         shortages_of(policy).limits = Reduced()
         self.decoding = "cuda graphs" if reason is None else f"eager: {reason}"
         log.info("sampling: %s", self.decoding)
@@ -170,7 +170,7 @@ class HFEngine:
             self._limit(limits)
             smaller = {name: value for name, value in vars(limits).items() if value != vars(self.configured)[name]}
             shortages.limits.shrink(smaller, shortages.step)
-            if (passes := self.policy.kept.get("passes")) is not None:
+            if (passes := self.policy.training_cache.get("passes")) is not None:
                 passes.forget()  # training records them again, if there is room then
             release()  # only now: until here the traceback holds what was computed
 

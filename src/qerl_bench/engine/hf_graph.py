@@ -138,7 +138,7 @@ class Decoding:
         self.graphs: dict[tuple[int, bool, float, float], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.uses_graph else None
         self.graph_bytes = 0
-        self.baked = self._baked()
+        self.graph_key = self._graph_key()
 
     def fits(self, size: BufferSize) -> bool:
         """Whether these buffers serve such a rollout, and recordings still find everything where it was.
@@ -149,7 +149,7 @@ class Decoding:
         room = mine.rows >= size.rows and mine.columns >= size.columns and mine.tokens >= size.tokens
         pages = mine.pages >= max(size.least_pages, 3 * size.pages // 4)
         same_rows = mine.rows == size.rows or not self.limits.invariant
-        return room and pages and same_rows and self.baked == self._baked()
+        return room and pages and same_rows and self.graph_key == self._graph_key()
 
     @property
     def kept_bytes(self) -> int:
@@ -183,7 +183,7 @@ class Decoding:
     def run(self) -> Iterator[tuple[int, Completion]]:
         """Decode all requests; yields the number of each with its completion, as they end."""
         queue = self.queue
-        yield from self._enter()
+        yield from self._admit()
         while queue.batch:
             steps = queue.steps(CHECK_STOP_EVERY)
             if queue.grow(steps) or self.changed:
@@ -192,11 +192,11 @@ class Decoding:
             for _ in range(steps):
                 self._advance(size)
             self.rows_computed += steps * size
-            self._look()
-            yield from self._leave()
-            yield from self._enter()
+            self._poll_rows()
+            yield from self._retire()
+            yield from self._admit()
 
-    def _enter(self) -> Iterator[tuple[int, Completion]]:
+    def _admit(self) -> Iterator[tuple[int, Completion]]:
         """Fill the batch from the queue. Yields those that end with the token drawn from their prompt."""
         while entered := self.queue.admit():
             self.changed = True
@@ -212,15 +212,15 @@ class Decoding:
                 if self.numbers is not None:
                     numbers = uniforms([self.keys[request.index]], request.limit)[0]
                     self.numbers[request.place, : request.limit] = torch.from_numpy(numbers)
-            yield from self._leave()
+            yield from self._retire()
 
-    def _look(self) -> None:
+    def _poll_rows(self) -> None:
         """Learn from the device where every row is."""
         state = self.state[:, : len(self.queue.batch)].tolist()
         for request, token, drawn, done in zip(self.queue.batch, state[TOKEN], state[DRAWN], state[DONE], strict=True):
             request.token, request.drawn, request.done = token, drawn, bool(done)
 
-    def _leave(self) -> Iterator[tuple[int, Completion]]:
+    def _retire(self) -> Iterator[tuple[int, Completion]]:
         """Take the requests that are done out of the batch, and yield them."""
         finished = self.queue.retire()
         if not finished:
@@ -411,7 +411,7 @@ class Decoding:
                 block.scales[name].copy_(norm.weight)
         self.last_scale.copy_(self.decoder.norm.weight)
 
-    def _baked(self) -> tuple[object, ...]:
+    def _graph_key(self) -> tuple[object, ...]:
         """Everything of the policy that is part of a recording: addresses, except of what is copied, and adapters."""
         norms = [norm for layer in layers_of(self.policy) for norm in norms_of(layer).values()]
         copied = {id(norm.weight) for norm in (*norms, self.decoder.norm)}

@@ -168,7 +168,7 @@ class RolloutQueue:
         finished = [request for request in self.batch if request.done]
         self.batch = [request for request in self.batch if not request.done]
         for request in finished:
-            self._leave(request)
+            self._give_back(request)
             request.prompt.unfinished -= 1
             if request.prompt.unfinished == 0:
                 self._release(request.prompt)
@@ -190,12 +190,12 @@ class RolloutQueue:
         return False
 
     def _preempt(self, request: Request) -> None:
-        self._leave(request)
+        self._give_back(request)
         request.token, request.drawn, request.place = -1, 0, -1
         self.waiting.appendleft(request)
         self.preempted += 1
 
-    def _leave(self, request: Request) -> None:
+    def _give_back(self, request: Request) -> None:
         """Give back what a request had in the batch, in which it is no more."""
         self.free_pages += request.pages
         self.free_places.append(request.place)

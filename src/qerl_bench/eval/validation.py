@@ -62,7 +62,7 @@ def reduced(evaluator: Evaluator, task: Task) -> TaskEvaluation:
     return replace(evaluator, questions=questions, samples=min(SAMPLES, evaluator.samples), k=None)
 
 
-def metrics_of_point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def metrics_of_validation(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics `validation/*` from rows of samples.parquet, those of a question adjacent."""
     metrics: dict[str, float] = {"validation/questions": len({row["question"] for row in rows})}
     for mode in dict.fromkeys(row["mode"] for row in rows):
@@ -78,7 +78,7 @@ def metrics_of_point(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-def rows_of_point(rows: Sequence[dict[str, Any]], point: TaskEvaluation) -> list[dict[str, Any]]:
+def rows_of_validation(rows: Sequence[dict[str, Any]], point: TaskEvaluation) -> list[dict[str, Any]]:
     """Those rows of a whole evaluation that `point` would sample."""
     questions = [*dict.fromkeys(row["question"] for row in rows)][: point.questions]
     return [row for row in rows if row["question"] in questions and row["sample"] < point.samples]

@@ -23,7 +23,7 @@ from qerl_bench.quant.experts import PackedExperts, expert_modules, expert_param
 from qerl_bench.quant.grouped import ExpertsAdapter
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.share import decoder_blocks, is_linear, routers
+from qerl_bench.quant.packed_share import decoder_blocks, is_linear, routers
 
 
 def block_linears(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 from peft.tuners import lora
 
+from qerl_bench.checks import require
 from qerl_bench.model.adapters import LoRAExperts
 from qerl_bench.quant.concat import concat_rows_in_place
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
+from qerl_kernels.compilers import refusal
 from qerl_kernels.decode import MOST_TOKENS, kernel_of, separable
 from qerl_kernels.grouped import MAX_TOKENS as GROUPED_TOKENS
 from qerl_kernels.training_linear import Adapter, JoinedAdapters, packed_linear
@@ -190,6 +193,13 @@ def why_not_fused(kernel: str, device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
     return None
+
+
+def require_compiler(kernel: str, device: torch.device) -> None:
+    """Raise ConfigError if Triton would compile fused kernels wrongly for this card, or not at all."""
+    if why_not_fused(kernel, device) is None:
+        reason = refusal(torch.cuda.get_device_capability(device), version("triton"))
+        require(reason is None, f"kernel={kernel} cannot compile for this card: {reason}, or use kernel=torch")
 
 
 def is_small(model: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.mxfp4 import MXFP4
 from qerl_bench.quant.packed_checkpoint import read_packed
 from qerl_bench.quant.packed_config import RELEASED, quantization_config
-from qerl_bench.quant.share import weights_of
+from qerl_bench.quant.packed_share import weights_of
 from qerl_bench.quant.weight_files import left_out, weight_files
 from qerl_bench.quantizer.apply import quantize_model
 

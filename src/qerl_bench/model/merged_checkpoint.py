@@ -16,7 +16,7 @@ from qerl_bench.model.policy import Policy
 from qerl_bench.quant.experts import expert_modules
 from qerl_bench.quant.export import check_new_folder, write_model
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.quant.share import persistent_buffers
+from qerl_bench.quant.packed_share import persistent_buffers
 from qerl_bench.rundir.durable import atomically
 
 BASE, ADAPTER = ".base_layer", ".lora_"  # what PEFT puts into names

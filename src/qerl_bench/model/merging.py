@@ -24,7 +24,7 @@ from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.bf16 import BF16
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, errors_name_layer
 from qerl_bench.quant.nvfp4 import NVFP4
-from qerl_bench.quant.share import decoder_blocks
+from qerl_bench.quant.packed_share import decoder_blocks
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibrate import shared_amax
 

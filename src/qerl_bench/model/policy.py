@@ -35,7 +35,7 @@ from qerl_bench.model.token_ids import padding, require_rows, stop_ids, with_row
 from qerl_bench.quant.activations import REASON as ROUNDED
 from qerl_bench.quant.activations import Rounding
 from qerl_bench.quant.error_decomposition import LayerReport
-from qerl_bench.quant.share import packed_share
+from qerl_bench.quant.packed_share import packed_share
 from qerl_bench.records import Demonstration, Message, Prompt
 from qerl_bench.task.chat_template import (
     Keywords,
@@ -95,7 +95,7 @@ class Policy:
             f"{type(model).__name__} has none. Use lora.train_norms=false",
         )
         self.experts = routed_experts(model, structure)
-        self.kept: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
+        self.training_cache: dict[str, Any] = {}  # what training makes of this policy once, and uses in each step
         self.base = "a base without a name"
         self.digest: str | None = None  # of its weights
         self.folder: Path | None = None  # where these are; None for weights made from a seed

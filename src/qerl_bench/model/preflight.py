@@ -37,7 +37,7 @@ from qerl_bench.model.structure import consumers_of, observed, probe_ids
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.linear import PackedLinear
-from qerl_bench.quant.share import decoder_blocks, packed_share, unpacked_parameters, weights_of
+from qerl_bench.quant.packed_share import decoder_blocks, packed_share, unpacked_parameters, weights_of
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ class MadeHere:
         return None
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        from qerl_bench.model.tokenizer import byte_tokenizer
+        from qerl_bench.model.byte_tokenizer import byte_tokenizer
 
         return byte_tokenizer()
 
@@ -74,6 +74,6 @@ class Qwen2Spec(MadeHere):
     def qwen2_config(self, **more: Any) -> Qwen2Config:
         from transformers import Qwen2Config
 
-        from qerl_bench.model.tokenizer import END_ID, PAD_ID
+        from qerl_bench.model.byte_tokenizer import END_ID, PAD_ID
 
         return Qwen2Config(**self.config(), **more, bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID)

@@ -128,7 +128,7 @@ class ArchitectureShape(RandomModel):
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        from qerl_bench.model.tokenizer import END_ID, PAD_ID
+        from qerl_bench.model.byte_tokenizer import END_ID, PAD_ID
 
         require(
             self.architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

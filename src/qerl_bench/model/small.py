@@ -84,12 +84,12 @@ class SmallModel(TinyModel):
     def qwen2_config(self, **more: Any) -> Qwen2Config:
         from transformers import Qwen2Config
 
-        from qerl_bench.model.words import END_ID, PAD_ID
+        from qerl_bench.model.word_tokenizer import END_ID, PAD_ID
 
         return Qwen2Config(**self.config(), **more, bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        from qerl_bench.model.words import word_tokenizer
+        from qerl_bench.model.word_tokenizer import word_tokenizer
 
         return word_tokenizer()
 

@@ -26,7 +26,7 @@ from qerl_bench.process.memory import shortage
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_config import quantization_config
-from qerl_bench.quant.share import decoder_blocks, persistent_buffers, weights_of
+from qerl_bench.quant.packed_share import decoder_blocks, persistent_buffers, weights_of
 
 log = logging.getLogger(__name__)
 MOST_BYTES = 4 * 2**30  # of a copy of the whole model

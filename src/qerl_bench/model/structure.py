@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qerl_bench.checks import require
 from qerl_bench.model.weight_reads import weights_read
 from qerl_bench.quant.experts import PackedExperts
-from qerl_bench.quant.share import decoder_blocks
+from qerl_bench.quant.packed_share import decoder_blocks
 
 TWO_PER_BLOCK = ("llama", "mistral", "qwen2", "qwen3")  # a probe that finds anything else there is wrong
 PROBE_TOKENS = 8
@@ -79,7 +79,7 @@ def block_paths(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{path}.{index}" for index in range(len(blocks)))
 
 
-def probe(model: PreTrainedModel) -> Structure:
+def structure_of(model: PreTrainedModel) -> Structure:
     """The structure of `model`, packed or not, with an adapter or without. Leaves no trace in it.
 
     Raises ConfigError if the model multiplies by the weight of a packed layer, and AssertionError if a family whose

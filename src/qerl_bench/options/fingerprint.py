@@ -23,7 +23,7 @@ NO_EFFECT = frozenset(  # keys that do not affect what is trained, nor how it is
         "parallel",  # affects rounding, like the number of GPUs
     }
 )
-UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they have an effect at other values only
+ADDED_LATER: dict[str, Any] = {  # with what earlier runs did; these keys have an effect at other values only
     "reward._target_": "qerl_bench.reward.task.TaskReward",
     "reward.name": "task",
     "algo.right_only": False,
@@ -54,16 +54,16 @@ UNSAID: dict[str, Any] = {  # keys added later, with what earlier runs did; they
 }
 
 
-def unsaid(axis: str) -> dict[str, Any]:
-    """The keys of UNSAID of one group of a config, without its name."""
-    return {key.removeprefix(f"{axis}."): value for key, value in UNSAID.items() if key.startswith(f"{axis}.")}
+def added_later(axis: str) -> dict[str, Any]:
+    """The keys of ADDED_LATER of one group of a config, without its name."""
+    return {key.removeprefix(f"{axis}."): value for key, value in ADDED_LATER.items() if key.startswith(f"{axis}.")}
 
 
 def with_effect(tree: dict[str, Any]) -> dict[str, Any]:
-    """A config without the keys NO_EFFECT, and without those of UNSAID at the value there."""
+    """A config without the keys NO_EFFECT, and without those of ADDED_LATER at the value there."""
 
     def matters(key: str, value: Any) -> bool:
-        return key not in NO_EFFECT and not (key in UNSAID and UNSAID[key] == value)
+        return key not in NO_EFFECT and not (key in ADDED_LATER and ADDED_LATER[key] == value)
 
     def left(key: str, value: Any) -> Any:
         if not isinstance(value, dict):

@@ -14,7 +14,7 @@ STEPS = ("steps",)
 COMPLETION = ("task.max_completion_tokens",)
 FORMAT = ("quant",)
 
-OURS = {  # the last part of a key elsewhere -> config keys or axes of this project
+OPTIONS_FOR = {  # the last part of a key elsewhere -> config keys or axes of this project
     "learning_rate": LEARNING_RATE,
     "actor_learning_rate": LEARNING_RATE,
     "lr_scheduler_type": ("optim.schedule",),

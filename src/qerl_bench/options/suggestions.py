@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_bench.options.files import SET_BY_FILE, alternatives, option_fields, options_of, read_option
-from qerl_bench.options.foreign_names import ON, OURS, WITHOUT_KEY
+from qerl_bench.options.foreign_names import ON, OPTIONS_FOR, WITHOUT_KEY
 from qerl_bench.options.renamed_keys import renamed, renamed_value
 
 SHOWN = 8  # keys or choices that a message lists
@@ -35,7 +35,7 @@ def unknown_key(key: str, known: Collection[str], choices: Mapping[str, str], fo
     of_others = key not in keys_of_axis(key.partition(".")[0], folders)
     if last in WITHOUT_KEY and of_others:
         return f"there is no option {key}. {WITHOUT_KEY[last]}"
-    ours = OURS.get(last, ())
+    ours = OPTIONS_FOR.get(last, ())
     if ours and of_others:
         ours = [one for one in ours if one in known] or ours
         near = [_with_its_options(one, known, folders) for one in ours]

@@ -68,13 +68,13 @@ def wrapped(text: str) -> str:
     return "\n\n".join(filled)
 
 
-def fitted(text: str) -> str:
+def wrap_lines(text: str) -> str:
     """`text` in lines of WIDTH columns, broken at spaces, those behind punctuation first; a longer word stays whole."""
     return "\n".join(map(_broken, text.split("\n")))
 
 
 def whole(text: str) -> str:
-    """`text` as it was before `fitted`, on whose lines it is read."""
+    """`text` as it was before `wrap_lines`, on whose lines it is read."""
     return text.replace(f"\n{INDENT}", " ")
 
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from qerl_bench.process.arguments import WIDTH, fitted
+from qerl_bench.process.arguments import WIDTH, wrap_lines
 
 Item = TypeVar("Item")
 tqdm.monitor_interval = 0  # no thread to refresh bars: Python waits for ever for one that gets no memory to start
@@ -182,7 +182,7 @@ class Watch:
     def say(self, line: str) -> None:
         self.said = time.monotonic()
         if not sys.stderr.isatty():
-            print(fitted(line), file=sys.stderr, flush=True)
+            print(wrap_lines(line), file=sys.stderr, flush=True)
 
 
 watch = Watch()

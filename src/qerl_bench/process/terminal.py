@@ -12,30 +12,30 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO, cast
 
-from qerl_bench.process.arguments import fitted
+from qerl_bench.process.arguments import wrap_lines
 from qerl_bench.process.progress import watch
 
 
-class Fitting(logging.Formatter):
+class WrappingFormatter(logging.Formatter):
     """Log lines for a terminal. run.log keeps each whole, as one line."""
 
     def __init__(self, fmt: str | None = None, datefmt: str | None = None, *more: Any, **named: Any) -> None:
         super().__init__(fmt or "%(asctime)s %(message)s", datefmt or "%H:%M:%S", *more, **named)
 
     def format(self, record: logging.LogRecord) -> str:
-        return fitted(super().format(record))
+        return wrap_lines(super().format(record))
 
 
 def log_to_stderr(*packages: str) -> None:
     """Show what `packages` log, and problems of others, as a run does (conf/run.yaml)."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Fitting())
+    handler.setFormatter(WrappingFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     for package in packages:
         logging.getLogger(package).setLevel(logging.INFO)
 
 
-class Lasting:
+class TolerantStream:
     """A text stream. What it cannot write any more is dropped, because a run must not end with its reader."""
 
     def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -78,7 +78,7 @@ def lasting_output() -> Iterator[None]:
         open(descriptor, "w", closefd=False) if stream is None else stream  # noqa: SIM115 - until the end
         for descriptor, stream in enumerate(before, start=1)
     )
-    results = Lasting(out, watch.room)
+    results = TolerantStream(out, watch.room)
 
     @contextmanager
     def behind_results() -> Iterator[None]:
@@ -86,8 +86,8 @@ def lasting_output() -> Iterator[None]:
         with watch.room():
             yield
 
-    sys.stdout, sys.stderr = results, Lasting(error, behind_results)
-    watch.screen = cast(TextIO, Lasting(error))
+    sys.stdout, sys.stderr = results, TolerantStream(error, behind_results)
+    watch.screen = cast(TextIO, TolerantStream(error))
     try:
         yield
     finally:

@@ -41,19 +41,19 @@ def terminations_raise() -> Iterator[None]:
         yield
 
 
-class Noted:
+class PendingSignal:
     """The signal that came in a block of `terminations_noted`; None if none did."""
 
     signum: int | None = None
 
 
 @contextmanager
-def terminations_noted(noting: bool) -> Iterator[Noted]:
+def terminations_noted(noting: bool) -> Iterator[PendingSignal]:
     """In this block SIGTERM and SIGHUP are only noted, so that it can end where nothing is lost. Ctrl-C is not.
 
     Without `noting` the block changes nothing.
     """
-    noted = Noted()
+    noted = PendingSignal()
 
     def note(signum: int, frame: FrameType | None) -> None:
         if noted.signum is None:

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from qerl_bench.checks import ConfigError, require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
-from qerl_bench.quant.conversion import in_checkpoint, rows_in_checkpoint
+from qerl_bench.quant.checkpoint_mapping import in_checkpoint, rows_in_checkpoint
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.packed_config import scheme_of
-from qerl_bench.quant.share import persistent_buffers, unpacked_parameters
+from qerl_bench.quant.packed_share import persistent_buffers, unpacked_parameters
 from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
 from qerl_bench.rundir.durable import atomically
 from qerl_kernels.symmetric import swap_sign

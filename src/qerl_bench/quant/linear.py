@@ -59,7 +59,7 @@ class PackedLinear(torch.nn.Linear):
 
     row_scales: list[tuple[slice, float]]
     _scale_offset: int | None = None  # `KernelWeight.offset`, set once the kernels' layout is the resident one
-    owns_memory = False  # set by `quant.placement`: nobody else reads the packed tensors, which may be overwritten
+    owns_memory = False  # set by `quant.memory_layout`: nobody else reads the packed tensors, which may be overwritten
     rounding: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the input: `quant.activations`
     _kept: dict[torch.dtype, torch.Tensor] | None = None  # operands by dtype: `operands_kept`, `keep_operand`
 

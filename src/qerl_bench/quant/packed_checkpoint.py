@@ -20,7 +20,7 @@ import torch
 from qerl_bench.checks import require
 from qerl_bench.quant.base import BlockFormat, WeightFormat
 from qerl_bench.quant.checkpoint import BLOCKS, SCALES, UNUSED, CheckpointReader, skeleton
-from qerl_bench.quant.conversion import rows_in_checkpoint, sources_of
+from qerl_bench.quant.checkpoint_mapping import rows_in_checkpoint, sources_of
 from qerl_bench.quant.experts import expert_modules, expert_parameters, is_transposed, matrix_shape, pack_experts
 from qerl_bench.quant.linear import TENSOR_SCALES, PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
@@ -29,7 +29,7 @@ from qerl_bench.quant.nf4 import NF4
 from qerl_bench.quant.nf4_checkpoint import NF4_PARTS, REMEDY, STATE, UNPACKED, read_nf4
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quant.packed_config import MODELOPT, packing_of
-from qerl_bench.quant.share import is_linear
+from qerl_bench.quant.packed_share import is_linear
 from qerl_bench.quant.symmetric import FP8, INT4, INT8, Symmetric
 from qerl_kernels.symmetric import swap_sign
 

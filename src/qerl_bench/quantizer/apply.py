@@ -30,8 +30,8 @@ from qerl_bench.quant.experts import (
 )
 from qerl_bench.quant.linear import PackedLinear, errors_name_layer, resident_bytes
 from qerl_bench.quant.matrices import PackedMatrices
-from qerl_bench.quant.placement import place
-from qerl_bench.quant.share import decoder_blocks, is_linear, routers
+from qerl_bench.quant.memory_layout import place
+from qerl_bench.quant.packed_share import decoder_blocks, is_linear, routers
 from qerl_bench.quantizer.base import Quantizer
 from qerl_bench.quantizer.calibrate import (
     first_block_inputs,

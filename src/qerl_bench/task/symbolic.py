@@ -1,6 +1,6 @@
 """What the tasks in words and numbers share: prompts without a template, problems that never leave their split.
 
-Text is a row of words with spaces between them, all of them in the vocabulary of model=small (model/words.py). A model
+Text is a row of words with spaces between them, all of them in the vocabulary of model=small. A model
 learns such a task from demonstrations made here (experiment=pretrain), and RL continues on the same kind of problems.
 """
 

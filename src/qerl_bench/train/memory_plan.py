@@ -20,9 +20,9 @@ from qerl_bench.process.device import peak_bytes
 from qerl_bench.process.gpu_share import free_bytes, release
 from qerl_bench.process.memory import shortage
 from qerl_bench.rundir.run_dir import RunDir
+from qerl_bench.train.recorded_passes import POOL_SPARE, least_tokens
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
-from qerl_bench.train.static import POOL_SPARE, least_tokens
 
 log = logging.getLogger(__name__)
 FILE = "memory.json"
@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Size:
-    """How large micro-batches are, and whether their passes may be recorded (static.py), in which case with padding."""
+    """How large micro-batches are, and whether their passes may be recorded, in which case with padding."""
 
     tokens: int
     recorded: bool
@@ -95,7 +95,7 @@ def remember(policy: Policy, run: RunDir) -> None:
     """Let a run that goes on or begins again plan the micro-batches that it did. What shortages have made of them is
     in checkpoints."""
     if (run.path / FILE).exists() and "micro_batch_tokens" in (stored := json.loads((run.path / FILE).read_text())):
-        policy.kept["size"] = Size(stored["micro_batch_tokens"], stored.get("recorded", True))
+        policy.training_cache["size"] = Size(stored["micro_batch_tokens"], stored.get("recorded", True))
 
 
 def micro_batch_size(
@@ -113,7 +113,7 @@ def micro_batch_size(
             f"{longest:,} tokens. Set it to at least {longest:,}, or to null, or lower task.max_completion_tokens; "
             "memory is saved by train.recompute=selective or full"
         )
-    kept: Size | None = policy.kept.get("size")
+    kept: Size | None = policy.training_cache.get("size")
     if kept is None and wanted is None and policy.device.type == "cuda":
         plan = measured_plan(policy, optimizer, longest, records)
         about = {"longest_sequence": longest, "recompute": train.recompute}
@@ -125,7 +125,7 @@ def micro_batch_size(
                 "train.recompute=full",
                 *(longest, plan.micro_batch_tokens),
             )
-        kept = policy.kept["size"] = Size(plan.micro_batch_tokens, plan.recorded)
+        kept = policy.training_cache["size"] = Size(plan.micro_batch_tokens, plan.recorded)
     if kept is None:
         kept = Size(wanted or CPU_TOKENS, recorded=True)
     if reduced := shortages_of(policy).size.value:

@@ -12,7 +12,7 @@ import torch
 
 from qerl_bench.model.packing import Packing
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.static import StaticInputs, rows_that_fit
+from qerl_bench.train.recorded_passes import PaddedInputs, rows_that_fit
 
 
 @dataclass
@@ -28,7 +28,7 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None = None  # (B, T), None before the first update
     reference_logprobs: torch.Tensor | None = None  # (B, T)
     importance_weights: torch.Tensor | None = None  # (B, T) old / sampler, truncated or masked
-    static: StaticInputs | None = None  # with fixed shapes, if its pass can be recorded
+    padded: PaddedInputs | None = None  # with fixed shapes, if its pass can be recorded
     tokens_of: tuple[tuple[int, int], ...] = ()  # for each sequence its row in the step's batch, and its tokens
     measures_noise: bool = True  # whether it may make a pass only to measure the mismatch that noise makes
     measures_base: bool = False  # whether it makes a pass of the base to measure kl_to_base
@@ -64,7 +64,7 @@ def split(
             part.mask.any(1).nonzero()[:, 0].to(device),
             loss_weights[chosen].to(device),
             has_gradient=value,
-            static=None if pad_id is None else StaticInputs.of(part, loss_weights[chosen], pad_id).to(device),
+            padded=None if pad_id is None else PaddedInputs.of(part, loss_weights[chosen], pad_id).to(device),
             tokens_of=tuple(zip(chosen.tolist(), part.mask.sum(1).tolist(), strict=True)),
         )
         for value, selected in ((True, has_gradient & rows), (False, ~has_gradient & rows))

@@ -14,16 +14,16 @@ from qerl_bench.model.lm_head import TokenStats
 from qerl_bench.model.packing import Packing
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.routing import changed_choices
-from qerl_bench.train.kept import TokenColumns
 from qerl_bench.train.micro_batches import MicroBatch
 from qerl_bench.train.nonfinite import NonFiniteError, first_in_forward
 from qerl_bench.train.objective import objective
+from qerl_bench.train.recorded_passes import RecordedPasses
+from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.specs import Specs
-from qerl_bench.train.static import StaticPasses
 
 
 @dataclass
-class Part:
+class MicroBatchResult:
     """What one micro-batch adds to the numbers of a step: on its device, and after `to_host` on the host, in FP64."""
 
     loss: float | torch.Tensor
@@ -32,7 +32,7 @@ class Part:
     tokens_of: tuple[tuple[int, int], ...]  # that of its micro-batch
 
     def columns_by_row(self) -> dict[int, TokenColumns]:
-        """The log-probabilities of each sequence, by its row in the step's batch, as `train/kept.py` calls them."""
+        """The log-probabilities of each sequence by its row in the step's batch, with the names of rollouts.jsonl."""
         names = {"logprobs": "trained", "noisy_logprobs": "noisy"}
         sizes = [size for _, size in self.tokens_of]
         columns: dict[int, TokenColumns] = {row: {} for row, _ in self.tokens_of}
@@ -44,8 +44,8 @@ class Part:
 
 
 def forward_backward(
-    specs: Specs, policy: Policy, micro_batch: MicroBatch, passes: StaticPasses | None = None
-) -> Part | None:
+    specs: Specs, policy: Policy, micro_batch: MicroBatch, passes: RecordedPasses | None = None
+) -> MicroBatchResult | None:
     """Add the gradient of one micro-batch, and return its numbers.
 
     None if nothing was computed: its loss is 0, and its metrics were recorded in the first update.
@@ -56,11 +56,11 @@ def forward_backward(
     if not (micro_batch.has_gradient or is_first_update):
         return None
     tokens = metrics.TokenTable()
-    if passes is not None and micro_batch.static is not None:
-        stats, loss, columns = passes(micro_batch.static)
+    if passes is not None and micro_batch.padded is not None:
+        stats, loss, columns = passes(micro_batch.padded)
         micro_batch.logprobs = stats.logprobs
         before_first_update(specs, policy, micro_batch, stats, [], tokens)
-        return Part(loss, sums_of(columns, layout), tokens, micro_batch.tokens_of)
+        return MicroBatchResult(loss, sums_of(columns, layout), tokens, micro_batch.tokens_of)
     train_with_noise = specs.noise.site == "rollout_and_training"
     training_noise = policy.noise.for_training if train_with_noise else nullcontext
     with (
@@ -86,7 +86,7 @@ def forward_backward(
     if micro_batch.has_gradient:
         with training_noise():  # recomputation repeats the forward pass
             loss.backward()
-    return Part(loss.detach(), sums, tokens, micro_batch.tokens_of)
+    return MicroBatchResult(loss.detach(), sums, tokens, micro_batch.tokens_of)
 
 
 def sums_of(columns: dict[str, torch.Tensor], layout: Packing) -> dict[str, torch.Tensor]:
@@ -94,7 +94,7 @@ def sums_of(columns: dict[str, torch.Tensor], layout: Packing) -> dict[str, torc
     return {name: layout.completion(column).detach().double().sum() for name, column in columns.items()}
 
 
-def to_host(parts: Sequence[Part], grad_norm: torch.Tensor) -> float:
+def to_host(parts: Sequence[MicroBatchResult], grad_norm: torch.Tensor) -> float:
     """Bring the numbers of `parts` to the host, in place, and the norm, which is returned: one transfer, one wait."""
     columns = [column for part in parts for column in part.tokens.columns.values()]
     scalars = [torch.as_tensor(number) for part in parts for number in (part.loss, *part.sums.values())]

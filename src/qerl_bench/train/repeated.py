@@ -16,10 +16,10 @@ from qerl_bench.process.gpu_share import release
 from qerl_bench.process.memory import NO_MEMORY, shortage
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.train.memory_plan import FILE, Size
+from qerl_bench.train.recorded_passes import RecordedPasses
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import TrainSpec
 from qerl_bench.train.specs import Specs
-from qerl_bench.train.static import StaticPasses
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ def repeated_smaller(
     policy: Policy,
     run: RunDir,
     longest: int,
-    passes: StaticPasses | None,
+    passes: RecordedPasses | None,
     world: World,
 ) -> tuple[Size, Result]:
     """What `work` gives in micro-batches of `size`, or where memory runs out of one that works, and that size.
@@ -48,7 +48,7 @@ def repeated_smaller(
         except (RuntimeError, MemoryError) as error:
             if shortage(error) is None:  # one that ends the run, or only this rank
                 raise
-            sampler = policy.kept.get("sampler")
+            sampler = policy.training_cache.get("sampler")
             frees = any(world.gather(sampler is not None and sampler.kept is not None))
             may_shrink = not specs.parallel.exact
             size = after_shortage(error, size, specs.train, policy, longest, run, may_shrink, frees)

@@ -76,4 +76,4 @@ class Shortages:
 
 def shortages_of(policy: Policy) -> Shortages:
     """Those of the run that trains `policy`."""
-    return policy.kept.setdefault("shortages", Shortages())
+    return policy.training_cache.setdefault("shortages", Shortages())

@@ -18,6 +18,8 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -31,17 +33,17 @@ from qerl_bench.process.memory import memory_for
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
 from qerl_bench.train.batch import Batch
-from qerl_bench.train.kept import TokenColumns
+from qerl_bench.train.data_parallel import GradientSum, rank_rows, schedule
 from qerl_bench.train.memory_plan import Size, micro_batch_size
 from qerl_bench.train.micro_batches import MicroBatch, carry_over, sample_measured, split
-from qerl_bench.train.micro_pass import Part, forward_backward, loss_error, to_host
+from qerl_bench.train.micro_pass import MicroBatchResult, forward_backward, loss_error, to_host
 from qerl_bench.train.nonfinite import NonFiniteError, dump, first_in_backward
+from qerl_bench.train.recorded_passes import RecordedPasses, recorded_passes
 from qerl_bench.train.repeated import repeated_smaller
-from qerl_bench.train.shares import GradientSum, rows_of_rank, turns
+from qerl_bench.train.rollout_records import TokenColumns
 from qerl_bench.train.shortages import shortages_of
 from qerl_bench.train.spec import OptimSpec, TrainSpec
 from qerl_bench.train.specs import Specs
-from qerl_bench.train.static import StaticPasses, static_passes
 
 log = logging.getLogger(__name__)
 BETA1 = 0.9  # of AdamW
@@ -53,6 +55,15 @@ def make_optimizer(policy: Policy, optim: OptimSpec) -> torch.optim.Optimizer:
     if optim.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit as kind  # type: ignore[assignment]
     return kind(policy.trainable, lr=optim.lr, betas=(BETA1, optim.beta2), weight_decay=optim.weight_decay)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward passes of one update gave on this rank, and the norm of the gradient of all ranks."""
+
+    results: list[tuple[int, MicroBatch, MicroBatchResult]]  # with the place among the micro-batches of all ranks
+    norm: torch.Tensor  # on the device
+    grad_norm: float  # the same on the host
 
 
 def update(
@@ -75,8 +86,8 @@ def update(
     run ends with TrainingStopped, as train.on_nonfinite says. If memory runs out, the update is repeated in smaller
     micro-batches, in which those of some steps are made then.
     """
-    algo, optim, train = specs.algo, specs.optim, specs.train
-    lr = optim.lr_at(step, specs.steps)
+    algo, train = specs.algo, specs.train
+    lr = specs.optim.lr_at(step, specs.steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
     batch = batch.to(torch.device("cpu"))  # what is decided about it waits for no GPU
@@ -85,62 +96,35 @@ def update(
     if algo.on_policy and specs.kl.coef == 0 and train.entropy_coef == 0:
         has_gradient = batch.advantages != 0
     shortages_of(policy).begin(step)
-    longest, exact = int(batch.lengths.max()), specs.parallel.exact
-    passes = static_passes(specs, policy)
+    longest = int(batch.lengths.max())
+    passes = recorded_passes(specs, policy)
     records = all(world.gather(passes is not None))
     with precision(train, policy.device.type):
         size = world.from_first(lambda: micro_batch_size(train, policy, optimizer, longest, run, records))
-
-    def micro_batches_of(size: Size) -> list[MicroBatch]:
-        fixed = size.recorded and bool(has_gradient.any())
-        trained = torch.ones_like(has_gradient) if fixed else has_gradient  # a recorded pass trains on every row
-        weights, shares = algo.loss_weights(lengths), policy.shares_prompts
-        rows = torch.ones_like(trained) if exact else rows_of_rank(batch, trained, world, shares and not fixed)
-        pad_id = policy.pad_id if fixed else None
-        parts = split(batch, weights, trained, rows, size.tokens, policy.device, pad_id, shares)
-        seed = derive(specs.seed, "mismatch", step)
-        sample_measured(parts, train.mismatch_share, seed, specs.kl.measured_at(step))
-        return parts
+    make = partial(micro_batches_of, specs, policy, batch, has_gradient, step, world)
 
     def cut(size: Size) -> None:
         nonlocal micro_batches
-        before, micro_batches = micro_batches, micro_batches_of(size)
+        before, micro_batches = micro_batches, make(size)
         if number > 0:
             carry_over(before, micro_batches)
 
-    def gradients() -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
+    def gradients() -> Gradients:
         optimizer.zero_grad(set_to_none=True)
         with precision(train, policy.device.type):
             return add_gradients(specs, policy, micro_batches, passes, world)
 
-    micro_batches = micro_batches_of(size)
+    micro_batches = make(size)
     totals = StepAccumulator()
-    parts: dict[tuple[int, int], Part] = {}  # by update and place of the micro-batch among those of all ranks
+    parts: dict[tuple[int, int], MicroBatchResult] = {}  # by update and place among all micro-batches
     if world.size > 1:
         torch.manual_seed(derive(specs.seed, "torch", step, world.rank))  # adapter dropout of other sequences
     policy.train_mode(True)
     for number in range(train.updates_per_batch):
-        size, (done, norm, grad_norm) = repeated_smaller(
-            gradients, size, cut, specs, policy, run, longest, passes, world
-        )
-        parts |= {(number, place): part for place, _, part in done}
-        totals.grad_norms.append(grad_norm)
-        try:
-            with world.together(NonFiniteError):
-                for _, micro_batch, part in done:
-                    if not math.isfinite(part.loss):
-                        raise loss_error(policy, specs.rollout.temperature, micro_batch)
-            if not math.isfinite(grad_norm):
-                raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
-        except NonFiniteError as error:
-            message = world.from_first(lambda error=error: dump(run, step, error))
-            if train.on_nonfinite == "stop":
-                raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
-            log.warning("%s. This update is skipped.", message)
-            continue
-        torch.nn.utils.clip_grads_with_norm_(policy.trainable, optim.max_grad_norm, norm)
-        optimizer.step()
-        totals.applied += 1
+        size, found = repeated_smaller(gradients, size, cut, specs, policy, run, longest, passes, world)
+        parts |= {(number, place): part for place, _, part in found.results}
+        totals.grad_norms.append(found.grad_norm)
+        totals.applied += apply_gradients(specs, policy, optimizer, batch, found, run, step, world)
     optimizer.zero_grad(set_to_none=True)
     policy.train_mode(False)
     everywhere = {key: part for of_rank in world.gather(parts) for key, part in of_rank.items()}
@@ -157,22 +141,35 @@ def update(
     }
 
 
+def micro_batches_of(
+    specs: Specs, policy: Policy, batch: Batch, has_gradient: torch.Tensor, step: int, world: World, size: Size
+) -> list[MicroBatch]:
+    """The micro-batches of this rank, of all ranks with parallel.exact, of at most `size`.
+
+    `has_gradient` (N,) are the rows of `batch` that train; a recorded pass trains on every row.
+    """
+    fixed = size.recorded and bool(has_gradient.any())
+    trained = torch.ones_like(has_gradient) if fixed else has_gradient
+    weights, shares = specs.algo.loss_weights(batch.mask.sum(1)), policy.shares_prompts
+    exact = specs.parallel.exact
+    rows = torch.ones_like(trained) if exact else rank_rows(batch, trained, world, shares and not fixed)
+    parts = split(batch, weights, trained, rows, size.tokens, policy.device, policy.pad_id if fixed else None, shares)
+    seed = derive(specs.seed, "mismatch", step)
+    sample_measured(parts, specs.train.mismatch_share, seed, specs.kl.measured_at(step))
+    return parts
+
+
 def add_gradients(
-    specs: Specs,
-    policy: Policy,
-    micro_batches: Sequence[MicroBatch],
-    passes: StaticPasses | None,
-    world: World,
-) -> tuple[list[tuple[int, MicroBatch, Part]], torch.Tensor, float]:
+    specs: Specs, policy: Policy, micro_batches: Sequence[MicroBatch], passes: RecordedPasses | None, world: World
+) -> Gradients:
     """The backward passes of one update, and the gradients of all ranks in the parameters.
 
-    Returns what each micro-batch of this rank gave, with its place among those of all ranks, and the norm of the
-    gradient, on the device and on the host. Raises an error of any rank's passes on all ranks.
+    Raises an error of any rank's passes on all ranks.
     """
     exact = specs.parallel.exact
     total = GradientSum(policy.trainable, world, exact)
-    done: list[tuple[int, MicroBatch, Part]] = []
-    for turn in turns(micro_batches, world, exact):
+    done: list[tuple[int, MicroBatch, MicroBatchResult]] = []
+    for turn in schedule(micro_batches, world, exact):
         with world.together(RuntimeError, MemoryError):  # such as PyTorch's when memory runs out
             for place, micro_batch in turn:
                 if (part := forward_backward(specs, policy, micro_batch, passes)) is not None:
@@ -180,11 +177,40 @@ def add_gradients(
         with memory_for("train"):  # ends the run: only passes that failed on all ranks are repeated
             total.add()
     with memory_for("train"):
-        total.put()
+        total.write_back()
     with world.together(RuntimeError, MemoryError):
         norm = torch.nn.utils.get_total_norm([p.grad for p in policy.trainable if p.grad is not None])
         grad_norm = to_host([part for *_, part in done], norm.to(policy.device))  # the only wait for the GPU
-    return done, norm, grad_norm
+    return Gradients(done, norm, grad_norm)
+
+
+def apply_gradients(
+    specs: Specs,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    found: Gradients,
+    run: RunDir,
+    step: int,
+    world: World,
+) -> bool:
+    """Clip and step after `add_gradients`, or skip this update, whose loss or gradient is not finite: False."""
+    try:
+        with world.together(NonFiniteError):
+            for _, micro_batch, part in found.results:
+                if not math.isfinite(part.loss):
+                    raise loss_error(policy, specs.rollout.temperature, micro_batch)
+        if not math.isfinite(found.grad_norm):
+            raise NonFiniteError("gradient", first_in_backward(policy.model), batch.tensors())
+    except NonFiniteError as error:
+        message = world.from_first(lambda error=error: dump(run, step, error))
+        if specs.train.on_nonfinite == "stop":
+            raise TrainingStopped(f"{message}. To skip such updates: train.on_nonfinite=skip") from None
+        log.warning("%s. This update is skipped.", message)
+        return False
+    torch.nn.utils.clip_grads_with_norm_(policy.trainable, specs.optim.max_grad_norm, found.norm)
+    optimizer.step()
+    return True
 
 
 @contextmanager
@@ -204,7 +230,7 @@ class StepAccumulator:
         self.grad_norms: list[float] = []
         self.applied = 0
 
-    def include(self, parts: Iterable[Part]) -> None:
+    def include(self, parts: Iterable[MicroBatchResult]) -> None:
         """Add `parts`, whose numbers are on the host, in this order."""
         for part in parts:
             self.loss += float(part.loss)

@@ -20,7 +20,7 @@ from qerl_bench.quant.base import WeightFormat
 from qerl_bench.quant.experts import PackedExperts
 from qerl_bench.quant.export import checkpoint_tensors, config_entry, write_model
 from qerl_bench.quant.linear import FUSED_SIBLINGS, PackedLinear, resident_bytes
-from qerl_bench.quant.share import persistent_buffers
+from qerl_bench.quant.packed_share import persistent_buffers
 
 TENSOR_SCALE = "weight_global_scale"
 

@@ -14,14 +14,14 @@ from qerl_bench.studies.runs.load import Run
 
 
 @dataclass(frozen=True)
-class StoppedArm:
+class BlockedArm:
     """An arm of a design, by the gates that failed and the config items that its runs would have had."""
 
     gates: tuple[str, ...]
     items: Items
 
 
-def stopped_arms(runs: Iterable[Run]) -> list[StoppedArm]:
+def blocked_arms(runs: Iterable[Run]) -> list[BlockedArm]:
     """The arms that every session of the study which `runs` come from has stopped; none for runs in their own folders.
 
     A session is a committed study with the files gates.json and study.yaml, as `qerl-bench study` writes them.
@@ -29,10 +29,10 @@ def stopped_arms(runs: Iterable[Run]) -> list[StoppedArm]:
     folders = [folder for folder in sorted({run.path.parent for run in runs}) if (folder / "gates.json").is_file()]
     stopped = [json.loads((folder / "gates.json").read_text())["stopped"] for folder in folders]
     names = set.intersection(*map(set, stopped)) if stopped else set()
-    return [StoppedArm(tuple(stopped[0][name]), _items(folders[0], name)) for name in sorted(names)]
+    return [BlockedArm(tuple(stopped[0][name]), _items(folders[0], name)) for name in sorted(names)]
 
 
-def which_stopped(contrast: Contrast, where: Sequence[Filter], arms: Sequence[StoppedArm]) -> tuple[str, bool] | None:
+def which_blocked(contrast: Contrast, where: Sequence[Filter], arms: Sequence[BlockedArm]) -> tuple[str, bool] | None:
     """Why an arm that `contrast` needs was stopped, and whether by a gate that still counts; None if none was.
 
     Damage by a format stops no arm any more, so an arm that it stopped was merely not run.

@@ -30,7 +30,7 @@ from statistics import fmean
 import numpy as np
 
 from qerl_bench.statistics import Estimate, holm, mean_ci
-from qerl_bench.studies.claims.blocked import StoppedArm, stopped_arms, which_stopped
+from qerl_bench.studies.claims.blocked import BlockedArm, blocked_arms, which_blocked
 from qerl_bench.studies.claims.claim import NO_RUNS, Claim, ClaimResult, ContrastResult, Status
 from qerl_bench.studies.claims.estimate import compare
 from qerl_bench.studies.claims.exploration import why_only_harm
@@ -44,7 +44,7 @@ SMALLNESS = 0.025  # level of the tests that an effect lies within its margin: a
 def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimResult]:
     """The verdict on each claim from the finished `runs`. Raises ConfigError, naming runs that lack a number."""
     finished = [run for run in runs if run.finished]
-    stopped = stopped_arms(finished)
+    stopped = blocked_arms(finished)
     only_harm = why_only_harm(finished) if any(claim.explores for claim in claims) else ""
     found: dict[int, ClaimResult] = {}
     corrected: dict[tuple[str, bool], list[int]] = {}
@@ -64,7 +64,7 @@ def evaluate_claims(claims: Sequence[Claim], runs: Sequence[Run]) -> list[ClaimR
     return [found[i] for i in range(len(claims))]
 
 
-def _tested(claim: Claim, runs: list[Run], stopped: Sequence[StoppedArm]) -> tuple[ContrastResult, ...]:
+def _tested(claim: Claim, runs: list[Run], stopped: Sequence[BlockedArm]) -> tuple[ContrastResult, ...]:
     return tuple(_test(claim, contrast, runs, stopped) for contrast in claim.contrasts)
 
 
@@ -107,7 +107,7 @@ def _how_sampled(result: ClaimResult) -> str:
     return f"at temperature {temperature:g}" + (f" and top-p {top_p:g}" if top_p < 1 else "")
 
 
-def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[StoppedArm]) -> ContrastResult:
+def _test(claim: Claim, contrast: Contrast, runs: list[Run], stopped: Sequence[BlockedArm]) -> ContrastResult:
     eligible = [run for run in runs if claim.measure.counts(run)]
     comparisons = compare(claim.measure, contrast, claim.where, eligible)
     if not comparisons:
@@ -153,7 +153,7 @@ def _mean_of_pairs(contrast: Contrast, stratum: Stratum, of: Callable[[Run, Run]
 
 
 def _why_no_comparison(
-    claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run], stopped: Sequence[StoppedArm]
+    claim: Claim, contrast: Contrast, runs: list[Run], eligible: list[Run], stopped: Sequence[BlockedArm]
 ) -> tuple[Status, str]:
     """There are no runs, perhaps because a gate stopped them, or matched ones that one condition excludes."""
     excuses = [(claim.measure.excuse, claim.where, runs if len(eligible) < len(runs) else [])]
@@ -166,7 +166,7 @@ def _why_no_comparison(
         excluded = {run.path for stratum in match(contrast, where, candidates) for run in stratum.runs}
         if excluded:
             return "not testable here", f"{len(excluded)} matched runs, but {excuse}"
-    if found := which_stopped(contrast, (*claim.where, *claim.primary), stopped):
+    if found := which_blocked(contrast, (*claim.where, *claim.primary), stopped):
         why, counts = found
         return "not testable here" if counts else "incomplete", why
     return "incomplete", NO_RUNS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-PACKING_S = 25.0  # kept for the gates and the packing at the end
+ARCHIVING_S = 25.0  # kept for the gates and the packing at the end
 STOP_S = 20.0  # kept for running runs to reach the end of their step and save it
 GRACE_S = 10.0  # of STOP_S, in which runs that are nearly done may end
 
@@ -13,7 +13,7 @@ class Deadline:
     """When what runs is stopped, in the seconds of time.monotonic(), so that a session of `minutes` ends in time."""
 
     def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes - STOP_S - PACKING_S
+        self.end = time.monotonic() + 60 * minutes - STOP_S - ARCHIVING_S
 
     @property
     def left(self) -> float:

@@ -58,11 +58,11 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         asked: dict[str, Asked] = {} if quant in record["formats"] else {ANSWERS: (asker, plain)}
         noisy = {arm.name: build(compose(design.words(arm, base, 0, sigma=1.0))) for arm in dosed}
         for one in noisy.values():
-            asked.setdefault(decides_dose(one), (dose, one))
-        found = measured(design, asked, checkpoint, device)
+            asked.setdefault(dose_key(one), (dose, one))
+        found = run_probes(design, asked, checkpoint, device)
         if ANSWERS in found:
             record["formats"][quant] = found[ANSWERS]
-        record["doses"] |= {name: found[decides_dose(one)] for name, one in noisy.items()}
+        record["doses"] |= {name: found[dose_key(one)] for name, one in noisy.items()}
         record |= {"digest": digest_of(plain.model, checkpoint), "versions": versions(), "device": device}
         if detailed:
             record |= {"unit": [*design.units[base].words], "file": record_of(checkpoint), **machine(device)}
@@ -71,28 +71,28 @@ def probe_base(design: Design, base: int, formats: Sequence[str]) -> None:
         print(f"base {base}, {quant}: {time.monotonic() - started:.1f} s", flush=True)
 
 
-def decides_dose(experiment: Experiment) -> str:
+def dose_key(experiment: Experiment) -> str:
     """What decides the dose of an arm, in words: equal for arms that differ in the schedule alone."""
     adapter = experiment.lora if experiment.noise.where == "adapters" else None
     return repr((experiment.quant, experiment.quantizer, adapter, experiment.noise, experiment.rollout))
 
 
-def decides_weights(experiment: Experiment) -> str:
+def weights_key(experiment: Experiment) -> str:
     """What decides the untrained policy of an arm, in words, but for its noise; base and task are those of all arms."""
     one = experiment
     return repr((one.quant, one.quantizer, one.lora, one.train, one.kernel, one.seed))
 
 
-def measured(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
+def run_probes(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
     """What is asked of a base before training, each on its own weights. One policy is in memory at a time."""
     found: dict[str, Any] = {}
-    for weights in dict.fromkeys(decides_weights(one) for _, one in asked.values()):
-        alike = {name: (ask, one) for name, (ask, one) in asked.items() if decides_weights(one) == weights}
-        found |= on_one_policy(design, alike, base, device)
+    for weights in dict.fromkeys(weights_key(one) for _, one in asked.values()):
+        alike = {name: (ask, one) for name, (ask, one) in asked.items() if weights_key(one) == weights}
+        found |= probe_with_policy(design, alike, base, device)
     return found
 
 
-def on_one_policy(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
+def probe_with_policy(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:
     """What is asked of experiments that have the same weights: each with its own noise, and a fresh engine."""
     _, first = next(iter(asked.values()))
     policy = build_policy(first, base, device)

@@ -20,8 +20,8 @@ from qerl_bench.checks import require
 from qerl_bench.config import build, compose
 from qerl_bench.process.children import Child, signal_of, stop
 from qerl_bench.process.gpu_share import visible_gpus
+from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import STOP_S, Deadline
-from qerl_bench.studies.conduct.packing import pack_probes
 from qerl_bench.studies.design.design import Arm, Design
 from qerl_bench.sweep.sweep import POLL_S, environment_of
 
@@ -59,7 +59,7 @@ def probe_bases(
                     if code != 0:
                         failed[base] = f"probe of base {base}: exit code {code}; {_probe_log(design, base)} says why"
                     elif out is not None:
-                        pack_probes(design, records(design, formats), out)
+                        archive_probes(design, records(design, formats), out)
                 if slot not in running and todo and deadline.left > 0:
                     environment = environment_of(slot, slots, gpus, len(todo) + len(running))
                     base = todo.popleft()

@@ -23,8 +23,8 @@ from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.process.children import stop
 from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.rundir.durable import write_atomically
-from qerl_bench.studies.conduct.deadline import GRACE_S, PACKING_S, STOP_S, Deadline
-from qerl_bench.studies.conduct.packing import pack_probes
+from qerl_bench.studies.conduct.archive import archive_probes
+from qerl_bench.studies.conduct.deadline import ARCHIVING_S, GRACE_S, STOP_S, Deadline
 from qerl_bench.studies.design.design import Design, read_design
 from qerl_bench.studies.design.gates import Result, gates, render, to_json
 from qerl_bench.studies.design.sessions import finished_runs, words_of_runs
@@ -96,7 +96,7 @@ class Blocks(Sweep):
     def is_time_to_keep(self) -> bool:
         """Whether there are new runs, a while has passed, and packing them makes nothing late."""
         due = time.monotonic() - self.kept_at >= self.keep_every_s
-        return due and self.done > self.kept and self.deadline.left > PACKING_S
+        return due and self.done > self.kept and self.deadline.left > ARCHIVING_S
 
     def repeats(self) -> bool:
         return self.deadline.left > 0 and super().repeats()
@@ -147,7 +147,7 @@ def blocks_of(design: Design, probes: Sequence[Mapping[str, Any]], left_out: Col
     return blocks
 
 
-def pack(
+def archive(
     design: Design,
     probes: Sequence[Mapping[str, Any]],
     results: Sequence[Result],
@@ -155,7 +155,7 @@ def pack(
     out: Path,
 ) -> None:
     """Write the finished runs of the study, its probes, gates and design to `out`."""
-    pack_probes(design, probes, out)
+    archive_probes(design, probes, out)
     write_atomically(out / "gates.json", to_json(results, arms_stopped))
     write_atomically(out / "gates.md", render(results) + "\n")
     paths = [run.path for run in finished_runs(design, probes).values()]
@@ -187,7 +187,7 @@ def parsed(parser: KeyValueParser, words: Sequence[str] | None) -> Any:
 
 def prepared(options: Any) -> tuple[Design, int, Deadline]:
     """What the options of a command line ask for. Raises ConfigError for values that cannot be."""
-    kept = (STOP_S + PACKING_S) / 60
+    kept = (STOP_S + ARCHIVING_S) / 60
     require(
         options.minutes > kept,
         f"minutes must be above {kept:g}, which are kept for stopping and packing, got {options.minutes:g}",

@@ -9,10 +9,10 @@
       nvfp4-noise: {tier: 1, words: [quant=nvfp4, aqn=matched]}
     probe: {questions: 256, samples: 64}     # of a base, before any arm; more of it: sizes.py
     dose: {rise: 0.1, prompts: 64, draws: 8} # share by which aqn=matched raises the entropy of each base
-    gates: {pass_at_1: [0.15, 0.65]}         # which are asked, and their limits, if not those of worlds (limits.py)
+    gates: {pass_at_1: [0.15, 0.65]}         # which are asked, and their limits, if not those of BUILT_IN (limits.py)
     primary: {...}                           # the few contrasts that it is about, if it says so (primary.py)
 
-Tier 1 is run on all bases before tier 2 begins. A control shows that the world has a gain to be had (`gain`), or that
+Tier 1 is run on all bases before tier 2 begins. A control shows that the task has a gain to be had (`gain`), or that
 more exploration by known means pays in it (`exploration`); `true` is the second if its words heat the sampler or reward
 entropy, otherwise the first. Reports compare an arm with itself without noise, otherwise with the reference, unless it
 says `compared_with: ARM`.

@@ -5,7 +5,7 @@ is about. Intervals are over bases, 95 %; of a design with one model those of tr
 the interval is neither passed nor failed. What a weight format costs a base is measured and stops nothing: claims about
 formats are about that very cost.
 
-Controls are of two kinds. Without a gain that the world can show no noise can be judged; without exploration that pays,
+Controls are of two kinds. Without a gain that the task can show, no noise can be judged; without exploration that pays,
 noise can be said to harm, not to fail to help.
 """
 
@@ -190,7 +190,7 @@ def override(results: Iterable[Result], despite: Sequence[str]) -> list[Result]:
     return [replace(one, overridden=one.fails and bool(one.stops) and one.gate.startswith(names)) for one in results]
 
 
-def stopped(results: Iterable[Result]) -> dict[str, list[str]]:
+def blocked(results: Iterable[Result]) -> dict[str, list[str]]:
     """The arms that failed gates stop, each with the gates."""
     arms: dict[str, list[str]] = {}
     for result in results:

@@ -1,6 +1,6 @@
-"""The limits of a study's gates: the `gates` of a study.yaml, or those of the studies of built-in worlds.
+"""The limits of a study's gates: the `gates` of a study.yaml, or those of the studies of built-in tasks.
 
-gates:                              # only these are asked; without `gates`, those of WORLDS
+gates:                              # only these are asked; without `gates`, those of BUILT_IN
   pass_at_1: [0.15, 0.65]           # of the base at temperature 1, from and to
   mixed_groups: 0.4                 # share of groups with right and wrong answers, at least
   strict_lenient: 0.02              # what the format may cost: right by the last number minus right as asked, at most
@@ -49,10 +49,10 @@ class GateLimits:
         check_fields(self, "gates", **dict.fromkeys(spans, optional(SPAN)), **dict.fromkeys(shares, optional(SHARE)))
 
 
-PASS_AT_1 = (0.10, 0.40)  # of built-in worlds
+PASS_AT_1 = (0.10, 0.40)  # of built-in tasks
 PASS_AT_K = 0.80
 NO_SUCCESS = (0.20, 0.50)
-WORLDS = GateLimits(
+BUILT_IN = GateLimits(
     pass_at_1=PASS_AT_1,
     pass_at_k=PASS_AT_K,
     no_success=NO_SUCCESS,
@@ -65,9 +65,9 @@ WORLDS = GateLimits(
 
 
 def read_limits(content: object) -> GateLimits:
-    """Those of the `gates` of a study.yaml, None for WORLDS. Raises ConfigError for unknown or wrong entries."""
+    """Those of the `gates` of a study.yaml, None for BUILT_IN. Raises ConfigError for unknown or wrong entries."""
     if content is None:
-        return WORLDS
+        return BUILT_IN
     known = {field.name for field in fields(GateLimits)}
     entries: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     unknown = sorted({str(key) for key in entries} - known)

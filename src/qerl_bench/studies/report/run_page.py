@@ -1,7 +1,7 @@
 """The page of one run's samples: each kept group token by token, and what training changed on held-out questions.
 
-Everything was written by the run: rollouts.jsonl (train/kept.py) and samples.parquet. Runs from before token numbers
-show texts and rewards alone.
+Everything was written by the run: rollouts.jsonl (train/rollout_records.py) and samples.parquet. Runs from before token
+numbers show texts and rewards alone.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ANSWERS = "probe_answers.parquet"
 LEVEL = 9  # of compression: texts of one model are much alike
 
 
-def pack_probes(design: Design, probes: Sequence[Mapping[str, Any]], out: Path) -> None:
+def archive_probes(design: Design, probes: Sequence[Mapping[str, Any]], out: Path) -> None:
     """Write the design as it is run, its probes and, of probes with details, their answers to `out`.
 
     The table of answers has the columns `base` and `quant` before those of a base (probe/answers.py).

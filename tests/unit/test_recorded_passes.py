@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from qerl_bench.checks import ConfigError
-from qerl_bench.train import static
+from qerl_bench.train import recorded_passes
 from qerl_bench.train import update as module
 from qerl_bench.train.batch import make_batch
-from qerl_bench.train.static import StaticInputs, bucket, why_not
+from qerl_bench.train.recorded_passes import PaddedInputs, bucket, why_not
 
 LENGTHS = (4, 1, 9, 0, 6, 3, 12)
 NO_RUN: Any = None
@@ -37,16 +37,16 @@ def _batch(device: str = "cpu") -> Any:
 
 def test_what_is_added_has_no_weight() -> None:
     batch = _batch()
-    inputs = StaticInputs.of(batch, torch.ones(7), 9)
+    inputs = PaddedInputs.of(batch, torch.ones(7), 9)
     assert inputs.shape == (7, 14, 40) and (inputs.rows, inputs.width) == (7, 14)
-    wide = StaticInputs.of(batch.rows(torch.tensor([2, 4, 6])), torch.ones(3), 9)
+    wide = PaddedInputs.of(batch.rows(torch.tensor([2, 4, 6])), torch.ones(3), 9)
     assert wide.shape == (4, 14, 28) and wide.tensors["loss_weights"].tolist() == [1, 1, 1, 0]
     for found in (inputs, wide):
         scored, count = found.tensors["scored"], int(found.tensors["mask"].sum())
         chosen = found.tensors["mask"].flatten()[scored]
         assert chosen[:count].all() and not chosen[count:].any()
         assert len(scored.unique()) == len(scored) and (scored % found.shape[1] > 0).all()
-    narrow = StaticInputs.of(batch.rows(torch.tensor([0, 1])), torch.ones(2), 9).tensors["input_ids"]
+    narrow = PaddedInputs.of(batch.rows(torch.tensor([0, 1])), torch.ones(2), 9).tensors["input_ids"]
     assert narrow.shape == (4, 6) and (narrow[2:] == 9).all() and (narrow[:2] == batch.input_ids[:2, :6]).all()
 
 
@@ -54,8 +54,8 @@ def _step(
     policy: Any, experiment: Any, batch: Any, fixed: bool, patch: pytest.MonkeyPatch
 ) -> tuple[dict[str, float], Any]:
     """Metrics of one update, and the gradient by AdamW's first moment; `fixed` is without a graph on a CPU."""
-    passes = static.StaticPasses(experiment, policy) if fixed else None
-    patch.setattr(module, "static_passes", lambda *_: passes)
+    passes = recorded_passes.RecordedPasses(experiment, policy) if fixed else None
+    patch.setattr(module, "recorded_passes", lambda *_: passes)
     optimizer = module.make_optimizer(policy, experiment.optim)
     found = module.update(experiment, policy, optimizer, batch, NO_RUN, 1)
     moments = [
@@ -128,7 +128,10 @@ def test_where_it_cannot_be_the_log_says_why(
     policy = make_policy()
     for words, reason in (((), "no GPU"), (("train.capture=off",), "capture=off")):
         assert reason in str(why_not(make_experiment(*words), policy))
-    assert static.static_passes(make_experiment(), policy) is None and "not recorded: there is no GPU" in caplog.text
+    assert (
+        recorded_passes.recorded_passes(make_experiment(), policy) is None
+        and "not recorded: there is no GPU" in caplog.text
+    )
     seen = {"device": torch.device("cuda"), "model": policy.model, "packing": True, "experts": []}
     seen |= {"rounding": None, "merging": None}
     on_gpu: Any = type("OnGpu", (), seen)()
@@ -169,8 +172,8 @@ def test_a_replayed_pass_is_the_plain_one(
         if experiment.aqn.name != "none":
             with policy.noise.for_rollout(1, 0):
                 pass
-        passes = static.StaticPasses(experiment, policy) if fixed else None
-        monkeypatch.setattr(module, "static_passes", lambda *_, passes=passes: passes)
+        passes = recorded_passes.RecordedPasses(experiment, policy) if fixed else None
+        monkeypatch.setattr(module, "recorded_passes", lambda *_, passes=passes: passes)
         optimizer = module.make_optimizer(policy, experiment.optim)
         batch = _batch()
         found = [

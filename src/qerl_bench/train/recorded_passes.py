@@ -79,7 +79,7 @@ def least_tokens(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class StaticInputs:
+class PaddedInputs:
     """A micro-batch padded to a bucket of rows R, columns T and completion tokens M; `rows` and `width` are its own."""
 
     rows: int
@@ -87,7 +87,7 @@ class StaticInputs:
     tensors: dict[str, torch.Tensor]  # input_ids and mask (R, T), advantages and loss_weights (R,), scored (M,)
 
     @classmethod
-    def of(cls, batch: Batch, loss_weights: torch.Tensor, pad_id: int) -> StaticInputs:
+    def of(cls, batch: Batch, loss_weights: torch.Tensor, pad_id: int) -> PaddedInputs:
         """From tensors on the host. Rows and columns that are added have no completion tokens and no weight.
 
         `scored` has the completion tokens, and then cells of the padding, which are scored in vain.
@@ -109,8 +109,8 @@ class StaticInputs:
         }
         return cls(rows, width, tensors)
 
-    def to(self, device: torch.device) -> StaticInputs:
-        return StaticInputs(self.rows, self.width, {name: x.to(device) for name, x in self.tensors.items()})
+    def to(self, device: torch.device) -> PaddedInputs:
+        return PaddedInputs(self.rows, self.width, {name: x.to(device) for name, x in self.tensors.items()})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,8 +118,8 @@ class StaticInputs:
 
 
 @dataclass(frozen=True)
-class StaticOutputs:
-    """What a pass computes from `StaticInputs`; None for trainable parameters that it does not use."""
+class PassOutputs:
+    """What a pass computes from `PaddedInputs`; None for trainable parameters that it does not use."""
 
     stats: TokenStats
     loss: torch.Tensor
@@ -130,11 +130,11 @@ class StaticOutputs:
         own = [tensor for tensor in self.gradients if tensor is not None]
         return [*vars(self.stats).values(), self.loss, *self.columns.values(), *own]
 
-    def places(self, gradients: list[torch.Tensor | None]) -> StaticOutputs:
+    def places(self, gradients: list[torch.Tensor | None]) -> PassOutputs:
         """Room for as much, except that gradients go to `gradients`."""
         stats = TokenStats(**{name: torch.empty_like(tensor) for name, tensor in vars(self.stats).items()})
         columns = {name: torch.empty_like(tensor) for name, tensor in self.columns.items()}
-        return StaticOutputs(stats, torch.empty_like(self.loss), columns, gradients)
+        return PassOutputs(stats, torch.empty_like(self.loss), columns, gradients)
 
 
 class Recordings:
@@ -147,11 +147,11 @@ class Recordings:
 
     def __init__(self, room: int) -> None:
         self.room, self.pool = room, torch.cuda.graph_pool_handle() if room else None
-        self.passes: dict[tuple[int, ...], tuple[StaticInputs, torch.cuda.CUDAGraph, StaticOutputs]] = {}
+        self.passes: dict[tuple[int, ...], tuple[PaddedInputs, torch.cuda.CUDAGraph, PassOutputs]] = {}
         self.gradients: list[torch.Tensor | None] | None = None  # of the latest replay, whatever its shape
 
 
-class StaticPasses:
+class RecordedPasses:
     """The recorded passes of a policy by shape. On a CPU, where nothing is recorded, each call computes."""
 
     def __init__(self, specs: Specs, policy: Policy) -> None:
@@ -166,7 +166,7 @@ class StaticPasses:
         """Let go of all recordings, and of their memory."""
         self.recordings = Recordings(0)
 
-    def __call__(self, inputs: StaticInputs) -> tuple[TokenStats, torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, inputs: PaddedInputs) -> tuple[TokenStats, torch.Tensor, dict[str, torch.Tensor]]:
         """Add the gradient of a micro-batch; returns its statistics, without gradient, its loss and its columns."""
         outputs = self._outputs(inputs)
         sums, parts = [], []
@@ -188,7 +188,7 @@ class StaticPasses:
         stats = TokenStats(own(stats.logprobs), own(stats.entropy), own(stats.entropy_t1), own(stats.likeliest))
         return stats, outputs.loss.clone(), {name: own(column) for name, column in outputs.columns.items()}
 
-    def _outputs(self, inputs: StaticInputs) -> StaticOutputs:
+    def _outputs(self, inputs: PaddedInputs) -> PassOutputs:
         if inputs.shape not in self.recordings.passes:  # not held here: a recording may have to free them first
             if not self.records or len(self.recordings.passes) >= MOST_GRAPHS:
                 return self.compute(inputs)
@@ -207,9 +207,9 @@ class StaticPasses:
         graph.replay()
         return outputs
 
-    def _record(self, inputs: StaticInputs) -> None:
+    def _record(self, inputs: PaddedInputs) -> None:
         """Record a pass of this shape, with inputs of its own."""
-        place = StaticInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
+        place = PaddedInputs(inputs.rows, inputs.width, {name: x.clone() for name, x in inputs.tensors.items()})
         # gradients are returned, not accumulated, so PyTorch need not warn that it would wait for the other stream
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         assert self.stream is not None
@@ -232,11 +232,11 @@ class StaticPasses:
         recordings.passes[inputs.shape] = place, graph, outputs
         log.info("training pass recorded: %d x %d tokens, %d of them scored", *inputs.shape)
 
-    def _warm_up(self, place: StaticInputs) -> tuple[int, StaticOutputs]:
+    def _warm_up(self, place: PaddedInputs) -> tuple[int, PassOutputs]:
         """Compute a pass with all its kernels. The bytes that it takes, and places for what it gives."""
         assert self.stream is not None
         recordings, current = self.recordings, torch.cuda.current_stream()
-        found: list[StaticOutputs] = []
+        found: list[PassOutputs] = []
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream), owned_by(recordings):
             for _ in range(WARM_UPS):
@@ -247,7 +247,7 @@ class StaticPasses:
             recordings.gradients = [None if x is None else torch.empty_like(x) for x in found[0].gradients]
         return needed, found[0].places(recordings.gradients)
 
-    def compute(self, inputs: StaticInputs) -> StaticOutputs:
+    def compute(self, inputs: PaddedInputs) -> PassOutputs:
         """Forward, loss and backward, all of it on the device."""
         specs, policy, tensors = self.specs, self.policy, inputs.tensors
         mask, scored = tensors["mask"], tensors["scored"]
@@ -264,14 +264,14 @@ class StaticPasses:
         )
         loss, columns = objective(specs, inputs_of_loss, tensors["loss_weights"], entropy)
         gradients = torch.autograd.grad(loss, policy.trainable, allow_unused=True)
-        return StaticOutputs(stats, loss.detach(), columns, [*gradients])
+        return PassOutputs(stats, loss.detach(), columns, [*gradients])
 
 
-def static_passes(specs: Specs, policy: Policy) -> StaticPasses | None:
+def recorded_passes(specs: Specs, policy: Policy) -> RecordedPasses | None:
     """Those of `policy`, made at the first call; None, and a word in the log, if its passes have no fixed shapes."""
-    if "passes" not in policy.kept:
+    if "passes" not in policy.training_cache:
         reason = why_not(specs, policy)
         if reason is not None and specs.train.capture == "auto":
             log.info("training passes are not recorded: %s", reason)
-        policy.kept["passes"] = None if reason is not None else StaticPasses(specs, policy)
-    return policy.kept["passes"]
+        policy.training_cache["passes"] = None if reason is not None else RecordedPasses(specs, policy)
+    return policy.training_cache["passes"]

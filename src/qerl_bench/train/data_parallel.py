@@ -20,7 +20,7 @@ from qerl_bench.train.batch import Batch
 Item = TypeVar("Item")
 
 
-def rows_of_rank(batch: Batch, has_gradient: torch.Tensor, world: World, shares_prompts: bool) -> torch.Tensor:
+def rank_rows(batch: Batch, has_gradient: torch.Tensor, world: World, shares_prompts: bool) -> torch.Tensor:
     """Which sequences (B,) of `batch` this rank trains on: its part of `has_gradient` (B,), and of the others."""
     own = torch.zeros_like(has_gradient)
     order = torch.argsort(batch.lengths, descending=True, stable=True)
@@ -34,7 +34,7 @@ def rows_of_rank(batch: Batch, has_gradient: torch.Tensor, world: World, shares_
     return own
 
 
-def turns(micro_batches: Sequence[Item], world: World, exact: bool) -> list[list[tuple[int, Item]]]:
+def schedule(micro_batches: Sequence[Item], world: World, exact: bool) -> list[list[tuple[int, Item]]]:
     """The micro-batches that this rank does between two sums of gradients, each with its place among those of all.
 
     With `exact` the `micro_batches` are those of all ranks, else of this rank. All ranks have equally many turns.
@@ -79,7 +79,7 @@ class GradientSum:
                     before = self.sums[number]
                     self.sums[number] = flat.clone() if before is None else before + flat
 
-    def put(self) -> None:
+    def write_back(self) -> None:
         """Give the parameters the sums as their gradients. One without a gradient on any rank keeps none."""
         if self.world.size == 1:
             return
