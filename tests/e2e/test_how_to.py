@@ -97,7 +97,7 @@ def test_own_schedule(follow: Follow) -> None:
 
 @pytest.mark.slow
 def test_own_task_and_reward(follow: Follow) -> None:
-    brief, run = sorted(follow("own-task.md"), key=lambda run: "name: spelling" in (run / "config.yaml").read_text())
+    brief, run = sorted(follow("own-task.md", TINY), key=lambda run: "name: spelling" in (run / "config.yaml").read_text())
     assert all(record["reward/mean"] < 0 for record in trained(brief))  # wrong, and longer than nothing
     assert [*json.loads((brief / "env.json").read_text())["own_code"]] == ["brief.py"]
     assert "-spelling-" not in run.name and "name: spelling" in (run / "config.yaml").read_text()
@@ -152,7 +152,7 @@ def test_rates_of_the_table_are_those_of_the_steps(make_experiment: Any) -> None
 
 @pytest.mark.slow
 def test_a_learning_rate_with_warm_up_and_decay(follow: Follow) -> None:
-    (run,) = follow("learning-rate.md")
+    (run,) = follow("learning-rate.md", TINY)
     rates = [record["lr"] for record in trained(run)]
     assert rates[2] == max(rates) and rates[-1] == pytest.approx(4.95e-6, rel=1e-3)
 
