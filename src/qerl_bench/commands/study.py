@@ -20,6 +20,7 @@ import logging
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from qerl_bench.checks import TrainingStopped, require
@@ -69,8 +70,8 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     for name, by in arms_stopped.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
     if arms_stopped:
-        gates = dict.fromkeys(gate.split()[0].strip(",") for by in arms_stopped.values() for gate in by)
-        log.info("to let them run all the same, which the pages will say: despite=%s", ",".join(gates))
+        gates = dict.fromkeys(gate.partition(",")[0] for by in arms_stopped.values() for gate in by)
+        log.info("to let them run all the same, which the pages will say: despite=%s", quote(",".join(gates)))
     not_chosen = {arm.name for arm in design.arms if arm.tier not in tiers}
     blocks = blocks_of(design, probes, {*arms_stopped} | not_chosen)
 
