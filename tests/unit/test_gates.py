@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import signal
 import sys
 import time
@@ -381,6 +382,35 @@ def test_every_arm_of_the_committed_design_and_every_world_can_run(design: Desig
     assert [len(block) for block in few] == [2] * len(design.bases)
     for world in (CONF_DIR / "experiment" / "worlds").glob("*.yaml"):
         build(compose([f"experiment=worlds/{world.stem}"]))
+
+
+def test_an_arm_without_a_dose_is_left_out_and_named(design: Design, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    (record, *_) = probes(design)
+    record = {**record, "doses": {arm: {**dose, "sigma": None} for arm, dose in record["doses"].items()}}
+    points = [*chain(*blocks_of(design, [record], {}))]
+    dosed = [arm.name for arm in design.arms if arm.dosed]
+    assert dosed and len(points) == len(design.seeds) * (len(design.arms) - len(dosed))
+    said = [message for message in caplog.messages if "dose" in message]
+    assert len(said) == len(dosed) and all(any(f"arm {name} " in message for message in said) for name in dosed)
+
+
+def test_what_overrules_gates_is_said_as_it_is_typed(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    failed = Result(
+        gate="rise of entropy, arm", limit="0.01 to 0.1", word="no", stops=tuple(arm.name for arm in design.arms)
+    )
+    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
+    monkeypatch.setattr(study, "gates_so_far", lambda *_: [failed])
+    monkeypatch.setattr(Blocks, "run", lambda sweep: [])
+    study.main([str(STUDY), "bases=0", f"out={tmp_path}"])
+    (said,) = (word for message in caplog.messages for word in shlex.split(message) if word.startswith("despite="))
+    assert said == "despite=rise of entropy" and "no arm may run" in caplog.text
+    caplog.clear()
+    study.main([str(STUDY), "bases=0", f"out={tmp_path}", said])
+    assert "stopped by" not in caplog.text and "are left to do" in caplog.text
 
 
 def test_words_of_the_command_line_replace_common_ones(design: Design) -> None:

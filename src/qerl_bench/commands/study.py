@@ -20,6 +20,7 @@ import logging
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from qerl_bench.checks import TrainingStopped, require
@@ -68,6 +69,9 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     log.info("before the runs\n%s", render(results))
     for name, by in blocked_arms.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
+    if arms_stopped:
+        gates = dict.fromkeys(gate.partition(",")[0] for by in arms_stopped.values() for gate in by)
+        log.info("to let them run all the same, which the pages will say: despite=%s", quote(",".join(gates)))
     not_chosen = {arm.name for arm in design.arms if arm.tier not in tiers}
     blocks = blocks_of(design, probes, {*blocked_arms} | not_chosen)
 
@@ -91,9 +95,9 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
         keep()
         raise
     print(render(packed()), flush=True)
-    left = sum(not is_finished(point.run_dir) for block in blocks for point in block)
-    log.info(
-        "%d of %d runs are left to do%s", left, sum(map(len, blocks)), ": the same command continues" if left else ""
-    )
+    points = [point for block in blocks for point in block]
+    left = sum(not is_finished(point.run_dir) for point in points)
+    continues = ": the same command continues" if left else ""
+    log.info("%s", f"{left} of {len(points)} runs are left to do{continues}" if points else "no arm may run")
     if failed:
         raise TrainingStopped("\n".join(failed))

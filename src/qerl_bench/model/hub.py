@@ -216,8 +216,8 @@ def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str) 
         check_template(tokenizer, tuple(messages), template)
         ids = prompt_ids(tokenizer, [tuple(messages)], [render_prompt(tokenizer, tuple(messages), template)])
         require_rows(tokenizer, ids, getattr(config, "vocab_size", sys.maxsize), f"the prompt of model.id={id}")
-    stored = str(config.dtype or "an unknown dtype").removeprefix("torch.")
-    return f"a {config.model_type} model, stored in {stored}, {asked_by}"
+    stored = f", stored in {str(config.dtype).removeprefix('torch.')}" if config.dtype else ""
+    return f"a {config.model_type} model{stored}, {asked_by}"
 
 
 @lru_cache

@@ -26,6 +26,7 @@ Item = TypeVar("Item")
 tqdm.monitor_interval = 0  # no thread to refresh bars: Python waits for ever for one that gets no memory to start
 log = logging.getLogger("qerl_bench.steps")  # conf/run.yaml sends this logger to run.log only
 
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
 TICK_S = 1.0  # a phase that is shorter shows no bar
 STEP_LINES = 20  # on a pipe
 COMPLETIONS = "completions"  # the unit of phases in which tokens are told, too
@@ -99,8 +100,8 @@ class Phase:
     def show(self) -> None:
         """Draw the bar, on a terminal."""
         if self.bar is None:
-            form: dict[str, Any] = {} if self.total is not None else {"bar_format": "{desc}: {elapsed}"}
-            form |= {"total": self.total, "initial": self.first, "desc": self.label, "unit": f" {self.unit}"}
+            form: dict[str, Any] = {"bar_format": "{desc}: {elapsed}" if self.total is None else BAR}
+            form |= {"total": self.total, "initial": self.first, "desc": self.label, "unit": self.unit}
             self.bar = tqdm(file=watch.screen, leave=False, **form)
             self.bar.start_t -= self.elapsed_s
         self.bar.set_description_str(self.label, refresh=False)

@@ -165,7 +165,9 @@ def budget_of(options: Namespace, key: str, arms: int) -> tuple[Budget, bool]:
         runs = [run for run in load_runs(options.runs) if run.finished]
         walls = [run.done["wall_s"] for run in runs if "wall_s" in run.done]
         require(
-            bool(walls), f"no run in {', '.join(map(str, options.runs))} is finished, so none tells how long one takes"
+            bool(walls),
+            f"no run in {', '.join(map(str, options.runs))} is finished, so none tells how long one takes: finish one "
+            "there, or say it in place of runs= with run_minutes=MINUTES",
         )
         run_minutes = run_minutes or median(walls) / 60
         for one in own_contrasts(group_by_setting(runs)):

@@ -143,6 +143,8 @@ def blocks_of(design: Design, probes: Sequence[Mapping[str, Any]], left_out: Col
         arms = [arm for arm in design.arms if arm.tier == tier and arm.name not in left_out]
         for record in probes:
             keys = [(arm.name, record["base"], seed) for seed in design.seeds for arm in arms]
+            for arm in dict.fromkeys(key[0] for key in keys if key not in words):
+                log.warning("arm %s does not run on base %s: no size of noise gave it its dose", arm, record["base"])
             blocks.append([design.point(words[key]) for key in keys if key in words])
     return blocks
 
