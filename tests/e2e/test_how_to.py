@@ -97,7 +97,9 @@ def test_own_schedule(follow: Follow) -> None:
 
 @pytest.mark.slow
 def test_own_task_and_reward(follow: Follow) -> None:
-    brief, run = sorted(follow("own-task.md", TINY), key=lambda run: "name: spelling" in (run / "config.yaml").read_text())
+    brief, run = sorted(
+        follow("own-task.md", TINY), key=lambda run: "name: spelling" in (run / "config.yaml").read_text()
+    )
     assert all(record["reward/mean"] < 0 for record in trained(brief))  # wrong, and longer than nothing
     assert [*json.loads((brief / "env.json").read_text())["own_code"]] == ["brief.py"]
     assert "-spelling-" not in run.name and "name: spelling" in (run / "config.yaml").read_text()

@@ -89,6 +89,7 @@ def _run(words: list[str], sabotage: Sabotage | None, output: int) -> int:
         os.dup2(nothing, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has the campaign ignore
         sys.argv = ["qerl-bench", *words]
         if sabotage is not None:
             sabotage()

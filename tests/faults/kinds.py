@@ -269,10 +269,8 @@ def remedy(case: Case, said: str, file: str) -> None:
             (folder / "done.json").unlink()
     elif found := re.search(r"[Dd]elete ([\w./, ]+?),? and the same command", said):
         for name in re.split(r",| and ", found[1]):
-            path = folder / name.strip()
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    elif "Delete it, and" in said:
-        (folder / file).unlink()
+            path = folder / (file if name.strip() == "it" else name.strip())
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     elif "delete the folder to run it again" in said:
         shutil.rmtree(folder)
     else:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hydra_plugins.process_launcher.launcher import ProcessLauncher
+from qerl_bench import experiment as loop
 from qerl_bench.checks import ConfigError
 from qerl_bench.process.gpu_share import RUNS_ON_GPU, neighbours
 from qerl_bench.process.progress import watch
@@ -22,6 +25,7 @@ from qerl_bench.rundir import locks
 from qerl_bench.sweep import sweep as module
 from qerl_bench.sweep.pace import AROUND, Pace, share_to_make, time_left
 from qerl_bench.sweep.points import Point, SweepFailed
+from tests.short_runs import steps_of
 
 # A run whose overrides are Python: it gets the folder of the run as `folder`.
 STUB = """
@@ -302,6 +306,23 @@ def test_terminations_are_raised_once_or_noted() -> None:
         assert error.value.signum == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)  # the same request, sent by somebody else
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_while_the_last_step_is_saved_ends_the_run_before_its_evaluation(
+    make_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = loop.save_checkpoint
+
+    def signalled(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        saved(*given)
+
+    monkeypatch.setattr(loop, "save_checkpoint", signalled)
+    words = ("steps=1", "eval.questions=2", "eval.samples=1", "task.max_completion_tokens=8")
+    with pytest.raises(Terminated, match="SIGTERM"):
+        steps_of(make_config, tmp_path, "run", *words)
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["eval", "train"] and (tmp_path / "runs/run/checkpoints/step_000001").is_dir()
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:

@@ -12,6 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qerl_bench.parallel import World
 
 log = logging.getLogger(__name__)
 REPEAT_S = 1.0
@@ -45,6 +49,10 @@ class PendingSignal:
     """The signal that came in a block of `terminations_noted`; None if none did."""
 
     signum: int | None = None
+
+    def on_any(self, world: World) -> int | None:
+        """The signal that came to any rank so far; all ranks ask."""
+        return next(filter(None, world.gather(self.signum)), None)
 
 
 @contextmanager
