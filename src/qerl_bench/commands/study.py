@@ -69,8 +69,8 @@ def conduct(design: Design, options: Any, slots: int, deadline: Deadline, tiers:
     log.info("before the runs\n%s", render(results))
     for name, by in blocked_arms.items():
         log.info("arm %s is stopped by: %s", name, ", ".join(by))
-    if arms_stopped:
-        gates = dict.fromkeys(gate.partition(",")[0] for by in arms_stopped.values() for gate in by)
+    if blocked_arms:
+        gates = dict.fromkeys(gate.partition(",")[0] for by in blocked_arms.values() for gate in by)
         log.info("to let them run all the same, which the pages will say: despite=%s", quote(",".join(gates)))
     not_chosen = {arm.name for arm in design.arms if arm.tier not in tiers}
     blocks = blocks_of(design, probes, {*blocked_arms} | not_chosen)
