@@ -85,6 +85,7 @@ class StoppingClock(Clock):
 def plain_model(experiment: Experiment) -> tuple[Any, Any]:
     """The weights of `experiment` as transformers loads them, and their tokenizer."""
     folder = base_checkpoint(experiment.model, experiment.task, experiment.root) or experiment.model.folder()
+    assert folder is not None, "give a model that has a folder or a GGUF file"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, experiment.model.dtype))
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -114,11 +115,12 @@ def trainer_of(
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed])}
     by_id = {one.id: one for one in prompts}
 
-    def reward(completion_ids: list[list[int]], id: list[str], **_: Any) -> list[float]:
+    def reward(completion_ids: list[list[int]], id: list[str], **_: Any) -> list[float | None]:
         """Of the text that we grade; TRL's own lacks special tokens in its middle."""
         ended = [ids[-1] in ends for ids in completion_ids]
         texts = texts_of(tokenizer, [ids[: len(ids) - end] for ids, end in zip(completion_ids, ended, strict=True)])
-        return [task.reward(by_id[name], *answer).total for name, *answer in zip(id, texts, ended, strict=True)]
+        graded = zip(id, texts, ended, strict=True)
+        return [task.reward(by_id[name], text, finished).total for name, text, finished in graded]
 
     arguments = GRPOConfig(**{
         "output_dir": str(folder / "out"), "max_steps": experiment.steps, "per_device_train_batch_size": options.rows,
@@ -211,8 +213,9 @@ def run_trl(words: list[str], options: argparse.Namespace, ends: float) -> bool:
         (folder / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1))
         if trainer.state.global_step < experiment.steps:
             return False
-        trainer.model.save_pretrained(str(folder / "trained" / "adapter"))
-        del trainer, clock
+        trained: Any = trainer.model
+        trained.save_pretrained(str(folder / "trained" / "adapter"))
+        del trainer, trained, clock
         free(device)
     with RunDir(folder / "eval", cfg) as run:
         if not run.finished:

@@ -44,8 +44,8 @@ def write_table(folder: Path, pairs: Sequence[tuple[Experiment, Path]]) -> None:
             numbers = {key: median(one[key] for one in steps[1:]) for key in NAMES}
             numbers["peak_gib"] = max(one["peak_gib"] for one in steps)
             rows.append({"trainer": name} | about | accuracies(evaluated, experiment.steps) | numbers)
-        after = [read_samples(evaluated) for evaluated in (peer / "eval", run)]
-        found = ", ".join(f"{mode} {in_percent(paired(*after, mode))}" for mode in MODES)
+        before, after = read_samples(peer / "eval"), read_samples(run)
+        found = ", ".join(f"{mode} {in_percent(paired(before, after, mode))}" for mode in MODES)
         differences.append(f"ours - TRL after training, seed {experiment.seed}: {found}")
     write_rows(rows, folder / "table.csv")
     shown = [[f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
