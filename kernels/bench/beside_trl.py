@@ -22,6 +22,7 @@ visible GPU, for its Trainer would use them all.
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import json
 import subprocess
@@ -202,8 +203,7 @@ def run_trl(words: list[str], options: argparse.Namespace, ends: float) -> bool:
     folder, device = trl_folder(options.folder, experiment.seed), prepare_device(experiment.device, experiment.quant)
     if not (folder / "trained").exists():
         checkpoint = get_last_checkpoint(str(folder / "out")) if (folder / "out").exists() else None
-        if checkpoint is None:
-            (folder / "steps.csv").unlink(missing_ok=True)
+        keep_steps(folder / "steps.csv", 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
         clock = StoppingClock(device, folder / "steps.csv", ends)
         prompts = prompts_of(experiment, experiment.steps)
         trainer = trainer_of(experiment, options, folder, prompts, callbacks=[clock], device=device)
@@ -225,6 +225,15 @@ def run_trl(words: list[str], options: argparse.Namespace, ends: float) -> bool:
                 evaluate(experiment, policy, engine, run, experiment.steps)
             run.mark_finished(versions(LIBRARIES))
     return True
+
+
+def keep_steps(file: Path, last: int) -> None:
+    """Drop the rows of `file` after step `last`, which an interrupted process had made since its checkpoint."""
+    rows = []
+    if file.exists():
+        with file.open() as lines:
+            rows = [row for row in csv.DictReader(lines) if int(row["step"]) <= last]
+    write_rows(rows, file)
 
 
 def trl_folder(folder: Path, seed: int) -> Path:
