@@ -16,7 +16,6 @@ import torch
 from qerl_bench.config import build, compose
 from qerl_kernels import decode_configs
 from qerl_kernels.decode_configs import Config
-from tests.models import gguf_files
 
 BENCH = Path(__file__).parents[2] / "kernels" / "bench"
 
@@ -104,6 +103,9 @@ def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_model_is_trained_by_trl_and_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three updates agree in FP32, but not at another rate; TRL stops when its time is over, and continues."""
     pytest.importorskip("trl", reason="extra peers")
+    pytest.importorskip("gguf", reason="extra gguf")
+    from tests.models import gguf_files
+
     model = gguf_files.write(tmp_path / "mini.gguf", gguf_files.model_of("qwen2"), "Q4_1")
     words = f"model={model} model.dtype=float32 task=even_characters task.template=chat steps=2 save_every=2"
     sizes = "rollout.prompts_per_step=2 rollout.group_size=4 eval.questions=3 eval.samples=2 --rows 2 --seeds 3"
