@@ -99,6 +99,47 @@ def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.peers
+@pytest.mark.slow
+def test_a_model_is_trained_by_trl_and_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three updates agree in FP32, but not at another rate; TRL stops when its time is over, and continues."""
+    pytest.importorskip("trl", reason="extra peers")
+    pytest.importorskip("gguf", reason="extra gguf")
+    from tests.models import gguf_files
+
+    model = gguf_files.write(tmp_path / "mini.gguf", gguf_files.model_of("qwen2"), "Q4_1")
+    words = f"model={model} model.dtype=float32 task=even_characters task.template=chat steps=2 save_every=2"
+    sizes = "rollout.prompts_per_step=2 rollout.group_size=4 eval.questions=3 eval.samples=2 --rows 2 --seeds 3"
+    folder = tmp_path / "out"
+
+    def run(*more: str, to: Path = folder) -> None:
+        monkeypatch.setattr(sys, "argv", ["beside_trl.py", str(to), *words.split(), *sizes.split(), *more])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries
+            importlib.import_module("beside_trl").main()
+
+    def rows(file: Path) -> list[dict[str, str]]:
+        with file.open() as lines:
+            return list(csv.DictReader(lines))
+
+    with pytest.raises(SystemExit, match="1%"):
+        run("--parts", "same", "--trl", "learning_rate=0.01", to=tmp_path / "other")
+    with pytest.raises(SystemExit) as stopped:
+        run("--minutes", "0")
+    compared = rows(folder / "same.csv")
+    assert [row["update"] for row in compared] == ["1", "2", "3"] * 2
+    assert all(float(row["gap"]) < 1e-4 for row in compared)
+    assert all(float(row["trl"]) > 0.01 for row in compared if row["number"] == "grad_norm")
+    assert stopped.value.code == 3 and len(rows(folder / "trl-s3" / "steps.csv")) == 1
+    run("--parts", "ours", "trl", "table")
+    assert [row["step"] for row in rows(folder / "trl-s3" / "steps.csv")] == ["1", "2"]
+    ours, peer = rows(folder / "table.csv")
+    assert (ours["trainer"], peer["trainer"], ours["seed"], peer["seed"]) == ("ours", "TRL", "3", "3")
+    assert ours["sampled_before"] == peer["sampled_before"]  # the same base, and the same questions
+    assert min(float(row[name]) for row in (ours, peer) for name in ("step_s", "rollout_s", "tokens", "peak_gib")) > 0
+    assert len((folder / "table.md").read_text().splitlines()) == 8
+
+
+@pytest.mark.peers
 def test_prompts_of_numbers_are_their_own_token_ids() -> None:
     """None of them is cut at a zero."""
     pytest.importorskip("trl", reason="extra peers")

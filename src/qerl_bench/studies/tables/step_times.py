@@ -41,17 +41,23 @@ def row(run: Run) -> dict[str, object]:
 
 def step_times(runs: Iterable[Run]) -> Table:
     """Median, 20 % and 80 % over the steps of each run that trained: times of the phases, and the peak of memory."""
-    table = pd.DataFrame([row(run) for run in runs]).sort_values([*KEYS, "seed"], ignore_index=True)
+    table = pd.DataFrame([row(run) for run in runs]).sort_values(
+        [*KEYS, "completion_tokens", "seed"], ignore_index=True
+    )
     shown = pd.DataFrame(table[[*KEYS, "seed"]]).astype(str)
+    shown["tokens"] = [f"{tokens:.0f}" for tokens in table["completion_tokens"]]
     for part in ("step", "rollout", "train"):
         columns = (table[f"{part}{end}"] for end in ("", "_p20", "_p80"))
         shown[f"{part} (s)"] = [
             f"{middle:.3g} [{low:.3g}, {high:.3g}]" for middle, low, high in zip(*columns, strict=True)
         ]
+    for name, column in (("sampled", "rollout_tok_s"), ("trained", "train_tok_s")):
+        shown[f"{name} (tokens/s)"] = [f"{rate:.0f}" for rate in table[column]]
     shown["peak (GiB)"] = [f"{peak:.1f}" for peak in table[["rollout_gib", "train_gib"]].max(axis=1)]
     caption = (
-        f"Time of a step and of its phases: median over n = {', '.join(str(n) for n in sorted(set(table['steps'])))} "
-        "steps of one run. Brackets: from the 20 % to the 80 % quantile of these steps, not an interval of the median. "
+        "Time of a step with so many completion tokens, and of its phases: median over n = "
+        f"{', '.join(str(n) for n in sorted(set(table['steps'])))} steps of one run. Brackets: from the 20 % to the "
+        "80 % quantile of these steps, not an interval of the median. "
         f"{', '.join(sorted(set(table['device'])))}."
     )
     return Table(
