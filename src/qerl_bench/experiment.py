@@ -158,7 +158,7 @@ def run_steps(
                 elif is_due(experiment.eval, step, experiment.steps, experiment.save_every):
                     log_validation(run, mirror, step, validate(experiment, policy, engine, run, step, world))
                 shortages_of(policy).agree(world)
-                signum = noted.on_any(world)
+                signum = noted.on_any(world.gather)
                 if step % experiment.save_every == 0 or step == experiment.steps or signum:
                     require_equal_weights(policy.model, world)
                     if world.first:
@@ -167,7 +167,7 @@ def run_steps(
                         drop_checkpoints(experiment, run)
                 if signum:
                     raise Terminated(signum)
-            if signum := noted.on_any(world):  # which came while the last step was saved
+            if signum := noted.on_any(world.gather):  # which came while the last step was saved
                 raise Terminated(signum)
         if experiment.steps:
             evaluate_and_log(experiment, policy, engine, run, mirror, experiment.steps, world)

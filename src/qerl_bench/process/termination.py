@@ -12,10 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qerl_bench.parallel import World
 
 log = logging.getLogger(__name__)
 REPEAT_S = 1.0
@@ -50,9 +46,9 @@ class PendingSignal:
 
     signum: int | None = None
 
-    def on_any(self, world: World) -> int | None:
-        """The signal that came to any rank so far; all ranks ask."""
-        return next(filter(None, world.gather(self.signum)), None)
+    def on_any(self, gather: Callable[[int | None], list[int | None]]) -> int | None:
+        """The signal that came to any rank so far; all ranks ask, and `gather` what each of them noted."""
+        return next(filter(None, gather(self.signum)), None)
 
 
 @contextmanager
