@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +136,12 @@ class CheckpointReader:
         bias or an adapter: without it the layer computes something else."""
         passed_over = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         others = [name for name in names if not any(re.search(pattern, name) for pattern in passed_over)]
-        layers = {path for path, module in model.named_modules() if path and not any(module.children())}
+        modules = dict(model.named_modules())
+        layers = {path for path, module in modules.items() if path and not any(module.children())}
         for name in others:
             parts = name.split(".")
             owner = next((".".join(parts[:end]) for end in range(len(parts)) if ".".join(parts[:end]) in layers), None)
-            short = _too_short(model, parts)
+            short = _too_short(modules, parts)
             require(
                 short is None,
                 f"{self.folder} has the tensor {name}, and {short} of this {type(model).__name__} ends before it. "
@@ -236,9 +237,8 @@ def skeleton(folder: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     return model.eval()
 
 
-def _too_short(model: torch.nn.Module, parts: Sequence[str]) -> str | None:
-    """The list of blocks in `model` that ends before the one of the tensor whose name has these parts; None if none."""
-    modules = dict(model.named_modules())
+def _too_short(modules: Mapping[str, torch.nn.Module], parts: Sequence[str]) -> str | None:
+    """The list of blocks that ends before the one of the tensor whose name has these parts; None if none does."""
     for end, number in enumerate(parts):
         blocks = modules.get(path := ".".join(parts[:end]))
         if number.isdecimal() and isinstance(blocks, torch.nn.ModuleList) and int(number) >= len(blocks):

@@ -153,12 +153,12 @@ def archive(
     design: Design,
     probes: Sequence[Mapping[str, Any]],
     results: Sequence[Result],
-    arms_stopped: Mapping[str, list[str]],
+    blocked_arms: Mapping[str, list[str]],
     out: Path,
 ) -> None:
     """Write the finished runs of the study, its probes, gates and design to `out`."""
     archive_probes(design, probes, out)
-    write_atomically(out / "gates.json", to_json(results, arms_stopped))
+    write_atomically(out / "gates.json", to_json(results, blocked_arms))
     write_atomically(out / "gates.md", render(results) + "\n")
     paths = [run.path for run in finished_runs(design, probes).values()]
     if paths:

@@ -215,14 +215,14 @@ def render(results: Sequence[Result]) -> str:
     return markdown_table(["gate", "limit", "measured", "interval", "bases that meet it", "passed", "else"], rows)
 
 
-def to_json(results: Sequence[Result], arms_stopped: Mapping[str, list[str]]) -> str:
+def to_json(results: Sequence[Result], blocked_arms: Mapping[str, list[str]]) -> str:
     """The results as JSON; numbers that do not exist are null."""
     rows = [
         {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in asdict(one).items()}
         | {"passed": one.passed}
         for one in results
     ]
-    return json.dumps({"gates": rows, "stopped": arms_stopped}, indent=1)
+    return json.dumps({"gates": rows, "stopped": blocked_arms}, indent=1)
 
 
 def _numbers(values: Sequence[float]) -> dict[str, Any]:
