@@ -249,6 +249,8 @@ def test_over_several_bases_the_interval_is_that_of_bases(tmp_path: Path) -> Non
     assert points == pytest.approx([0.03] * 3) and mean.n == 3
     assert describe_repeats(treated) == "3 base models (tiny) on arithmetic, the mean of 2 seeds each"
     assert describe_repeats(treated[::2]) == "3 base models (tiny) on arithmetic, one seed each"
+    own = [treated[0], treated[3], treated[4]]  # a seed of its own on each base is one seed each too
+    assert describe_repeats(own) == describe_repeats(treated[::2])
     assert "Small points: base models." in paired.interval_note(treated)
 
 

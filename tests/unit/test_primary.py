@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from scipy import stats
 from qerl_bench.checks import ConfigError
 from qerl_bench.studies.design.design import read_design
 from qerl_bench.studies.design.primary import Primary
-from qerl_bench.studies.report.primary import counted, look, primary_page
-from qerl_bench.studies.report.sessions import figures, texts
+from qerl_bench.studies.report.primary import at_last_look, counted, look, primary_page
+from qerl_bench.studies.report.secondary import secondary_page
+from qerl_bench.studies.report.sessions import figures, read_once, texts
 from qerl_bench.studies.runs.comparable import load_runs
 from tests.scripts import ROOT
 
@@ -106,6 +108,30 @@ def test_a_look_reads_the_first_bases_that_count_whatever_came_later() -> None:
     assert noise.over_bases.value == pytest.approx(np.mean([NOISY[i] - PLAIN[i] for i in (0, 3, 4, 5)]))
     page = primary_page(study)
     assert "## 4 bases" in page and "## 6 bases" not in page and "Base 2 does not count" in page
+
+
+def test_all_pages_see_the_bases_of_the_last_look_alone() -> None:
+    real = read_once(REAL / "05b")
+    assert real.design.primary is not None and counted(real, real.design.primary).bases[:8] == (1, 2, 3, 4, 5, 6, 7, 8)
+    seen = at_last_look(real)
+    assert seen is not None and {base for _, base, _ in seen.runs} == {*seen.probes}
+    assert len(seen.probes) in real.design.primary.looks
+    fewer = replace(real, runs={cell: run for cell, run in real.runs.items() if cell[:2] != ("nvfp4", 8)})
+    assert len(counted(fewer, real.design.primary).bases) == 7 and at_last_look(fewer) is None
+
+
+def test_what_stands_beside_primary_contrasts_is_a_mean_of_pairs_and_no_verdict() -> None:
+    study = read_once(REAL / "05b")
+    page = secondary_page(study, [("nvfp4", "bf16")])
+    row = next(line for line in page.splitlines() if line.startswith("| right, greedy, after training"))
+    found = [
+        float((run.answers("greedy")[40] - study.runs["bf16", base, seed].answers("greedy")[40]).mean())
+        for (arm, base, seed), run in study.runs.items()
+        if arm == "nvfp4"
+    ]
+    low, high = stats.t.interval(0.95, len(found) - 1, np.mean(found), stats.sem(found))
+    assert f"{100 * np.mean(found):+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]" in row
+    assert not any(word in page for word in ("higher", "lower", "negligible", "open", "supported", "reversed"))
 
 
 def test_both_sizes_are_studied_alike() -> None:

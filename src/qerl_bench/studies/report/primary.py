@@ -7,7 +7,7 @@ first so many in the order of the design are a look. Until the first look the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -64,6 +64,17 @@ def runs_of(study: Sessions, arm: str, base: int) -> list[Run]:
 
 def looks_reached(study: Sessions, primary: Primary) -> list[int]:
     return [count for count in primary.looks if count <= len(counted(study, primary).bases)]
+
+
+def at_last_look(study: Sessions) -> Sessions | None:
+    """The study as the last look that is reached sees it, with no other base; None before the first."""
+    assert study.design.primary is not None
+    reached = looks_reached(study, study.design.primary)
+    if not reached:
+        return None
+    bases = counted(study, study.design.primary).bases[: reached[-1]]
+    runs = {cell: run for cell, run in study.runs.items() if cell[1] in bases}
+    return replace(study, runs=runs, probes={base: study.probes[base] for base in bases})
 
 
 def differences(study: Sessions, primary: Primary, contrast: str, bases: Sequence[int]) -> np.ndarray:

@@ -4,14 +4,14 @@
 
 gates.md has the gates over all sessions, claims.md and claims.svg the verdicts, literature.md and
 literature.svg those on later papers, if there are any, as of every other family of claims, bases.md
-a table by base; curves.svg,
-arms.svg, exploration.svg and pass_at_k.svg are the figures, and dose.svg if three arms have noise
-of one shape in different sizes. Probes with details add probes.md and probes.svg. specification.csv
-and specification.svg have the effect behind each verdict under other choices, pooled too with the
-other studies of the task in the folder beside. Of many arms three of the figures are drawn once for
-each arm that others are compared with. Arms with random rewards are not in arms.svg, whose axes
-they would stretch. Runs of several versions of the code are taken together, since no pair of runs
-is from two sessions.
+a table by base; curves.svg, arms.svg, exploration.svg and pass_at_k.svg are the figures, and
+dose.svg if three arms have noise of one shape in different sizes. Probes with details add probes.md
+and probes.svg. specification.csv and specification.svg have the effect behind each verdict under
+other choices, pooled too with the other studies of the task in the folder beside. A study with
+primary contrasts has primary.md and secondary.md in the place of verdicts on claims. Of many arms
+three of the figures are drawn once for each arm that others are compared with. Arms with random
+rewards are not in arms.svg, whose axes they would stretch. Runs of several versions of the code are
+taken together, since no pair of runs is from two sessions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from qerl_bench.studies.figures.specification import specification_curve, specif
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report import probe_page
 from qerl_bench.studies.report.claims_page import markdown, page_table
-from qerl_bench.studies.report.primary import looks_reached, primary_page
+from qerl_bench.studies.report.primary import at_last_look, primary_page
+from qerl_bench.studies.report.secondary import secondary_page
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
 from qerl_bench.studies.runs.measure import held_out
@@ -74,20 +75,31 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def texts(study: Sessions) -> dict[str, str]:
-    """The files of the report that are text, by name; before the first look at primary contrasts only their page."""
-    primary = {} if study.design.primary is None else {"primary.md": primary_page(study)}
-    if is_blind(study):
+    """The files of the report that are text, by name.
+
+    Of a study with primary contrasts these alone have verdicts, and before the first look there is only their page.
+    """
+    if study.design.primary is None:
+        return _measured(study) | _verdicts(study)
+    primary, seen = {"primary.md": primary_page(study)}, at_last_look(study)
+    if seen is None:
         return primary
-    scope, runs, verdicts, later = judged(study)
+    pairs = [(arm.name, control.name) for arm in seen.arms if (control := control_of(seen, arm))]
+    return primary | {"secondary.md": secondary_page(seen, pairs)} | _measured(seen)
+
+
+def _measured(study: Sessions) -> dict[str, str]:
+    """Gates, the table by base, and probes if they have details."""
     results = gates(study.design, [*study.probes.values()], study.runs)
-    found = primary | {
-        "gates.md": render(override(results, study.overridden)) + "\n",
-        "claims.md": markdown({scope: verdicts}, runs),
-        "claims.svg": svg(all_claims(verdicts, scope)),
-        "bases.md": bases(study),
-    }
-    if page := probe_page.markdown([*study.probes.values()]):
-        found["probes.md"] = page
+    found = {"gates.md": render(override(results, study.overridden)) + "\n", "bases.md": bases(study)}
+    page = probe_page.markdown([*study.probes.values()])
+    return found | ({"probes.md": page} if page else {})
+
+
+def _verdicts(study: Sessions) -> dict[str, str]:
+    """The verdicts of each family of claims, and the effects behind them under other choices."""
+    scope, runs, verdicts, later = judged(study)
+    found = {"claims.md": markdown({scope: verdicts}, runs), "claims.svg": svg(all_claims(verdicts, scope))}
     for family, of_family in later.items():
         if any(one.verdict not in ("incomplete", "not testable here") for one in of_family):
             found |= {f"{family}.md": page_table(of_family) + "\n", f"{family}.svg": svg(all_claims(of_family, scope))}
@@ -95,11 +107,6 @@ def texts(study: Sessions) -> dict[str, str]:
         found["specification.csv"] = specification_table(ways).to_csv(index=False, float_format="%.6f")
         found["specification.svg"] = svg(specification_curve(ways))
     return found
-
-
-def is_blind(study: Sessions) -> bool:
-    """Whether the study has primary contrasts, and too few bases for the first look at them."""
-    return study.design.primary is not None and not looks_reached(study, study.design.primary)
 
 
 @lru_cache
@@ -139,8 +146,11 @@ def figures(study: Sessions) -> dict[str, Figure]:
     Supervised arms sample nothing in training: they have no entropy or reward, so pass@k alone shows them. No figure
     shows arms before the first look at primary contrasts.
     """
-    if is_blind(study):
-        return {}
+    if study.design.primary is not None:
+        seen = at_last_look(study)
+        if seen is None:
+            return {}
+        study = seen
     sampling = [arm for arm in study.arms if study.design.option(arm, "algo")["name"] != "sft"]
     graded = [arm for arm in sampling if study.design.option(arm, "reward")["name"] == "task"]
     drawn = {"arms": dot_plot([*plotted(study, graded, pairs=True).values()], MEASURES)}

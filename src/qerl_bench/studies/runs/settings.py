@@ -166,13 +166,19 @@ def require_complete(missing: Sequence[str]) -> None:
 
 def unit_count(runs: Sequence[Run]) -> int:
     """Over how many units runs of one setting are averaged: bases if there are several, else seeds."""
-    bases, seeds = (len({run.cell[part] for run in runs}) for part in (0, 1))
+    seeds_of: dict[str, set[int]] = {}
+    for run in runs:
+        seeds_of.setdefault(run.cell[0], set()).add(run.cell[1])
+    bases, seeds = len(seeds_of), max(map(len, seeds_of.values()))
     return bases if bases > 1 else seeds
 
 
 def describe_repeats(runs: Sequence[Run]) -> str:
     """How often a setting was repeated, of which model, on what task: the units of an interval over these runs."""
-    bases, seeds = (len({run.cell[part] for run in runs}) for part in (0, 1))
+    seeds_of: dict[str, set[int]] = {}
+    for run in runs:
+        seeds_of.setdefault(run.cell[0], set()).add(run.cell[1])
+    bases, seeds = len(seeds_of), max(map(len, seeds_of.values()))
     models, tasks = (", ".join(sorted({run.option(key) for run in runs})) for key in ("model.name", "task.name"))
     if bases > 1:
         each = f"the mean of {seeds} seeds" if seeds > 1 else "one seed"

@@ -1,0 +1,79 @@
+"""The page of all that a study with primary contrasts shows beside them: levels, differences and intervals, no word.
+
+Which of these is looked at, and how often, no correction knows. Units are bases, as in report/primary.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+from qerl_bench.statistics import mean_ci
+from qerl_bench.studies.claims.measures import INITIAL_ENTROPY, LATE_REWARD, MEASURES, NOISY_ENTROPY, REWARD
+from qerl_bench.studies.design.readings import by_base, gain_where_complete
+from qerl_bench.studies.design.sessions import Sessions
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.measure import Measure, RunMetric, held_out, last_fifth_mean, late_mean
+from qerl_bench.studies.tables.markdown import markdown_table
+
+
+def share(name: str, metric: RunMetric) -> Measure:
+    return Measure(name, metric, unit="points", scale=100.0)
+
+
+def mean_of(mode: str, column: str, step: int | None = None) -> RunMetric:
+    """The mean over held-out questions of a column of answers: late in the run, or at a step; -1 is the last."""
+
+    def of_run(run: Run) -> float:
+        if step is None:
+            return float(np.mean(late_mean(mode, column)(run).to_numpy()))
+        return float(np.mean(run.answers(mode, column)[run.option("steps") if step < 0 else step].to_numpy()))
+
+    return of_run
+
+
+def late_gain(run: Run) -> float:
+    return mean_of("sampled", "lenient")(run) - mean_of("sampled", "lenient", 0)(run)
+
+
+SHOWN = (
+    share("right by the last number, sampled, before training", mean_of("sampled", "lenient", 0)),
+    share("its gain until the last quarter", late_gain),
+    share("gain of answers with an end before and after training", gain_where_complete),
+    share("right, sampled, last quarter", mean_of("sampled", "correct")),
+    share("right, greedy, after training", lambda run: float(np.mean(np.asarray(held_out("greedy")(run))))),
+    share("right by the last number, greedy, after training", mean_of("greedy", "lenient", -1)),
+    share("with an end, sampled, last quarter", mean_of("sampled", "finished")),
+    Measure("tokens of a sampled answer, last quarter", mean_of("sampled", "tokens"), ratio=True),
+    REWARD,
+    LATE_REWARD,
+    INITIAL_ENTROPY,
+    NOISY_ENTROPY,
+    Measure("entropy of the sampler over the last fifth of the steps", last_fifth_mean("entropy"), ratio=True),
+    MEASURES["late_mismatch"],
+    Measure("tokens of a completion over the last fifth", last_fifth_mean("completions/mean_length"), ratio=True),
+)
+
+
+def secondary_page(study: Sessions, pairs: Sequence[tuple[str, str]]) -> str:
+    """Markdown: each arm's level and the differences of `pairs`, treated and control, on the bases that both have."""
+    arms = list(dict.fromkeys(arm for pair in pairs for arm in reversed(pair)))
+    lines = []
+    for measure in SHOWN:
+        of = {arm.name: by_base(study.runs, arm, measure.averaged) for arm in study.arms if arm.name in arms}
+        cells = [measure.level_text(fmean(of[arm].values())) for arm in arms]
+        for treated, control in pairs:
+            both = sorted(of[treated].keys() & of[control].keys())
+            found = mean_ci([of[treated][base] - of[control][base] for base in both])
+            cells.append(f"{measure.text(found.value)} {measure.interval_text(found.low, found.high)}")
+        lines.append([measure.name, *cells])
+    heads = ["", *arms, *(" - ".join(pair) for pair in pairs)]
+    return (
+        "# Beside the primary contrasts\n\n"
+        f"{len(study.session_of)} bases. Means and 95 % intervals over bases (Student's t) of paired differences, "
+        "those of shares in points; tokens, entropy and KL are compared by ratio, and their levels are geometric "
+        "means. These are many numbers without a correction for how many, and give no verdict.\n\n"
+        f"{markdown_table(heads, lines)}\n"
+    )
