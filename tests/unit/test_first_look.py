@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -40,11 +41,27 @@ def test_answers_are_those_that_probes_count(name: str) -> None:
 
 
 def test_effects_of_the_page_are_those_of_its_tables() -> None:
-    page = (STUDY / "README.md").read_text()
+    page = (STUDY / "README.md").read_text().partition("## Before training")[2]
     tables = "".join(path.read_text() for path in STUDY.glob("*/results/*/*.md"))
     effects = re.findall(r"[x+-]?\d+\.\d+ \[[^\]]+\]", page)
     assert len(effects) > 40 and [one for one in effects if one not in tables] == []
     assert [one for one in re.findall(r"x1\.\d{3}", page) if one not in tables] == []
+
+
+def test_effects_of_the_look_are_those_of_its_pages_rounded() -> None:
+    """Where the page says "3.0 points less [1.4, 4.7]", or per cent of a ratio, its pages have the number itself."""
+    looked = (STUDY / "README.md").read_text().partition("## Before training")[0]
+    pages = "".join(path.read_text() for path in STUDY.glob("*/results/*.md"))
+    number = r"[×x+]?(-?\d+(?:\.\d+)?)"
+    measured = re.findall(rf"{number} \|? ?\[{number}, {number}\]", pages)
+    ways = (lambda x: x, lambda x: -x, lambda x: 100 * x, lambda x: 100 * (x - 1), lambda x: 100 * (1 - x))
+    found = {tuple(way(float(x)) for x in one) for one in measured for way in ways}
+    found |= {(mean, high, low) for mean, low, high in found}
+    said = re.findall(rf"{number}(?: points| %)?(?: less[a-z ]*| lower)? \[{number}, {number}\]", looked)
+    assert len(said) > 10
+    for one in said:
+        half = 0.501 * 10.0 ** -max(len(x.partition(".")[2]) for x in one)  # of the last digit that the page has
+        assert any(np.allclose([float(x) for x in one], ends, rtol=0, atol=half) for ends in found), one
 
 
 @pytest.mark.parametrize("path", sorted(LOOK.glob("*.yaml")), ids=lambda path: path.stem)
