@@ -18,7 +18,7 @@ FIRST := experiment=tiny/main quant=bf16 aqn=none optim.lr=3e-4
 FAULTS ?= 200
 SLOTS ?= $(shell env -u OMP_NUM_THREADS nproc)
 
-.PHONY: run study test test-faults test-models test-vllm test-cluster test-page test-real check docs notebooks setup clean
+.PHONY: run study study-real test test-faults test-models test-vllm test-cluster test-page test-real check docs notebooks setup clean
 
 run: $(READY)
 	$(BIN)/python src/run.py quant=nvfp4 aqn=exp
@@ -30,6 +30,15 @@ study: $(READY)
 		$(BIN)/python src/run.py -m $$chosen $(BASES:%=model.seed=%) $(SEEDS:%=seed=%) hydra.launcher.slots=$(SLOTS) || { \
 			code=$$?; test $$code -lt 128 || exit $$code; failed="$$failed $$chosen"; }; \
 	done; test -z "$$failed" || { echo "not complete:$$failed; make study repeats the runs that failed"; exit 1; }
+
+# Copies of a released model on one GPU, and whether they fall where the committed ones say (studies/real-2026/repeat.py).
+# SIZE=05b or 15b, COPIES=1,2, RUNS=4 at a time side by side; MODEL=FILE.gguf and DATA=FOLDER if the hub is not reachable.
+SIZE ?= 05b
+COPIES ?= 1
+RUNS ?= 1
+study-real: $(READY)
+	$(BIN)/python studies/real-2026/repeat.py $(SIZE) copies=$(COPIES) slots=$(RUNS) $(if $(filter-out 1,$(RUNS)),mps=true) \
+		$(if $(MODEL),model=$(MODEL)) $(if $(DATA),data=$(DATA))
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
