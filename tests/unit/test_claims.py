@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 CLAIMS = claims_of(QERL)
 STEPS, QUESTIONS = 40, 60
 TITLES = {claim.title: claim for claim in CLAIMS}
-ENTROPY, GROWTH, ACCURACY, AQN, DECAY, RANK, RATE, NF4, SFT, ROLLOUT, STEP, MEMORY = TITLES
+ENTROPY, GROWTH, ACCURACY, AQN, DECAY, RANK, RATE, NF4, SFT, ROLLOUT, STEP, MEMORY, FULL = TITLES
 SEEDS = (0, 1, 2, 3, 4)
 PACKAGES = {"torch": "2.13.0"}
 
@@ -709,7 +709,7 @@ def test_the_picture_leaves_out_claims_without_an_effect_but_not_all(study: Stud
         return [label.get_text() for label in axis.get_yticklabels()]
 
     everything = rows(study(["quant=bf16"]))  # one arm: no claim has an effect
-    assert {row.split(". ")[0] for row in everything if row[0].isdigit()} == {str(n) for n in range(1, 13)}
+    assert {row.split(". ")[0] for row in everything if row[0].isdigit()} == {str(claim.number) for claim in CLAIMS}
     some = rows(study(["quant=nvfp4"]))
     assert {row.split(". ")[0] for row in some if row[0].isdigit()} == {"1", "2", "3"}
     assert set(some) < set(everything)

@@ -134,14 +134,16 @@ def test_what_stands_beside_primary_contrasts_is_a_mean_of_pairs_and_no_verdict(
     assert not any(word in page for word in ("higher", "lower", "negligible", "open", "supported", "reversed"))
 
 
-def test_both_sizes_are_studied_alike() -> None:
+@pytest.mark.parametrize("more", ["", "-more"])
+def test_both_sizes_are_studied_alike(more: str) -> None:
     """But for the model, and the rate that the pilot's rule takes for it."""
-    large, small = (yaml.safe_load((REAL / size / "study.yaml").read_text()) for size in ("15b", "05b"))
+    large, small = (yaml.safe_load((REAL / f"{size}{more}" / "study.yaml").read_text()) for size in ("15b", "05b"))
     own = ("model.id=", "optim.lr=")
     for one in (large, small):
         one["common"] = [word for word in one["common"] if not word.startswith(own)]
     assert large == small
-    assert read_design(REAL / "15b/study.yaml").primary == read_design(REAL / "05b/study.yaml").primary
+    designs = [read_design(REAL / f"{size}{more}" / "study.yaml") for size in ("15b", "05b")]
+    assert designs[0].primary == designs[1].primary
 
 
 @pytest.mark.parametrize("folder", sorted(REAL.glob("[01]5b/data/*/")), ids=lambda folder: folder.name)

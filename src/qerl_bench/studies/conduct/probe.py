@@ -78,9 +78,9 @@ def dose_key(experiment: Experiment) -> str:
 
 
 def weights_key(experiment: Experiment) -> str:
-    """What decides the untrained policy of an arm, in words, but for its noise; base and task are those of all arms."""
+    """What decides the untrained policy of an arm, in words, but for its noise; the task is that of all arms."""
     one = experiment
-    return repr((one.quant, one.quantizer, one.lora, one.train, one.kernel, one.seed))
+    return repr((one.model, one.quant, one.quantizer, one.lora, one.train, one.kernel, one.seed))
 
 
 def run_probes(design: Design, asked: Mapping[str, Asked], base: Path | None, device: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from qerl_bench.checks import (
     text,
 )
 from qerl_bench.options.composer import Composer
-from qerl_bench.options.fingerprint import fingerprint
+from qerl_bench.options.fingerprint import fingerprint, flat
 from qerl_bench.rundir.checkpoints import is_finished
 from qerl_bench.studies.design.limits import GateLimits, read_limits
 from qerl_bench.studies.design.primary import Primary, read_primary
@@ -45,6 +45,7 @@ from qerl_bench.studies.design.sizes import DoseSize, ProbeSize, probe_size
 from qerl_bench.studies.design.units import Unit, read_seeds, read_units
 from qerl_bench.sweep.points import Point
 
+DTYPE = "model.dtype"  # what arms of one model may differ in: training all weights needs 32 bits
 EXPLORES = ("rollout.temperature=", "train.entropy_coef=")  # beginnings of the words of known means
 CONTROL = Check(lambda value: isinstance(value, bool) or value in ("gain", "exploration"), "gain, exploration or true")
 
@@ -100,9 +101,17 @@ class Design:
                 arm.compared_with in (None, *others),
                 f"arms.{arm.name}.compared_with must be one of {', '.join(others)}, got {arm.compared_with}",
             )
-        kinds = {arm.name: (self.option(arm, "model"), self.option(arm, "task")) for arm in self.arms}
-        (first, *others) = kinds.values()
-        require(all(other == first for other in others), f"the arms of {self.path} differ in model or task: {kinds}")
+        for arm in self.arms[1:]:
+            kinds = [
+                flat({group: self.option(one, group) for group in ("model", "task")}) for one in (self.reference, arm)
+            ]
+            differing = sorted(key for key, value in kinds[0].items() if kinds[1].get(key) != value and key != DTYPE)
+            said = "; ".join(f"{key} is {kinds[0][key]!r} and {kinds[1].get(key)!r}" for key in differing[:3])
+            require(
+                not differing,
+                f"{self.reference.name} and {arm.name} of {self.path} differ in model or task ({said}): give each its "
+                "own study",
+            )
         require(
             self.option(self.reference, "algo")["name"] != "sft",
             f"the first arm of {self.path} is what gates read rollouts of: it cannot have algo=sft",
