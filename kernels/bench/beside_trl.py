@@ -241,7 +241,7 @@ def trl_folder(folder: Path, seed: int) -> Path:
     return folder / f"trl-s{seed}"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("folder", type=Path, help="for everything that is made; the same one continues")
     parser.add_argument("words", nargs="*", help="of a run: model=FILE.gguf task.train_file=FILE ...")
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="completions of TRL's micro-batch")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="TRL keeps activations")
     parser.add_argument("--trl", nargs="*", default=[], type=pair, help="fields of GRPOConfig, KEY=JSON")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
     ends = time.monotonic() + 60 * options.minutes
     log_to_stderr("qerl_bench")
     task = [] if any(word.startswith("task=") for word in options.words) else TASK

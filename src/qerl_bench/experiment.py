@@ -46,6 +46,7 @@ from qerl_bench.model.context import require_one_rope
 from qerl_bench.model.policy import Policy
 from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE, World, largest
+from qerl_bench.process import energy
 from qerl_bench.process.children import is_child
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.process.memory import memory_for
@@ -85,7 +86,7 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             return
         experiment.check_model()
         if world.size == 1:
-            run.meter(device)
+            run.meter(partial(energy.counter, device))
         with session(experiment, experiment.engine, run, device, world) as setup:
             names = experiment.quant.name, experiment.quantizer.name
             with run.replacing("layers.parquet") as file:
