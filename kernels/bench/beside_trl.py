@@ -151,7 +151,8 @@ def same(words: list[str], options: argparse.Namespace) -> bool:
     cfg, folder = compose([*words, f"steps={UPDATES}"]), options.folder / "same"
     experiment = build(cfg)
     device = prepare_device(experiment.device, experiment.quant)
-    with RunDir(folder, cfg) as run, session(experiment, experiment.engine, run, device) as (policy, engine):
+    with RunDir(folder, cfg) as run, session(experiment, experiment.engine, run, device) as setup:
+        policy, engine = setup.policy, setup.engine
         policy.save(folder)
         groups, _, _ = collect_rollouts(experiment, policy, engine, 1, PhaseTimer(device))
         require(any(group.has_signal for group in groups), "no rewards of a group differ; raise rollout.group_size")
@@ -163,7 +164,7 @@ def same(words: list[str], options: argparse.Namespace) -> bool:
             found = update(specs, policy, make_optimizer(policy, experiment.optim), batch, run, 1)
             sums.append((updates * found["loss"], updates * found["grad_norm"]))
     rollouts: list[Rollout] = [one for group in groups for one in group.rollouts]
-    del policy, engine
+    del setup, policy, engine
     free(device)
 
     def given(prompts: Any, trainer: GRPOTrainer) -> dict[str, Any]:
@@ -219,10 +220,10 @@ def run_trl(words: list[str], options: argparse.Namespace, ends: float) -> bool:
         free(device)
     with RunDir(folder / "eval", cfg) as run:
         if not run.finished:
-            with session(experiment, experiment.engine, run, device) as (policy, engine):
-                evaluate(experiment, policy, engine, run, 0, untrained=True)
-                policy.load(folder / "trained")
-                evaluate(experiment, policy, engine, run, experiment.steps)
+            with session(experiment, experiment.engine, run, device) as setup:
+                evaluate(setup, 0, untrained=True)
+                setup.policy.load(folder / "trained")
+                evaluate(setup, experiment.steps)
             run.mark_finished(versions(LIBRARIES))
     return True
 
@@ -240,7 +241,7 @@ def trl_folder(folder: Path, seed: int) -> Path:
     return folder / f"trl-s{seed}"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("folder", type=Path, help="for everything that is made; the same one continues")
     parser.add_argument("words", nargs="*", help="of a run: model=FILE.gguf task.train_file=FILE ...")
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="completions of TRL's micro-batch")
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="TRL keeps activations")
     parser.add_argument("--trl", nargs="*", default=[], type=pair, help="fields of GRPOConfig, KEY=JSON")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(arguments)
     ends = time.monotonic() + 60 * options.minutes
     log_to_stderr("qerl_bench")
     task = [] if any(word.startswith("task=") for word in options.words) else TASK

@@ -259,7 +259,7 @@ def ragged_task(options: argparse.Namespace) -> Shape:
     )
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["7b"])
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "bf16"])
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, help="CSV file for the kernels of a rollout of each batch")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.new < 2 or options.repeats < 1 or any(count % 8 for count in options.ragged):
         parser.error("--new must be above 1, --repeats at least 1, and --ragged multiples of 8, the size of a group")
     if options.profile is not None:

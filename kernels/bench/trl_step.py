@@ -188,7 +188,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [about | row for row in clock.rows]
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", default="7b", help="an option of model=shape/")
     parser.add_argument("--rank", type=int, default=32, help="of the adapter")
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--attention", default="sdpa", help="transformers' attention implementation")
     parser.add_argument("--vllm-memory", type=float, default=0.3, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--words", nargs="*", default=[], help="of another load: rollout.prompts_per_step=8")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     print_rows(write_rows(measure(options), options.out))
 
 

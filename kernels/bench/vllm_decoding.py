@@ -130,7 +130,7 @@ def measure_all(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield about | row
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--format", choices=("bf16", "nvfp4", "mxfp4"), default="nvfp4")
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's memory that vLLM takes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--words", nargs="*", default=[], help="of another model: model.layers=2")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if min(options.new - 1, options.repeats, options.ragged_repeats, options.group) < 1:
         parser.error("--new must be above 1; --repeats, --ragged-repeats and --group at least 1")
     if any(count % 8 for count in options.ragged) or any(batch % options.group for batch in options.group_batches):

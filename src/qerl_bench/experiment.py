@@ -46,6 +46,7 @@ from qerl_bench.model.context import require_one_rope
 from qerl_bench.model.policy import Policy
 from qerl_bench.options.fingerprint import as_dict
 from qerl_bench.parallel import ALONE, World, largest
+from qerl_bench.process import energy
 from qerl_bench.process.children import is_child
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.process.memory import memory_for
@@ -56,7 +57,7 @@ from qerl_bench.records import Group, numbered
 from qerl_bench.rundir.checkpoints import checkpoints, go_back, last_checkpoint, step_of
 from qerl_bench.rundir.run_dir import RunDir
 from qerl_bench.seeding import derive
-from qerl_bench.session import evaluate, on_base_in, prepare_device, require_places, session, validate
+from qerl_bench.session import Setup, evaluate, on_base_in, prepare_device, require_places, session, validate
 from qerl_bench.task.graded import all_checked
 from qerl_bench.train.batch import Batch, make_batch
 from qerl_bench.train.collapse import collapse
@@ -85,15 +86,15 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
             return
         experiment.check_model()
         if world.size == 1:
-            run.meter(device)
-        with session(experiment, experiment.engine, run, device, world) as (policy, engine):
+            run.meter(partial(energy.counter, device))
+        with session(experiment, experiment.engine, run, device, world) as setup:
             names = experiment.quant.name, experiment.quantizer.name
             with run.replacing("layers.parquet") as file:
-                write_layers(file, policy.layers, *names, policy.kernels)
-            run_steps(experiment, policy, engine, run, world, as_dict(cfg))
+                write_layers(file, setup.policy.layers, *names, setup.policy.kernels)
+            run_steps(setup, as_dict(cfg))
             if not world.first:
                 return
-            collapsed = collapse(run.metrics(), math.log(len(policy.tokenizer)))
+            collapsed = collapse(run.metrics(), math.log(len(setup.policy.tokenizer)))
         from qerl_bench.studies.figures.run import (
             run_figures,  # after the run: pandas, scipy and matplotlib take a second
         )
@@ -111,13 +112,12 @@ def run_experiment(experiment: Experiment, cfg: DictConfig, world: World = ALONE
         print("\n".join([*([] if is_child() else [render(table)]), *places(run.path)]))
 
 
-def run_steps(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, world: World, config: dict[str, Any]
-) -> None:
+def run_steps(setup: Setup, config: dict[str, Any]) -> None:
     """Make all steps that the run does not have yet, with an evaluation before the first and after the last.
 
     With steps=0 the one evaluation of the base is all.
     """
+    experiment, policy, engine, run, world = setup
     if experiment.algo.on_policy:  # refuse prompts that are too long now, not at the step that draws them
         engine.require_room(experiment.task.stored_prompts(), rollout_sampling(experiment, step=1))
     optimizer = make_optimizer(policy, experiment.optim)
@@ -145,18 +145,18 @@ def run_steps(
         prompts = experiment.task.train_prompts(1, experiment.rollout.prompts_per_step, experiment.seed)
         run.write("prompt.txt", policy.text_of(prompts[0]))
         if first == 0:
-            evaluate_and_log(experiment, policy, engine, run, mirror, 0, world)
+            evaluate_and_log(setup, mirror, 0)
         with StepProgress(first, experiment.steps) as progress, terminations_noted(experiment.save_on_term) as noted:
             for step in range(first + 1, experiment.steps + 1):
                 shortages_of(policy).begin(step)
-                step_metrics = train_step(experiment, policy, sampler, optimizer, lag, world, run, step)
+                step_metrics = train_step(setup._replace(engine=sampler), optimizer, lag, step)
                 run.log("train", step, step_metrics)
                 mirror.log("train", step, step_metrics)
                 progress.report(step, step_metrics)
                 if is_whole(experiment.eval, step):
-                    evaluate_and_log(experiment, policy, engine, run, mirror, step, world)
+                    evaluate_and_log(setup, mirror, step)
                 elif is_due(experiment.eval, step, experiment.steps, experiment.save_every):
-                    log_validation(run, mirror, step, validate(experiment, policy, engine, run, step, world))
+                    log_validation(run, mirror, step, validate(setup, step))
                 shortages_of(policy).agree(world)
                 signum = noted.on_any(world.gather)
                 if step % experiment.save_every == 0 or step == experiment.steps or signum:
@@ -170,7 +170,7 @@ def run_steps(
             if signum := noted.on_any(world.gather):  # which came while the last step was saved
                 raise Terminated(signum)
         if experiment.steps:
-            evaluate_and_log(experiment, policy, engine, run, mirror, experiment.steps, world)
+            evaluate_and_log(setup, mirror, experiment.steps)
         if world.first:
             drop_checkpoints(experiment, run)
 
@@ -185,17 +185,9 @@ def best_checkpoint(run: RunDir) -> int | None:
     return best_step(run.metrics(), map(step_of, checkpoints(run.path)))
 
 
-def train_step(
-    experiment: Experiment,
-    policy: Policy,
-    engine: RolloutEngine,
-    optimizer: torch.optim.Optimizer,
-    lag: Lag,
-    world: World,
-    run: RunDir,
-    step: int,
-) -> dict[str, float]:
+def train_step(setup: Setup, optimizer: torch.optim.Optimizer, lag: Lag, step: int) -> dict[str, float]:
     """One step: a new batch, and one or more optimizer updates on it. Returns all metrics of the step."""
+    experiment, policy, engine, run, world = setup
     algo = experiment.algo
     step_metrics: dict[str, float] = {}
     noise_begins = algo.on_policy and dose.begins(policy.noise.controller, step)
@@ -352,17 +344,10 @@ def demonstration_batch(experiment: Experiment, policy: Policy, step: int) -> Ba
     return make_batch(prompts, completions, policy.pad_id, HOST)
 
 
-def evaluate_and_log(
-    experiment: Experiment,
-    policy: Policy,
-    engine: RolloutEngine,
-    run: RunDir,
-    mirror: MetricsMirror,
-    step: int,
-    world: World,
-) -> None:
+def evaluate_and_log(setup: Setup, mirror: MetricsMirror, step: int) -> None:
+    experiment, run = setup.experiment, setup.run
     asked = replace(experiment, eval=evaluation_after(experiment.eval, step))
-    if scores := evaluate(asked, policy, engine, run, step, world, untrained=step == 0):
+    if scores := evaluate(setup._replace(experiment=asked), step, untrained=step == 0):
         run.log("eval", step, metrics_of(scores))
         mirror.log("eval", step, metrics_of(scores))
         if is_on(experiment.eval, experiment.steps, experiment.save_every):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,12 +45,12 @@ from qerl_bench.task.base import Task
 log = logging.getLogger(__name__)
 
 
-def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
+def base_checkpoint(model: Model, task: Task, root: str, start: Callable[[list[str]], Child] = Child) -> Path | None:
     """The checkpoint folder of the model's warm start, made now if the cache lacks it; None if the model needs none.
 
-    The warm start is an ordinary supervised run in `root`/cache/runs under its own fingerprint, shared by all runs. If
-    several processes need it at the same time, one of them makes it while the others wait. Of a GGUF file it is the
-    folder in `root`/cache/gguf that the file is converted to.
+    The warm start is an ordinary supervised run in `root`/cache/runs under its own fingerprint, shared by all runs and
+    made by a process that `start` starts. If several processes need it at the same time, one of them makes it while the
+    others wait. Of a GGUF file it is the folder in `root`/cache/gguf that the file is converted to.
     """
     if isinstance(model, HubModel) and model.gguf is not None:
         return model.converted(Path(root) / "cache" / "gguf")
@@ -71,7 +71,7 @@ def base_checkpoint(model: Model, task: Task, root: str) -> Path | None:
         if not is_finished(run_dir):
             told = "warm start of model=%s: %d steps, done once, then kept in %s; each line says how long it will take"
             log.info(told, model.name, warm_start.steps, run_dir)
-            code = wait(Child([*run_command(), *overrides]))
+            code = wait(start([*run_command(), *overrides]))
             require(code != REFUSED, f"the warm start of model={model.name} was refused, for the reason above")
             if code != 0:
                 raise TrainingStopped(f"the warm start of model={model.name} ended with code {code}: {run_dir}/run.log")

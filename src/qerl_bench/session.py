@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -51,6 +50,16 @@ COMPARED = (
     *("logprob_gap_float32", "logprob_gap_tokens", "logprob_gap_tokens_plain"),
     *("sampled_blocks", "sampled_gap_float32", "sampled_gap"),
 )
+
+
+class Setup(NamedTuple):
+    """What all of a run, or of a later evaluation, happens with."""
+
+    experiment: Experiment
+    policy: Policy
+    engine: RolloutEngine  # samples from the policy
+    run: RunDir
+    world: World = ALONE
 
 
 def prepare_device(wanted: str, quant: WeightFormat) -> str:
@@ -105,7 +114,7 @@ def require_places(experiment: Experiment, world: World, trains: bool = True) ->
 @contextmanager
 def session(
     experiment: Experiment, engine: EngineSpec, run: RunDir, device: str, world: World = ALONE
-) -> Iterator[tuple[Policy, RolloutEngine]]:
+) -> Iterator[Setup]:
     """The untrained policy of `experiment` and an engine that samples from it, with all ranks of `world`.
 
     Writes env.json and preflight.json. Raises ConfigError if the policy fails a check of `model/preflight.py`.
@@ -134,7 +143,8 @@ def session(
         policy.merging.on = experiment.train.merge != "none"  # of what is checked, base and adapter are apart
     with closing(built) as rollout_engine:
         shared = SharedEngine(rollout_engine, world, experiment.parallel.exact)
-        yield policy, rollout_engine if world.size == 1 and not shared.exact else shared
+        sampler = rollout_engine if world.size == 1 and not shared.exact else shared
+        yield Setup(experiment, policy, sampler, run, world)
 
 
 def checked_engine(
@@ -222,10 +232,9 @@ def on_base_in(
         yield copy, SharedEngine(built, engine.world, engine.exact) if shared else built
 
 
-def ask(
-    experiment: Experiment, evaluator: Evaluator, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
-) -> Evaluation | None:
+def ask(setup: Setup, evaluator: Evaluator) -> Evaluation | None:
     """What `evaluator` says of the policy, on its base in the format `eval.quant`, which the settings name."""
+    experiment, policy, engine, run, world = setup
     with on_base_in("eval.quant", experiment.eval_format, experiment, policy, engine) as (asked, sampler):
         evaluation = evaluator.evaluate(asked, sampler, experiment.task, run, experiment.seed, world)
         sampler.sleep()  # training needs its memory, and its counts are those of an evaluation
@@ -233,13 +242,12 @@ def ask(
     return evaluation and replace(evaluation, settings=evaluation.settings | {"quant": quant})
 
 
-def ask_untrained(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, world: World
-) -> Evaluation | None:
+def ask_untrained(setup: Setup) -> Evaluation | None:
     """What `ask` would say before any training; what it has said, if an equal policy was asked the same before.
 
     Of runs that ask the same at one time, one asks and the others wait.
     """
+    experiment, policy, world = setup.experiment, setup.policy, setup.world
     folder = Path(experiment.root) / "cache" / "evaluations"
     key = key_of_untrained(vars(experiment), policy, experiment.model.remote_code(), world.size)
     with alone(key if world.first else None, locks(), "the same evaluation of an untrained policy"):
@@ -249,45 +257,34 @@ def ask_untrained(
                 "evaluated before, with equal weights, questions, options, code and card: the answers are in %s", folder
             )
             return evaluation_of(known)
-        evaluation = ask(experiment, experiment.eval, policy, engine, run, world)
+        evaluation = ask(setup, experiment.eval)
         if world.first and evaluation is not None and shortages_of(policy).limits.value is None:
             remember(key, asdict(evaluation), folder)
         return evaluation
 
 
-def evaluate(
-    experiment: Experiment,
-    policy: Policy,
-    engine: RolloutEngine,
-    run: RunDir,
-    step: int,
-    world: World = ALONE,
-    known: Mapping[str, Any] | None = None,
-    untrained: bool = False,
-) -> list[Score]:
-    """Evaluate the policy without noise and record the scores in `run`; no scores with eval=none.
+def evaluate(setup: Setup, step: int, known: Mapping[str, Any] | None = None, untrained: bool = False) -> list[Score]:
+    """Evaluate the policy without noise and record the scores in its run; no scores with eval=none.
 
     Step 0 is the quantized base before any training. If it is `untrained`, the answers may be those of another run.
     What is `known` of the questions goes to the settings on record.
     """
-    asked = ask_untrained if untrained else partial(ask, evaluator=experiment.eval)
+    experiment, run = setup.experiment, setup.run
     with during(f"evaluation after step {step}"), memory_for("evaluation"), phase("evaluation"):
-        evaluation = asked(experiment, policy=policy, engine=engine, run=run, world=world)
+        evaluation = ask_untrained(setup) if untrained else ask(setup, experiment.eval)
     if evaluation is None:
         return []
     evaluation = replace(evaluation, settings=evaluation.settings | dict(known or {}))
     scores = record_evaluation(run, experiment.task.name, step, evaluation)
     log.info("step %d, %d questions: %s", step, scores[0].n, ", ".join(map(str, scores)))
-    if world.first:
+    if setup.world.first:
         formats.report(run, experiment.task, evaluation, step)
     return scores
 
 
-def validate(
-    experiment: Experiment, policy: Policy, engine: RolloutEngine, run: RunDir, step: int, world: World
-) -> dict[str, float]:
+def validate(setup: Setup, step: int) -> dict[str, float]:
     """The point of the curve of held-out accuracy at `step`; it is on record only as these metrics."""
     with during(f"validation after step {step}"), memory_for("evaluation"), phase("validation"):
-        evaluation = ask(experiment, reduced(experiment.eval, experiment.task), policy, engine, run, world)
+        evaluation = ask(setup, reduced(setup.experiment.eval, setup.experiment.task))
     assert evaluation is not None
     return metrics_of_validation(evaluation.samples)

@@ -120,13 +120,16 @@ class Estimate:
 
         None if that takes more than `most`; no number suffices if the error from the questions alone is too large.
         """
-        if not (self.stderr > 0 and self.n > 1) or self.with_repetitions(most).detectable(level, power) > effect:
+
+        def enough(n: int) -> bool:
+            return self.with_repetitions(n).power(effect, level) >= power
+
+        if not (self.stderr > 0 and self.n > 1 and enough(most)):
             return None
         low, high = 1, most
         while high - low > 1:
             middle = (low + high) // 2
-            enough = self.with_repetitions(middle).detectable(level, power) <= effect
-            low, high = (low, middle) if enough else (middle, high)
+            low, high = (low, middle) if enough(middle) else (middle, high)
         return high
 
 

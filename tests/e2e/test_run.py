@@ -138,14 +138,16 @@ def user_commands() -> list[str]:
     return sorted({line.strip() for line in shown + made})
 
 
-def test_commands_of_the_readme_run_as_written(tmp_path):
+def test_commands_of_the_readme_run_as_written(tmp_path, programs):
     """The very words of the README with `experiment=smoke` behind them, so that they end soon; in one folder, where
-    the command behind `make run` meets a point of the sweep. stdout has the result, and stderr how it came to be."""
+    the command behind `make run` meets a point of the sweep. stdout has the result, and stderr how it came to be. The
+    interpreter of the sweep, which test_wheel.py starts too, has imported everything."""
     expected = set()
     for line in user_commands():
         words = shlex.split(line)[1:]
         small = [] if any(word.startswith("experiment=") for word in words) else ["experiment=smoke"]
-        done = run(*words, *small, f"root={tmp_path}")
+        python = programs / "python" if "-m" in words else sys.executable
+        done = run(*words, *small, f"root={tmp_path}", python=python)
         assert done.returncode == 0, done.stderr
         swept = [[f"{word.partition('=')[0]}={value}" for value in word.partition("=")[2].split(",")] for word in words]
         points = product(*[values for word, values in zip(words, swept, strict=True) if not word.startswith("-")])

@@ -561,13 +561,14 @@ def plant(place: str, value: float) -> None:
     import torch
 
     import qerl_bench.experiment as loop
-    from qerl_bench.model.policy import Policy
+    from qerl_bench.session import Setup
 
     step, batch_of = loop.train_step, loop.rollout_batch
 
-    def train_step(experiment: Any, policy: Policy, *others: Any) -> Any:
+    def train_step(setup: Setup, *others: Any) -> Any:
         if others[-1] != 2:
-            return step(experiment, policy, *others)
+            return step(setup, *others)
+        policy = setup.policy
         words = {
             "a weight of the embedding": "embed_tokens",
             "a scale of a norm": "input_layernorm",
@@ -581,7 +582,7 @@ def plant(place: str, value: float) -> None:
             policy.trainable[0].register_hook(lambda gradient: gradient + value)
         if place == "an advantage":
             loop.rollout_batch = lambda *arguments: planted(batch_of(*arguments))
-        result = step(experiment, policy, *others)
+        result = step(setup, *others)
         policy.trainable[0]._backward_hooks = None
         loop.rollout_batch = batch_of
         return result

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,11 @@ def test_decode_speed_leaves_out_reading_and_recording(monkeypatch: pytest.Monke
     assert row["peak_gib"] == 257.0 and row["repeats"] == 5
 
 
-def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--shape tiny --formats nvfp4 --ranks 4 --batches 2 --slow --prompt 5 --new 6 --repeats 1"
     ragged = "--ragged 8 --mean 5 --limit 9"
     files = ["--out", str(tmp_path / "x.csv"), "--profile", str(tmp_path / "profile.csv")]
-    monkeypatch.setattr(sys, "argv", ["decoding.py", *words.split(), *ragged.split(), *files])
-    importlib.import_module("decoding").main()
+    importlib.import_module("decoding").main([*words.split(), *ragged.split(), *files])
     with (tmp_path / "x.csv").open() as file:
         even, ragged_row = csv.DictReader(file)
     with (tmp_path / "profile.csv").open() as file:
@@ -69,25 +68,23 @@ def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert 0 < float(ragged_row["rows_used"]) <= 1
     assert 0 < float(ragged_row["cache_used_gib"]) <= float(ragged_row["cache_gib"])
     for wrong in (["--new", "1"], ["--ragged", "9"]):
-        monkeypatch.setattr(sys, "argv", ["decoding.py", *wrong])
         with pytest.raises(SystemExit):
-            importlib.import_module("decoding").main()
+            importlib.import_module("decoding").main(wrong)
         assert wrong[0] in capsys.readouterr().err
 
 
 @pytest.mark.peers
-def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, stand_in: Callable[..., None]) -> None:
     """Through transformers instead of vLLM; every group has unequal rewards, so every completion has a gradient."""
     pytest.importorskip("trl", reason="extra peers")
     lengths = "rollout.prompts_per_step=2 task.prompt_tokens=5 task.completion_tokens=6 task.max_completion_tokens=6"
     words = f"--shape tiny --rank 4 --steps 2 --fixed --words {lengths} --out {tmp_path / 'x.csv'}"
-    monkeypatch.setattr(sys, "argv", ["trl_step.py", *words.split()])
     bench, rewards = importlib.import_module("trl_step"), []
     asked = bench.Load.reward
-    monkeypatch.setattr(bench.Load, "reward", lambda *args, **more: rewards.append(asked(*args, **more)) or rewards[-1])
+    stand_in(bench.Load, reward=lambda *args, **more: rewards.append(asked(*args, **more)) or rewards[-1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries
-        bench.main()
+        bench.main(words.split())
     assert [sorted(of_step) for of_step in rewards] == [[0.0] * 8 + [1.0] * 8] * 2
     with (tmp_path / "x.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -100,7 +97,7 @@ def test_steps_of_trl_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.peers
 @pytest.mark.slow
-def test_a_model_is_trained_by_trl_and_by_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_trained_by_trl_and_by_us(tmp_path: Path) -> None:
     """Three updates agree in FP32, but not at another rate; TRL stops when its time is over, and continues."""
     pytest.importorskip("trl", reason="extra peers")
     pytest.importorskip("gguf", reason="extra gguf")
@@ -112,10 +109,9 @@ def test_a_model_is_trained_by_trl_and_by_us(tmp_path: Path, monkeypatch: pytest
     folder = tmp_path / "out"
 
     def run(*more: str, to: Path = folder) -> None:
-        monkeypatch.setattr(sys, "argv", ["beside_trl.py", str(to), *words.split(), *sizes.split(), *more])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of libraries
-            importlib.import_module("beside_trl").main()
+            importlib.import_module("beside_trl").main([str(to), *words.split(), *sizes.split(), *more])
 
     def rows(file: Path) -> list[dict[str, str]]:
         with file.open() as lines:
@@ -157,12 +153,9 @@ def test_prompts_of_numbers_are_their_own_token_ids() -> None:
         ("--new 1", "--new must be above 1"),
     ],
 )
-def test_sizes_that_vllm_cannot_be_asked_for(
-    wrong: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["vllm_decoding.py", *wrong.split()])
+def test_sizes_that_vllm_cannot_be_asked_for(wrong: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        importlib.import_module("vllm_decoding").main()
+        importlib.import_module("vllm_decoding").main(wrong.split())
     assert said in capsys.readouterr().err
 
 
@@ -212,7 +205,9 @@ def test_a_search_has_the_adapters_of_a_run(layer: str, rank: int, together: int
     assert importlib.import_module("gemm").concatenated_rank(layer, rank) == together
 
 
-def test_projection_is_compared_on_matrices_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projection_is_compared_on_matrices_that_no_cache_holds(
+    stand_in: Callable[..., None], gpu: Callable[..., None]
+) -> None:
     """On a machine where ours takes 2 us and the library 7; matrices are as many as fill the rotated bytes."""
     bench, timing = importlib.import_module("projection"), importlib.import_module("timing")
     counts: list[list[int]] = []
@@ -221,10 +216,9 @@ def test_projection_is_compared_on_matrices_that_no_cache_holds(monkeypatch: pyt
         counts.append([len(run) for run in runs])
         return [[2.0] * 5, [7.0] * 5]
 
-    monkeypatch.setattr(timing, "times", times)
-    monkeypatch.setattr(timing, "ROTATED_BYTES", 1 << 20)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
-    monkeypatch.setattr(torch, "randn", lambda shape, **_: torch.zeros(shape))
+    stand_in(timing, times=times, ROTATED_BYTES=1 << 20)
+    stand_in(torch, randn=lambda shape, **_: torch.zeros(shape))
+    gpu(get_device_name=lambda: "some GPU")
     found = list(bench.measure([3584], [32, 96], [1, 64]))
     assert counts == [[4, 4]] * 2 + [[2, 2]] * 2
     assert [(row["rank"], row["rows"], row["pieces"]) for row in found] == [

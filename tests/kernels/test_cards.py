@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ def _rows() -> dict[tuple[int, int], list[str]]:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)])
-def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+def test_the_table(capability: tuple[int, int], gpu: Callable[..., None]) -> None:
+    gpu(get_device_capability=lambda _: capability)
     kernel, overlaps = decode.kernel_of.__wrapped__(CUDA), overlapping.__wrapped__(CUDA)["PDL"]
     assert kernel is not None
     assert _rows()[capability] == [
@@ -41,18 +42,17 @@ def test_the_table(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_cards_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    monkeypatch.setattr(decode, "kernel_of", decode.kernel_of.__wrapped__)
+def test_cards_without_a_kernel(gpu: Callable[..., None], stand_in: Callable[..., None]) -> None:
+    gpu(get_device_capability=lambda _: (7, 5))
+    stand_in(decode, kernel_of=decode.kernel_of.__wrapped__)
     assert decode.kernel_of(CUDA) is None and decode.kernel_of(torch.device("cpu")) is None
     assert "capability of 8, 9, 10, 11, 12; use dequantize" in str(decode._unsupported(CUDA))
 
 
-def test_a_compiler_with_a_known_fault_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_with_a_known_fault_is_refused(gpu: Callable[..., None], stand_in: Callable[..., None]) -> None:
     release = "3.7.0+git1234"
-    monkeypatch.setattr(model_kernels, "find_spec", lambda _: True)
-    monkeypatch.setattr(model_kernels, "version", lambda _: release)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 3))
+    stand_in(model_kernels, find_spec=lambda _: True, version=lambda _: release)
+    gpu(get_device_capability=lambda _: (10, 3))
     with pytest.raises(ConfigError, match=r"kernel=auto.*3\.7\.0.*10\.3.*issues/10590.*Triton 3\.7\.1.*kernel=torch"):
         require_compiler("auto", CUDA)
     require_compiler("torch", CUDA)

@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_manager
 
 from qerl_kernels.decode_configs import Config, choose
 
@@ -128,21 +129,21 @@ def compiled(
         target=GPUTarget("cuda", arch, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options},
     )
-    return _read(arch, built.asm["ptx"], built.asm["cubin"], built.metadata.shared)
+    cache = get_cache_manager(built.hash)  # where Triton keeps what it has compiled; to disassemble takes longer
+    kept = cache.get_file("kernel.sass") or cache.put(_dumped(built.asm["cubin"]), "kernel.sass", binary=False)
+    sass = Path(kept).read_text()
+    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", sass)}
+    return Compiled(arch, built.asm["ptx"], sass, usage["REG"], usage["STACK"], usage["LOCAL"], built.metadata.shared)
 
 
-def _read(arch: int, ptx: str, cubin: bytes, shared: int) -> Compiled:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        sass, usage = _cuobjdump("--dump-sass", path), _cuobjdump("--dump-resource-usage", path)
-    usage_of = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return Compiled(arch, ptx, sass, usage_of["REG"], usage_of["STACK"], usage_of["LOCAL"], shared)
-
-
-def _cuobjdump(option: str, path: Path) -> str:
+def _dumped(cubin: bytes) -> str:
+    """Resource usage and SASS, as cuobjdump prints them."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([program, option, path], check=True, capture_output=True, text=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [program, "--dump-resource-usage", "--dump-sass", file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _sound(built: Compiled, overlapping: bool = False) -> None:

@@ -23,9 +23,9 @@ from qerl_kernels.decode_configs import WGMMA
 MakePolicy = Callable[..., Any]
 
 
-def _fused(policy: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def _fused(policy: Any, stand_in: Callable[..., None]) -> dict[str, str]:
     """Let the policy use the fused kernels on a CPU, under the interpreter."""
-    monkeypatch.setattr(kernel_choice, "why_not_fused", lambda *_: None)
+    stand_in(kernel_choice, why_not_fused=lambda *_: None)
     return choose_kernels(policy.model, policy.layers, "auto")
 
 
@@ -64,17 +64,17 @@ def test_the_option_is_checked(make_config: Callable[..., Any], make_experiment:
         make_experiment("kernel=cuda")
 
 
-def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not(stand_in: Callable[..., None]) -> None:
     cuda = torch.device("cuda")
     assert kernel_choice.why_not_fused("torch", cuda) == "kernel=torch"
     assert kernel_choice.why_not_fused("auto", torch.device("cpu")) == "the device is cpu"
-    monkeypatch.setattr(kernel_choice, "find_spec", lambda _: None)
+    stand_in(kernel_choice, find_spec=lambda _: None)
     assert kernel_choice.why_not_fused("auto", cuda) == "the package triton is not installed"
 
 
 @pytest.mark.parametrize("quant", ["nvfp4", "mxfp4", "nf4"])
 def test_a_packed_policy_trains_as_before(
-    make_policy: MakePolicy, quant: str, interpreter: None, monkeypatch: pytest.MonkeyPatch
+    make_policy: MakePolicy, quant: str, interpreter: None, stand_in: Callable[..., None]
 ) -> None:
     """bfloat16: the adapter's products are rounded elsewhere, so scores agree to what that format resolves.
 
@@ -88,9 +88,9 @@ def test_a_packed_policy_trains_as_before(
     plain = policy.token_stats(ids, mask, 1.0)
     wanted = _gradients(policy, plain.logprobs)
 
-    chosen = _fused(policy, monkeypatch)
+    chosen = _fused(policy, stand_in)
     assert set(chosen.values()) == {kernel_choice.DEQUANTIZE}
-    monkeypatch.setattr(PackedLinear, "operand", lambda *_: pytest.fail("the reference was used"))
+    stand_in(PackedLinear, operand=lambda *_: pytest.fail("the reference was used"))
     found = policy.token_stats(ids, mask, 1.0)
     assert torch.allclose(found.logprobs, plain.logprobs, rtol=0, atol=0.05)
     assert _distance(_gradients(policy, found.logprobs), wanted) < 0.05
@@ -105,13 +105,13 @@ def test_a_packed_policy_trains_as_before(
         assert layer.kernel_weight is not None and layer.kernel_weight.words.dtype == torch.int32
 
 
-def test_an_unquantized_policy_keeps_its_weights(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unquantized_policy_keeps_its_weights(make_policy: MakePolicy, stand_in: Callable[..., None]) -> None:
     policy = make_policy("model.dtype=bfloat16", quant="bf16", adapted=True)
     ids, mask = _ids(2, 9), torch.ones(2, 9, dtype=torch.bool)
     mask[:, 0] = False
     plain = policy.token_stats(ids, mask, 1.0)
     wanted = _gradients(policy, plain.logprobs)
-    assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.CUBLAS}
+    assert set(_fused(policy, stand_in).values()) == {kernel_choice.CUBLAS}
     found = policy.token_stats(ids, mask, 1.0)
     assert torch.allclose(found.logprobs, plain.logprobs, rtol=0, atol=0.05)
     assert _distance(_gradients(policy, found.logprobs), wanted) < 0.05
@@ -122,13 +122,13 @@ def test_an_unquantized_policy_keeps_its_weights(make_policy: MakePolicy, monkey
 
 @pytest.mark.parametrize("overrides", [("model.dtype=float32",), ("model.dtype=bfloat16", "quant.double_quant=true")])
 def test_what_the_kernels_cannot_do_stays_with_the_reference(
-    make_policy: MakePolicy, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    make_policy: MakePolicy, overrides: tuple[str, ...], stand_in: Callable[..., None]
 ) -> None:
     policy = make_policy(*overrides, quant="nf4", width=64)
-    assert set(_fused(policy, monkeypatch).values()) == {"torch"}
+    assert set(_fused(policy, stand_in).values()) == {"torch"}
 
 
-def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, stand_in: Callable[..., None]) -> None:
     """Called for each layer, fused kernels or not, and with the scores and gradients of the reference."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     ids, mask = _ids(2, 9), (torch.arange(9) > 0).expand(2, 9)  # nothing predicts the first token
@@ -143,19 +143,19 @@ def test_nf4_can_be_multiplied_by_bitsandbytes_itself(make_policy: MakePolicy, m
         calls.append(1)
         return multiply(*given, **options)
 
-    monkeypatch.setattr(bitsandbytes, "matmul_4bit", counted)
-    assert set(_fused(theirs, monkeypatch).values()) == {"bitsandbytes matmul_4bit"}
+    stand_in(bitsandbytes, matmul_4bit=counted)
+    assert set(_fused(theirs, stand_in).values()) == {"bitsandbytes matmul_4bit"}
     wanted, found = (policy.token_stats(ids, mask, 1.0) for policy in (own, theirs))
     assert len(calls) == len(theirs.layers)
     assert torch.allclose(found.logprobs, wanted.logprobs, rtol=0, atol=0.05)
     assert _distance(_gradients(theirs, found.logprobs), _gradients(own, wanted.logprobs)) < 0.05
-    monkeypatch.setattr(theirs, "fused", True)
+    stand_in(theirs, fused=True)
     assert eager_reason(theirs) == "a packed layer runs the reference"
 
 
-def test_dropout_is_left_to_peft(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_left_to_peft(make_policy: MakePolicy, stand_in: Callable[..., None]) -> None:
     policy = make_policy("model.dtype=bfloat16", "lora.dropout=0.5")
-    _fused(policy, monkeypatch)
+    _fused(policy, stand_in)
     layer = next(module for module in policy.model.modules() if isinstance(module, LoRALinear))
     assert layer.fused and layer.adapter() is not None
     policy.train_mode(True)
@@ -163,7 +163,7 @@ def test_dropout_is_left_to_peft(make_policy: MakePolicy, monkeypatch: pytest.Mo
 
 
 def test_head_and_sampling_give_the_same_rollouts(
-    make_policy: MakePolicy, interpreter: None, monkeypatch: pytest.MonkeyPatch
+    make_policy: MakePolicy, interpreter: None, stand_in: Callable[..., None]
 ) -> None:
     """In FP32, all that the interpreter can: same tokens from the same seeds, same scores, same gradient."""
     policy = make_policy("quant=bf16", sharp=True, adapted=True)
@@ -188,7 +188,7 @@ def test_head_and_sampling_give_the_same_rollouts(
 
 @pytest.mark.parametrize(("rank", "few"), [(4, 14), (4, 13), (9, 14)])
 def test_sampling_takes_the_decode_gemm(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, rank: int, few: int
+    make_policy: MakePolicy, stand_in: Callable[..., None], rank: int, few: int
 ) -> None:
     """With references in place of the kernels: what is passed to them, adapter and bias included; not where a gradient
     is needed, and an adapter too large for it is added afterwards. More than a few rows are projected by a library."""
@@ -196,10 +196,6 @@ def test_sampling_takes_the_decode_gemm(
     ids = _ids(2, 7)
     with torch.no_grad():
         wanted = policy.model(ids).logits
-    monkeypatch.setattr(decode, "MAX_RANK", 8)
-    monkeypatch.setattr(decode, "pays", lambda weight, tokens, dtype, at_hand: tokens <= 14)
-    monkeypatch.setattr(kernel_choice, "kernel_of", lambda _: WGMMA)
-    monkeypatch.setattr(projection, "MAX_ROWS", few)
     calls: list[int] = []
     projected: list[int] = []
 
@@ -212,9 +208,10 @@ def test_sampling_takes_the_decode_gemm(
         calls.append(len(x))
         return decode.decode_reference(x, weight, scale, bias, lora)
 
-    monkeypatch.setattr(decode, "decode_gemm", decode_gemm)
-    monkeypatch.setattr(projection, "project", project)
-    assert set(_fused(policy, monkeypatch).values()) == {kernel_choice.DECODE[WGMMA]}
+    stand_in(decode, MAX_RANK=8, pays=lambda weight, tokens, dtype, at_hand: tokens <= 14, decode_gemm=decode_gemm)
+    stand_in(projection, MAX_ROWS=few, project=project)
+    stand_in(kernel_choice, kernel_of=lambda _: WGMMA)
+    assert set(_fused(policy, stand_in).values()) == {kernel_choice.DECODE[WGMMA]}
     with torch.inference_mode():
         found = policy.model(ids).logits
     assert calls == [14] * 14 and projected == ([14] * 14 if few == 14 else [])
@@ -223,22 +220,20 @@ def test_sampling_takes_the_decode_gemm(
 
 @pytest.mark.parametrize("multiple", [1, 256])
 def test_joined_layers_tell_the_decode_gemm_their_parts(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, multiple: int
+    make_policy: MakePolicy, stand_in: Callable[..., None], multiple: int
 ) -> None:
     """So that it reads only the adapter of each, unless a layer has no adapter or too odd a size."""
     policy = make_policy("model.dtype=bfloat16", "lora.rank=4", adapted=True)
-    monkeypatch.setattr(decode, "_MOST_ROWS", multiple)
-    monkeypatch.setattr(decode, "pays", lambda *_, **__: True)
-    monkeypatch.setattr(kernel_choice, "kernel_of", lambda _: WGMMA)
-    monkeypatch.setattr(projection, "project", lambda x, a: x @ a.t())
     found: list[Any] = []
 
     def decode_gemm(x: torch.Tensor, *args: Any, parts: tuple[int, ...] = ()) -> torch.Tensor:
         found.append(parts)
         return decode.decode_reference(x, *args)
 
-    monkeypatch.setattr(decode, "decode_gemm", decode_gemm)
-    _fused(policy, monkeypatch)
+    stand_in(decode, _MOST_ROWS=multiple, pays=lambda *_, **__: True, decode_gemm=decode_gemm)
+    stand_in(projection, project=lambda x, a: x @ a.t())
+    stand_in(kernel_choice, kernel_of=lambda _: WGMMA)
+    _fused(policy, stand_in)
     attention: Any = next(module for module in policy.model.modules() if hasattr(module, "q_proj"))
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
     sizes = tuple(layer.out_features for layer in layers)

@@ -20,10 +20,10 @@ hopper = pytest.mark.skipif(
 )
 
 
-def test_targets_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_without_it(gpu: Callable[..., None]) -> None:
     """A launch with an attribute that the GPU does not know would fail."""
     capability = (8, 9)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    gpu(get_device_capability=lambda _: capability)
     overlapping.cache_clear()
     assert overlapping(torch.device("cpu")) == overlapping(torch.device("cuda", 0)) == {"PDL": False}
     capability = (9, 0)

@@ -32,7 +32,6 @@ from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
 from qerl_bench.options.fingerprint import as_dict
-from qerl_bench.parallel import ALONE
 from qerl_bench.quant.linear import PackedLinear
 from qerl_bench.quant.matrices import PackedMatrices
 from qerl_bench.quant.packed_share import packed_share
@@ -114,13 +113,11 @@ def examine(checkpoint: Path, root: Path, quant: str, options: list[str]) -> dic
     cfg.model.id, cfg.model.name, cfg.root = str(checkpoint), checkpoint.name, str(root)
     experiment = build(cfg)
     device = prepare_device(experiment.device, experiment.quant)
-    with (
-        RunDir(experiment.run_dir, cfg) as run,
-        session(experiment, experiment.engine, run, device) as (policy, engine),
-    ):
-        run_steps(experiment, policy, engine, run, ALONE, as_dict(cfg))
+    with RunDir(experiment.run_dir, cfg) as run, session(experiment, experiment.engine, run, device) as setup:
+        run_steps(setup, as_dict(cfg))
+        policy = setup.policy
         check_training(run, bool(noise))
-        check_adapter(experiment, policy, engine)
+        check_adapter(experiment, policy, setup.engine)
         check_resume(experiment, run, policy)
         stock = stock_model(checkpoint, policy)
         check_logits(policy, stock)

@@ -281,7 +281,8 @@ def test_checks_leave_no_trace_and_are_recorded(
     cfg = compose(["device=cpu"])
 
     def state(folder: Path) -> Any:
-        with RunDir(folder, cfg) as run, session(options, options.engine, run, "cpu") as (policy, _):
+        with RunDir(folder, cfg) as run, session(options, options.engine, run, "cpu") as setup:
+            policy = setup.policy
             modules = dict(policy.model.named_modules())
             return (
                 torch.get_rng_state().tolist(),

@@ -167,10 +167,10 @@ def another_adapter_on_rank_1(rank: int) -> None:
 
     step = loop.train_step
 
-    def train_step(experiment: Any, policy: Any, *others: Any) -> dict[str, float]:
-        metrics = step(experiment, policy, *others)
+    def train_step(setup: Any, *others: Any) -> dict[str, float]:
+        metrics = step(setup, *others)
         if rank == 1:
-            policy.trainable[0].data.view(-1)[0] += 1e-3
+            setup.policy.trainable[0].data.view(-1)[0] += 1e-3
         return metrics
 
     loop.train_step = train_step

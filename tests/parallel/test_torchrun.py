@@ -25,16 +25,19 @@ GPUS = (  # wide enough for the fused kernels
 )
 
 
-def torchrun(size: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *words]
+def torchrun(size: int, *words: str, python: Path | None = None) -> list[str]:
+    """`python` starts each rank, if it is not the interpreter of torchrun."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return [*start, *(("--no-python", str(python)) if python else ()), *words]
 
 
-def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_to_torchrun_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, programs: Path) -> None:
     words = [*WORDS, "steps=1000", "save_every=1000", f"root={tmp_path}"]
     folder, said = tmp_path / "runs" / "run", tmp_path / "said"
     with open(said, "w") as output:
         patience = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LIMIT_S))}
-        process = subprocess.Popen(torchrun(2, RUN, *words), cwd=ROOT, env=patience, stdout=output, stderr=output)
+        started = torchrun(2, RUN, *words, python=programs / "python")
+        process = subprocess.Popen(started, cwd=ROOT, env=patience, stdout=output, stderr=output)
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and process.poll() is None and '"step": 1,' not in _text(folder / "metrics.jsonl"):
             time.sleep(0.05)

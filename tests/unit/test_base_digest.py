@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from qerl_bench import model_setup
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model import digest
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.hub import HubModel
 from qerl_bench.rundir.run_dir import RunDir
@@ -55,10 +58,9 @@ def test_any_content_and_any_name_changes_the_digest_of_several_files(tmp_path: 
 
 
 def test_of_a_large_file_blocks_from_the_first_to_the_last_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stand_in: Callable[..., None]
 ) -> None:
-    for key, value in (("MAX_WHOLE_BYTES", 20), ("BLOCK_BYTES", 4), ("BLOCKS", 3)):
-        monkeypatch.setattr(f"qerl_bench.model.digest.{key}", value)
+    stand_in(digest, MAX_WHOLE_BYTES=20, BLOCK_BYTES=4, BLOCKS=3)
     content = bytes(range(30))  # blocks at 0, 13 and 26
     (tmp_path / "model.safetensors").write_bytes(content)
     expected = hashlib.sha256(b"30" + content[:4] + content[13:17] + content[26:]).hexdigest()
@@ -88,16 +90,19 @@ def warm_start(command: list[str]) -> SimpleNamespace:
 
 def test_a_damaged_warm_start_is_set_aside_and_made_again(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stand_in: Callable[..., None],
     make_experiment: Callable[..., Experiment],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(model_setup, "Child", lambda command: started.append(command) or warm_start(command))
     experiment = make_experiment("model.warm_start_steps=2")
 
+    def start(command: list[str]) -> Any:
+        started.append(command)
+        return warm_start(command)
+
     def base() -> Path:
-        folder = model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+        folder = model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path), start)
         assert folder is not None
         return folder
 
@@ -109,7 +114,7 @@ def test_a_damaged_warm_start_is_set_aside_and_made_again(
         "has no checkpoint": lambda: shutil.rmtree(first.parents[1]),
     }
     for times, (named, damage) in enumerate(damages.items(), start=1):
-        monkeypatch.setattr(model_setup.time, "strftime", lambda form, times=times: f"{times}")
+        stand_in(time, strftime=lambda form, times=times: f"{times}")
         damage()
         caplog.clear()
         assert base() == first and (first / "config.json").read_text() == "config.json"
@@ -120,12 +125,12 @@ def test_a_damaged_warm_start_is_set_aside_and_made_again(
 
 
 def test_a_warm_start_that_fails_is_told_with_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_experiment: Callable[..., Experiment]
+    tmp_path: Path, make_experiment: Callable[..., Experiment]
 ) -> None:
-    monkeypatch.setattr(model_setup, "Child", lambda command: SimpleNamespace(poll=lambda: 3))
+    failed: Any = SimpleNamespace(poll=lambda: 3)
     experiment = make_experiment("model.warm_start_steps=2")
     with pytest.raises(TrainingStopped, match=rf"model=tiny ended with code 3: {tmp_path}/cache/runs/.*/run.log"):
-        model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+        model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path), lambda command: failed)
 
 
 def test_a_base_in_the_hub_cache_is_named_by_its_repository(tmp_path: Path) -> None:

@@ -50,14 +50,11 @@ def test_the_counter_is_read_from_nvml(tmp_path: Path, gpu: Any) -> None:
     assert energy.counter("cuda", "libno-such-thing.so") is None and energy.counter("cpu") is None
 
 
-def test_a_run_keeps_its_energy_over_attempts(
-    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_its_energy_over_attempts(make_config: Any, tmp_path: Path) -> None:
     counts = iter([100.0, 130.0, 160.0, 200.0])
-    monkeypatch.setattr(energy, "counter", lambda device: next(counts) if device == "cuda" else None)
     with RunDir(tmp_path / "run", make_config()) as run:
         assert run.energy_j is None  # nothing counts
-        run.meter("cuda")
+        run.meter(lambda: next(counts))
         assert run.energy_j == 30.0
         run.spent_j = 7.0  # as a checkpoint says
         assert run.energy_j == 67.0
@@ -65,11 +62,8 @@ def test_a_run_keeps_its_energy_over_attempts(
     assert json.loads((tmp_path / "run" / "done.json").read_text())["energy_j"] == 107.0
 
 
-def test_an_attempt_that_did_not_count_leaves_the_sum_unknown(
-    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(energy, "counter", lambda device: 1.0)
+def test_an_attempt_that_did_not_count_leaves_the_sum_unknown(make_config: Any, tmp_path: Path) -> None:
     with RunDir(tmp_path / "run", make_config()) as run:
-        run.meter("cuda")
+        run.meter(lambda: 1.0)
         run.spent_j = None
         assert run.energy_j is None

@@ -10,18 +10,18 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl_bench.studies.design.readings import by_base, final
-from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.design.sessions import Sessions
 from qerl_bench.studies.figures.dose import dose_response
 from qerl_bench.studies.figures.effects import PlottedArm
 from qerl_bench.studies.report import sessions
-from qerl_bench.studies.report.sessions import figures
+from qerl_bench.studies.report.sessions import figures, read_once
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
 
 @pytest.fixture(scope="module")
 def study() -> Sessions:
-    return read_study(STUDIES / "shortcut-2026-again")
+    return read_once(STUDIES / "shortcut-2026-again")
 
 
 def _arm(study: Sessions, name: str, control: str) -> PlottedArm:
@@ -56,5 +56,5 @@ def test_only_a_study_with_three_sizes_of_noise_has_such_a_figure(name: str, dra
     shown: list[str] = []
     stand_in(sessions, by_figure=lambda study: {}, dot_plot=lambda arms, measures: Figure())
     stand_in(sessions, dose_response=lambda arms: (shown.extend(arm.label for arm in arms), Figure())[1])
-    assert set(figures(read_study(STUDIES / name))) == ({"arms", "dose"} if drawn else {"arms"})
+    assert set(figures(read_once(STUDIES / name))) == ({"arms", "dose"} if drawn else {"arms"})
     assert sorted(shown) == (["nvfp4-noise", "nvfp4-strong", "nvfp4-weak"] if drawn else [])

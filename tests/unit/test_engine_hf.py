@@ -139,14 +139,14 @@ def test_no_prompts_no_rollouts(policy: Any) -> None:
 
 
 def test_prompts_that_leave_no_room_are_refused_before_anything_is_sampled(
-    policy: Any, monkeypatch: pytest.MonkeyPatch
+    policy: Any, stand_in: Callable[..., None]
 ) -> None:
     """One token a byte and one for the line feed: 3, 8 and 5 tokens of prompt, 24 of completion."""
     prompts = _prompts(("1+", "1+2+3+4", "1+23"))
-    monkeypatch.setattr(policy.model.config, "max_position_embeddings", 32)
+    stand_in(policy.model.config, max_position_embeddings=32)
     assert len(HFEngine(policy, max_num_seqs=4).generate(prompts, _sampling())) == 3 * SAMPLES
-    monkeypatch.setattr(policy.model.config, "max_position_embeddings", 28)
-    monkeypatch.setattr(policy.model, "forward", None)
+    stand_in(policy.model.config, max_position_embeddings=28)
+    stand_in(policy.model, forward=None)
     with pytest.raises(ConfigError) as refusal:
         HFEngine(policy, max_num_seqs=4).generate(prompts, _sampling())
     assert re.match(r"2 of 3 prompts do not fit: .* 28 tokens, .* has 8, .* may have 24; ", str(refusal.value))

@@ -396,15 +396,18 @@ def test_an_arm_without_a_dose_is_left_out_and_named(design: Design, caplog: pyt
 
 
 def test_what_overrules_gates_is_said_as_it_is_typed(
-    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    design: Design,
+    conducted: Callable[..., None],
+    tmp_path: Path,
+    stand_in: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
     failed = Result(
         gate="rise of entropy, arm", limit="0.01 to 0.1", word="no", stops=tuple(arm.name for arm in design.arms)
     )
-    monkeypatch.setattr(study, "probe_bases", lambda *_: (probes(design)[:1], []))
-    monkeypatch.setattr(study, "gates_so_far", lambda *_: [failed])
-    monkeypatch.setattr(Blocks, "run", lambda sweep: [])
+    conducted(lambda sweep: [])
+    stand_in(study, gates_so_far=lambda *_: [failed])
     study.main([str(STUDY), "bases=0", f"out={tmp_path}"])
     (said,) = (word for message in caplog.messages for word in shlex.split(message) if word.startswith("despite="))
     assert said == "despite=rise of entropy" and "no arm may run" in caplog.text

@@ -215,11 +215,10 @@ def test_a_run_that_is_continued_takes_what_its_checkpoint_leaves_and_says_nothi
     assert share_to_make(tmp_path / "90") == share_to_make(tmp_path / "new") == 1.0
 
 
-def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_another_process_is_left_to_it_and_waited_for(tmp_path: Path) -> None:
     """Of three locked runs the other process finishes one, gives one up, and writes nothing more of the third."""
     points = [point(tmp_path / name, DONE + "; (folder / 'mine').touch()") for name in ("done", "given_up", "silent")]
     held = {run.name: locks.wait_for_lock(run.run_dir / ".lock", "a run") for run in points}
-    monkeypatch.setattr(module, "WAIT_LIMIT_S", 3600.0)
     os.utime(points[2].run_dir / ".lock", (0, 0))
 
     def release() -> None:
@@ -335,11 +334,10 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_wait_for_a_lock_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_lock_has_a_limit(tmp_path: Path) -> None:
     held = locks.lock(tmp_path / "lock")
     assert held is not None
-    monkeypatch.setattr(locks, "WAIT_LIMIT_S", 0.0)
     with pytest.raises(locks.TrainingStopped, match=f"the warm start .* pid {os.getpid()}"):
-        locks.wait_for_lock(tmp_path / "lock", "the warm start")
+        locks.wait_for_lock(tmp_path / "lock", "the warm start", limit_s=0.0)
     held.close()
     locks.wait_for_lock(tmp_path / "lock", "the warm start").close()

@@ -75,7 +75,7 @@ def test_one_of_many_machines_gets_a_lock_and_the_next_when_it_is_released(tmp_p
 
 
 def test_machines_with_names_alike_do_not_write_into_each_others_leases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stand_in: Callable[..., None]
 ) -> None:
     """The second machine takes the lease between the first one's writing and placing."""
     path, place, names, seconds = tmp_path / ".lock", lease.placed, ["cluster-node-1"], []
@@ -87,8 +87,7 @@ def test_machines_with_names_alike_do_not_write_into_each_others_leases(
             names[1:] = ["cluster-node-1"]
         return place(writing, to)
 
-    monkeypatch.setattr(lease, "machine", lambda: names[-1])
-    monkeypatch.setattr(lease, "placed", first_after_second)
+    stand_in(lease, machine=lambda: names[-1], placed=first_after_second)
     assert lease.Lease.take(path, "first", alone=True) is None
     assert (tmp_path / ".lock.lease").read_text().startswith("second")
     seconds[0].end()

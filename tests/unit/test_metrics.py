@@ -20,10 +20,10 @@ from qerl_bench.eval.record import record_evaluation
 from qerl_bench.experiment import collect_rollouts, train_step
 from qerl_bench.model.policy import Policy
 from qerl_bench.model_setup import build_policy
-from qerl_bench.parallel import World
 from qerl_bench.process.device import PhaseTimer
 from qerl_bench.records import Group, Prompt, Reward, Rollout
 from qerl_bench.rundir.run_dir import RunDir
+from qerl_bench.session import Setup
 from qerl_bench.train.batch import make_batch
 from qerl_bench.train.lag import Lag
 from qerl_bench.train.update import make_optimizer
@@ -246,7 +246,7 @@ class Step:
         self.run = RunDir(folder, config)
         with self.run:
             optimizer, lag = make_optimizer(self.policy, experiment.optim), Lag(self.policy.trainable, 0)
-            self.found = train_step(experiment, self.policy, self.engine, optimizer, lag, World(), self.run, 3)
+            self.found = train_step(Setup(experiment, self.policy, self.engine, self.run), optimizer, lag, 3)
 
     def fresh_policy(self) -> Policy:
         """The policy before the step. It stops at one token in twelve, so that lengths differ."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from qerl_bench.studies.design.sessions import Sessions, read_study
+from qerl_bench.studies.report.sessions import read_once
 from qerl_bench.studies.runs.load import Run
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +29,6 @@ ARMS = {
 SUMS = re.findall(r"(?m)^\| ([^|]+) \| ([\d, ]+) \| (\d+) \| ([^|]+) \| ([^|]+) \|$", TRIED)
 
 
-@cache
-def study(name: str) -> Sessions:
-    return read_study(STUDIES / name)
-
-
 def points(run: Run, mode: str) -> float:
     answers = run.kept_answers
     assert answers is not None
@@ -47,7 +41,7 @@ def by_base(name: str, arm: str, control: str, mode: str) -> list[float]:
     if (name, arm) == ("worlds-2026-settings", "nvfp4-noise"):
         arm = "nvfp4-exp"  # the same noise, beside other schedules
     found: dict[int, list[float]] = {}
-    for one, other in zip(*study(name).pairs(arm, control), strict=True):
+    for one, other in zip(*read_once(STUDIES / name).pairs(arm, control), strict=True):
         found.setdefault(one.option("model.seed"), []).append(points(one, mode) - points(other, mode))
     return [float(np.mean(values)) for values in found.values()]
 
@@ -93,7 +87,7 @@ DOSES = re.findall(r"(?m)^\| ([\w-]+) \| (0\.\d{3}) \| (\d+), (\d\.\d) \| (0\.\d
 @pytest.mark.parametrize("row", DOSES, ids=lambda row: row[0])
 def test_doses_are_those_of_the_probes(row: tuple[str, ...]) -> None:
     name, *said = row
-    doses = [probe["doses"] for probe in study(name).probes.values()]
+    doses = [probe["doses"] for probe in read_once(STUDIES / name).probes.values()]
     found = [one.get("nvfp4-noise", one.get("nvfp4-exp")) for one in doses]
     sigma, kl = (float(np.mean([dose[key] for dose in found])) for key in ("sigma", "kl"))
     assert said == [f"{sigma:.3f}", f"{sigma / 0.01:.0f}", f"{sigma / 0.05:.1f}", f"{kl:.3f}"]

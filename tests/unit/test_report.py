@@ -15,10 +15,10 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands import compare
 from qerl_bench.commands import report as command
 from qerl_bench.studies.claims.registry import QERL, claims_of
-from qerl_bench.studies.design.sessions import read_study
 from qerl_bench.studies.report import study_page
 from qerl_bench.studies.report.page import embedded
 from qerl_bench.studies.report.run_page import evenly, run_page
+from qerl_bench.studies.report.sessions import read_once
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.sweep.status import Status
 
@@ -83,7 +83,7 @@ def test_noise_on_adapters_is_a_noise_of_its_own_with_doses_of_its_own(root: Pat
 
 def test_a_study_in_sessions_has_one_page(tmp_path: Path) -> None:
     command.main([str(WORLDS), f"out={tmp_path}/report"])
-    page, study = tmp_path / "report" / "index.html", read_study(WORLDS)
+    page, study = tmp_path / "report" / "index.html", read_once(WORLDS)
     data = data_of(page)
     assert [*(tmp_path / "report").rglob("*")] == [page] and data["title"] == "worlds-2026"
     assert sorted(run["name"] for run in data["runs"]) == sorted(run.name for run in study.runs.values())

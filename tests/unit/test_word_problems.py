@@ -206,19 +206,18 @@ def test_what_the_tiny_model_is_taught_fits_its_limit() -> None:
     assert max(lengths) <= task().max_completion_tokens
 
 
-def test_the_tiny_model_is_taught_the_task_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiny_model_is_taught_the_task_before_it(tmp_path: Path) -> None:
     """The warm start is a run of its own, on the demonstrations of this task; its words compose."""
     started: list[list[str]] = []
 
-    def record(command: list[str]) -> SimpleNamespace:
+    def start(command: list[str]) -> Any:
         started.append(command[2:])
         return SimpleNamespace(poll=lambda: 0)
 
-    monkeypatch.setattr(model_setup, "Child", record)
     for words in (["task=word_problems", "task.steps=[4]"], ["task=arithmetic"], ["task=gsm8k"]):
         experiment = build(compose(words))
         with pytest.raises(AssertionError, match="has no checkpoint"):  # nothing ran
-            model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path))
+            model_setup.base_checkpoint(experiment.model, experiment.task, str(tmp_path), start)
     taught = [build(compose(command)) for command in started]
     assert [(run.task.name, run.algo.name) for run in taught] == [
         ("word_problems", "sft"),

@@ -230,11 +230,12 @@ def reevaluate(
         if world.from_first(lambda: record.finished):
             log.info("evaluated before (delete the folder to repeat it)")
             return
-        with session(trained, protocol.engine, record, device, world) as (policy, engine):
-            require_equal_weights(policy.model, world)
-            evaluate(protocol, policy, engine, record, 0, world, trained_on)
-            policy.load(checkpoint)
-            evaluate(protocol, policy, engine, record, step_of(checkpoint), world, trained_on)
+        with session(trained, protocol.engine, record, device, world) as setup:
+            evaluated = setup._replace(experiment=protocol)
+            require_equal_weights(setup.policy.model, world)
+            evaluate(evaluated, 0, trained_on)
+            setup.policy.load(checkpoint)
+            evaluate(evaluated, step_of(checkpoint), trained_on)
         earlier = {} if step_of(checkpoint) == trained.steps else {"checkpoint": checkpoint.name}
         record.mark_finished({"run": str(run_dir.resolve())} | earlier)
 

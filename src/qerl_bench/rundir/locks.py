@@ -105,17 +105,17 @@ def holder(path: Path) -> str | None:
     return holder_elsewhere(path, alone=free is True)
 
 
-def wait_for_lock(path: Path, what: str) -> Lock:
+def wait_for_lock(path: Path, what: str, limit_s: float = WAIT_LIMIT_S) -> Lock:
     """Lock the file `path`, after a wait for the process that holds it, whose work is `what`. It is told every minute.
 
-    Raises TrainingStopped after WAIT_LIMIT_S.
+    Raises TrainingStopped after `limit_s`.
     """
     started, told = time.monotonic(), -math.inf
     while (held := lock(path)) is None:
         waited, who = time.monotonic() - started, holder(path)
-        if waited > WAIT_LIMIT_S:
+        if waited > limit_s:
             raise TrainingStopped(
-                f"{what} has not ended in {WAIT_LIMIT_S / 3600:g} hours ({who}): stop that process, and start again"
+                f"{what} has not ended in {limit_s / 3600:g} hours ({who}): stop that process, and start again"
             )
         if who and waited - told >= TELL_EVERY_S:
             log.info("waiting for %s: %s", what, who)

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qerl_bench.checks import ConfigError, TrainingStopped
-from qerl_bench.process import energy
 from qerl_bench.rundir.checkpoints import check_checkpoint, checkpoints, is_finished, last_checkpoint, step_of
 from qerl_bench.rundir.checksums import DONE, SEALS, changed, replacing, seal, seals_of_growing, settle
 from qerl_bench.rundir.disk_errors import failure, room, size
@@ -58,7 +57,8 @@ class RunDir:
         self.base: str | None = None  # the digest of the base weights, once they are known
         self.spent_s = 0.0  # by earlier attempts, up to the checkpoint that this one continues from
         self.spent_j: float | None = 0.0  # as spent_s; None if an earlier attempt did not measure it
-        self._meter: tuple[str, float | None] = "cpu", None  # the device, and its counter when it was first read
+        self._counter: Callable[[], float | None] = lambda: None
+        self._joules: float | None = None  # of the counter when it was first read
         try:
             self._claim(cfg, elsewhere)
         except OSError as error:
@@ -96,15 +96,14 @@ class RunDir:
         """Seconds of this attempt, and of earlier ones as far as their steps are kept."""
         return self.spent_s + time.time() - self.started
 
-    def meter(self, device: str) -> None:
-        """Count the energy of `device` from here on, if it can be counted."""
-        self._meter = device, energy.counter(device)
+    def meter(self, counter: Callable[[], float | None]) -> None:
+        """Count energy from here on by a `counter` of joules, if it gives any."""
+        self._counter, self._joules = counter, counter()
 
     @property
     def energy_j(self) -> float | None:
         """Joules of the GPU in the time of `wall_s`; None if they were not counted all along."""
-        device, before = self._meter
-        now = None if before is None else energy.counter(device)
+        before, now = self._joules, self._counter()
         return None if now is None or before is None or self.spent_j is None else self.spent_j + now - before
 
     def replacing(self, name: str) -> AbstractContextManager[Path]:

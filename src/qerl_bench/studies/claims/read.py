@@ -215,8 +215,8 @@ def _numbers(place: str, value: object, above: float = -math.inf) -> list[float]
 
 def _named(place: str, known: Mapping[str, Any], name: object) -> Any:
     """What `known` has under a name. Raises ConfigError that says which names there are, or the nearest."""
+    if isinstance(name, str) and name in known:
+        return known[name]
     close = difflib.get_close_matches(str(name), known, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known)[:20])}"
-    require(isinstance(name, str) and name in known, f"{place} has {name!r}, which is not known: {remedy}")
-    assert isinstance(name, str)
-    return known[name]
+    raise ConfigError(f"{place} has {name!r}, which is not known: {remedy}")
