@@ -64,6 +64,13 @@ class Estimate:
     def high(self) -> float:
         return self.value + self.half_width
 
+    def ends(self, level: float) -> tuple[float, float]:
+        """The interval that a two-sided test at `level` leaves."""
+        from scipy import stats
+
+        half = float(stats.t.isf(level / 2, self.df)) * self.stderr
+        return self.value - half, self.value + half
+
     @property
     def identical(self) -> bool:
         """Whether several repetitions gave one number: they are copies, or no seed changes it."""

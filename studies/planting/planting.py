@@ -46,8 +46,8 @@ STEPS, POINTS = 40, 20  # of a run, and how many of them are recorded
 QUESTIONS, SAMPLES = 128, 32
 TABLE = "planting.csv"
 WORDS = ("supported", "negligible", "reversed")
-# Controls of exploration are no more simulated than other gates.
-TRAINING = tuple(replace(claim, explores=False) for claim in claims_of(QERL) if not claim.measure.gpu)
+# Controls of exploration are no more simulated than other gates; nor is full training, claim 13.
+TRAINING = tuple(replace(claim, explores=False) for claim in claims_of(QERL) if claim.number < 10)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The page of a study's primary contrasts: what each look shows, and before the first of them no arm's number.
 
 Units are bases. A base counts when all arms that the contrasts name are finished on it, on one machine and card; the
-first so many in the order of the design are a look. Until the first look the page shows progress and spread alone.
+first so many in the order of the design are a look. Until the first look the page shows progress alone.
 """
 
 from __future__ import annotations
@@ -136,38 +136,35 @@ def primary_page(study: Sessions) -> str:
     if have.left_out:
         parts.append("\n".join(f"- Base {base} does not count: {reason}." for base, reason in have.left_out.items()))
     if not reached:
-        parts.append(_blinded(study, primary, have.bases))
+        parts.append("Arms are compared at the first look.")
     for count in reached:
-        heads = ["contrast", "difference", "95 %, over bases", "over questions too", "p (Holm)", "found with 80 %", ""]
+        level = primary.looks[count]
+        heads = [
+            "contrast",
+            "difference",
+            "95 %, over bases",
+            "over questions too",
+            f"{100 * (1 - level):g} %, over bases",
+        ]
+        heads += ["p (Holm)", "found with 80 %", ""]
         lines = [
             [
                 f"{one.name}: {' - '.join(primary.contrasts[one.name])}",
                 measure.text(one.over_bases.value),
                 *(measure.interval_text(found.low, found.high) for found in (one.over_bases, one.over_questions)),
+                measure.interval_text(*one.over_bases.ends(level)),
                 f"{one.p:.3f}",
-                measure.size_text(one.over_bases.detectable(primary.looks[count] / 2, POWER)),
+                measure.size_text(one.over_bases.detectable(level / 2, POWER)),
                 one.verdict,
             ]
             for one in look(study, primary, count)
         ]
         parts += [
-            f"## {count} bases, level {primary.looks[count]:g}",
+            f"## {count} bases, level {level:g}",
             markdown_table(heads, lines),
             _levels(study, primary, have.bases[:count]),
         ]
     return "\n\n".join(parts) + "\n"
-
-
-def _blinded(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
-    """The spread of the contrasts, by size and without names, since no arm's number is looked at before a look."""
-    if len(bases) < 2:
-        return "Arms are compared at the first look."
-    measure = MEASURES[primary.measure]
-    tables = (differences(study, primary, name, bases).mean(axis=0) for name in primary.contrasts)
-    spreads = ", ".join(measure.size_text(spread) for spread in sorted(float(table.std(ddof=1)) for table in tables))
-    return (
-        f"Arms are compared at the first look. Standard deviations over bases, in the order of their size: {spreads}."
-    )
 
 
 def _levels(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:

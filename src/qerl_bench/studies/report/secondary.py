@@ -15,7 +15,7 @@ from qerl_bench.studies.claims.measures import INITIAL_ENTROPY, LATE_REWARD, MEA
 from qerl_bench.studies.design.readings import by_base, gain_where_complete
 from qerl_bench.studies.design.sessions import Sessions
 from qerl_bench.studies.runs.load import Run
-from qerl_bench.studies.runs.measure import Measure, RunMetric, held_out, last_fifth_mean, late_mean
+from qerl_bench.studies.runs.measure import Measure, RunMetric, area, held_out, last_fifth_mean, late_mean, mean_between
 from qerl_bench.studies.tables.markdown import markdown_table
 
 
@@ -23,34 +23,42 @@ def share(name: str, metric: RunMetric) -> Measure:
     return Measure(name, metric, unit="points", scale=100.0)
 
 
-def mean_of(mode: str, column: str, step: int | None = None) -> RunMetric:
-    """The mean over held-out questions of a column of answers: late in the run, or at a step; -1 is the last."""
+def mean_of(mode: str, column: str, at: float | None = None) -> RunMetric:
+    """The mean over held-out questions of a column of answers: at a share of the run, or late in it."""
 
     def of_run(run: Run) -> float:
-        if step is None:
+        if at is None:
             return float(np.mean(late_mean(mode, column)(run).to_numpy()))
-        return float(np.mean(run.answers(mode, column)[run.option("steps") if step < 0 else step].to_numpy()))
+        return float(np.mean(run.answers(mode, column)[round(at * run.option("steps"))].to_numpy()))
 
     return of_run
 
 
 def late_gain(run: Run) -> float:
-    return mean_of("sampled", "lenient")(run) - mean_of("sampled", "lenient", 0)(run)
+    return mean_of("sampled", "lenient")(run) - mean_of("sampled", "lenient", 0.0)(run)
+
+
+def right_of_finished(run: Run) -> float:
+    return mean_of("sampled", "lenient")(run) / mean_of("sampled", "finished")(run)
 
 
 SHOWN = (
-    share("right by the last number, sampled, before training", mean_of("sampled", "lenient", 0)),
-    share("its gain until the last quarter", late_gain),
+    share("right by the last number, sampled, before training", mean_of("sampled", "lenient", 0.0)),
+    share("right by the last number, sampled, half time", mean_of("sampled", "lenient", 0.5)),
+    share("gain from before training to the last quarter", late_gain),
     share("gain of answers with an end before and after training", gain_where_complete),
     share("right, sampled, last quarter", mean_of("sampled", "correct")),
     share("right, greedy, after training", lambda run: float(np.mean(np.asarray(held_out("greedy")(run))))),
-    share("right by the last number, greedy, after training", mean_of("greedy", "lenient", -1)),
+    share("right by the last number, greedy, after training", mean_of("greedy", "lenient", 1.0)),
     share("with an end, sampled, last quarter", mean_of("sampled", "finished")),
+    share("right by the last number of those with an end", right_of_finished),
     Measure("tokens of a sampled answer, last quarter", mean_of("sampled", "tokens"), ratio=True),
     REWARD,
     LATE_REWARD,
     INITIAL_ENTROPY,
     NOISY_ENTROPY,
+    Measure("the same, without noise", mean_between("entropy_clean", 0.1, 0.2), ratio=True, needs="entropy_clean"),
+    Measure("mean entropy of the sampler over the run", area("entropy"), ratio=True),
     Measure("entropy of the sampler over the last fifth of the steps", last_fifth_mean("entropy"), ratio=True),
     MEASURES["late_mismatch"],
     Measure("tokens of a completion over the last fifth", last_fifth_mean("completions/mean_length"), ratio=True),
