@@ -25,10 +25,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qerl_bench.checks import one_of, require
+from qerl_bench.checks import naming, one_of, require
 from qerl_bench.commands.eval import chosen_checkpoint, stored_config, without_training
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.base import source_of
 from qerl_bench.options import user_options
 from qerl_bench.options.names import load_option
 from qerl_bench.process.arguments import split_words
@@ -79,7 +80,10 @@ def pack(words: list[str]) -> None:
     check_new_folder(out)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     device, quantizer = resolve_device(experiment.device), experiment.quantizer
-    model, tokenizer, layers = load_packed(experiment.model, experiment.quant, quantizer, experiment.task, base, device)
+    with naming(source_of(experiment.model)):
+        model, tokenizer, layers = load_packed(
+            experiment.model, experiment.quant, quantizer, experiment.task, base, device
+        )
     export(model, tokenizer, experiment.quant, out)
     write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
     size = sum(report.bytes for report in layers.values())
