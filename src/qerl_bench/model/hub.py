@@ -22,7 +22,7 @@ from qerl_bench.model.gguf.convert import converted, describe
 from qerl_bench.model.gguf.header import read_header
 from qerl_bench.model.gguf.vocabulary import TEMPLATE
 from qerl_bench.model.gguf.weights import Dither
-from qerl_bench.model.local_folder import check_folder
+from qerl_bench.model.local_folder import REMEDY, check_folder
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
 from qerl_bench.quant.foreign_config import generation_config
@@ -205,7 +205,7 @@ class HubModel:
 def _tokenizer(id: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    with read_errors(id, "the tokenizer"):
+    with read_errors(id, "the tokenizer", REMEDY):
         return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=trust_remote_code)
 
 
