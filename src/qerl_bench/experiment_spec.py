@@ -16,6 +16,7 @@ from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import (
     MAX_STEPS,
+    Check,
     ConfigError,
     at_most,
     check_fields,
@@ -42,6 +43,8 @@ from qerl_bench.task.base import Task
 from qerl_bench.task.graded import check_reward
 from qerl_bench.train.rollout_checks import check_merging, check_sampler
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
+
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,9 @@ class Experiment:
             save_every=count(),
             save_on_term=flag,
             seed=count(0),
-            device=one_of("auto", "cpu", "cuda"),
+            device=Check(
+                lambda value: value in DEVICES, f"one of {', '.join(DEVICES)} (CUDA_VISIBLE_DEVICES picks a card)"
+            ),
             kernel=one_of("auto", "block", "modules", "torch"),
         )
         require(
