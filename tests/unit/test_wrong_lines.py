@@ -13,7 +13,6 @@ from qerl_bench.__main__ import main
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
 from qerl_bench.process.arguments import whole
-from qerl_bench.sweep.check import check_points
 
 FILE = "notes.md"  # a file of another kind, with what YAML does not read
 WRONG = {  # line -> what is said
@@ -62,15 +61,17 @@ def test_a_wrong_line_is_answered_with_the_way_on(line: str, place: Path, capsys
     assert [*place.iterdir()] == [place / FILE]
 
 
-@pytest.mark.parametrize("line", ["export", "probe model=./none task=arithmetic", f"export model=tiny out={FILE}"])
+EMPTY = "run -m experiment=smoke seed=range(0)"  # a sweep without a point
+WITHOUT_TORCH = WRONG | {EMPTY: "no point.*seed=0,1,2"}
+
+
+@pytest.mark.parametrize(
+    "line", ["export", "probe model=./none task=arithmetic", f"export model=tiny out={FILE}", EMPTY]
+)
 def test_nothing_waits_for_torch(line: str, place: Path) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, *line.split()], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout.strip() == "False", done.stderr
-
-
-def test_a_sweep_without_a_point_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no point.*seed=0,1,2"):
-        check_points([])
+    assert re.search(WITHOUT_TORCH.get(line, "exists and is not"), whole(done.stderr))
 
 
 def test_a_card_is_chosen_elsewhere() -> None:
