@@ -16,7 +16,6 @@ from qerl_bench.aqn.base import Schedule
 from qerl_bench.aqn.spec import NoiseSpec
 from qerl_bench.checks import (
     MAX_STEPS,
-    Check,
     ConfigError,
     at_most,
     check_fields,
@@ -43,8 +42,6 @@ from qerl_bench.task.base import Task
 from qerl_bench.task.graded import check_reward
 from qerl_bench.train.rollout_checks import check_merging, check_sampler
 from qerl_bench.train.spec import CheckpointSpec, OptimSpec, RolloutSpec, TrainSpec
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +84,7 @@ class Experiment:
             save_every=count(),
             save_on_term=flag,
             seed=count(0),
-            device=Check(
-                lambda value: value in DEVICES, f"one of {', '.join(DEVICES)} (CUDA_VISIBLE_DEVICES picks a card)"
-            ),
+            device=one_of("auto", "cpu", "cuda"),
             kernel=one_of("auto", "block", "modules", "torch"),
         )
         require(

@@ -55,7 +55,7 @@ def test_what_a_field_allows_is_read_from_its_class() -> None:
     assert WRITE.allowed("qerl_bench.train.spec.TrainSpec")["updates_per_batch"].endswith("at most 1,000")
     inherited = WRITE.allowed("qerl_bench.algo.grpo.GRPO")
     assert "advantage_eps" in inherited and "epsilon_low" in inherited
-    assert WRITE.allowed("")["kernel"] == "one of auto, block, modules, torch"
+    assert WRITE.allowed("")["device"] == "one of auto, cpu, cuda"
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

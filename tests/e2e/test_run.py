@@ -280,7 +280,7 @@ GSM8K = ["task=gsm8k", f"task.eval_file={ROOT / 'tests' / 'assets' / 'gsm8k_tiny
         (["steps=soon"], "got 'soon'"),
         (["rollout.group_size=1"], "rollout.group_size must be at least 2, got 1"),
         (["aqn=exp", "aqn.sigma_end=0.5"], "sigma_end <= sigma_start"),
-        (["device=tpu"], "device must be one of auto, cpu, cuda (CUDA_VISIBLE_DEVICES picks a card), got 'tpu'"),
+        (["device=tpu"], "device must be one of auto, cpu, cuda, got 'tpu'"),
         (["task.operations=[]"], "task.operations"),
         ([*GSM8K, "task.train_file=/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
         (["task=aime24"], "train on bigmath or dapo_math"),

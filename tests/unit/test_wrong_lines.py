@@ -11,7 +11,7 @@ import pytest
 
 from qerl_bench.__main__ import main
 from qerl_bench.checks import ConfigError
-from qerl_bench.config import build, compose
+from qerl_bench.config import compose
 from qerl_bench.process.arguments import whole
 
 FILE = "notes.md"  # a file of another kind, with what YAML does not read
@@ -74,8 +74,6 @@ def test_nothing_waits_for_torch(line: str, place: Path) -> None:
     assert re.search(WITHOUT_TORCH.get(line, "exists and is not"), whole(done.stderr))
 
 
-def test_a_card_is_chosen_elsewhere() -> None:
-    with pytest.raises(ConfigError, match=r"device must be one of auto.*CUDA_VISIBLE_DEVICES.*'cuda:7'"):
-        build(compose(["device=cuda:7"]))
+def test_the_size_of_a_group_is_found_under_another_name() -> None:
     with pytest.raises(ConfigError, match=r"rollout.group_size"):
         compose(["rollout.completions_per_prompt=4"])
