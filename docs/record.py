@@ -2,8 +2,9 @@
 
     python docs/record.py     # in a fresh clone, after make setup; about ten minutes on two cores
 
-The runs go to a temporary folder. Output is recorded as a file would get it: a terminal shows a progress bar instead of
-the lines of steps, of which only the first and the last are kept here.
+Runs and caches go to a temporary folder, so that nothing is remembered of earlier starts. Output is recorded as a file
+would get it: a terminal shows a progress bar instead of the lines of steps, of which only the first and the last are
+kept here.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def record(command: str, meaning: str, root: Path) -> str:
     """Run one command; returns its section of the page."""
     (root / "runs").mkdir(exist_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"QERL_ROOT": str(root), "PATH": path}
+    environment = os.environ | {"QERL_ROOT": str(root), "XDG_CACHE_HOME": str(root / "first-start"), "PATH": path}
     words = command.replace(" runs/ ", f" {root}/runs/ ").replace(" figures/", f" {root}/figures/")
     load, cpu, begin = os.getloadavg()[0], cpu_seconds(), time.monotonic()
     done = subprocess.run(

@@ -91,6 +91,8 @@ def main(words: list[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, COMMANDS, n=1)
+        if "=" in name:  # an option of a run
+            close = [" ".join(["run", name, *rest])]
         hint = f"there is no command {name}.{f' Did you mean {close[0]}?' if close else ''}\n" if name else ""
         if is_rank0_output():
             print(f"{hint}{USAGE}", file=sys.stderr)

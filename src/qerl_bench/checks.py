@@ -10,7 +10,8 @@ Upper limits are generous: a larger value is a typo, not an experiment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError with `message` unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """In this block the message of a ConfigError begins with `what` it is about, such as a file, unless it says so."""
+    try:
+        yield
+    except ConfigError as error:
+        if what not in str(error):
+            error.args = (f"{what}: {error}",)
+        raise
 
 
 def require_package(name: str, option: str, extra: str) -> None:

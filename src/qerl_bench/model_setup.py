@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from qerl_bench.aqn.format_error import packing_errors
 from qerl_bench.aqn.injector import NoiseInjector
 from qerl_bench.aqn.norm_errors import NormErrors
-from qerl_bench.checks import ConfigError, TrainingStopped, require
+from qerl_bench.checks import ConfigError, TrainingStopped, naming, require
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
 from qerl_bench.model.adapters import adapted_layers
-from qerl_bench.model.base import Model, require_writable
+from qerl_bench.model.base import Model, require_writable, source_of
 from qerl_bench.model.hub import HubModel
 from qerl_bench.model.kernels import require_compiler
 from qerl_bench.model.load import load_packed
@@ -97,7 +97,13 @@ def build_policy(experiment: Experiment, base: Path | None, device: str, like: P
 
     `base` is the checkpoint folder of the warm start, if there was one. A policy `like` another of the same base has
     only packed layers of its own: what is trained, norms with their noise, embeddings and head are the other's.
+    Raises ConfigError, which names the model, if its files cannot be read, or what they hold cannot be trained.
     """
+    with naming(source_of(experiment.model)):
+        return _build_policy(experiment, base, device, like)
+
+
+def _build_policy(experiment: Experiment, base: Path | None, device: str, like: Policy | None) -> Policy:
     spec, train = experiment.model, experiment.train
     require_compiler(experiment.kernel, torch.device(device))
     model, tokenizer, layers = load_packed(spec, experiment.quant, experiment.quantizer, experiment.task, base, device)

@@ -538,7 +538,7 @@ def out_of_memory(place: str, error: Callable[[], Exception], case: Case) -> Out
     if place in GOES_ON:
         if ended.code != 0 or "no memory is left" not in ended.said:
             raise Lost(f"does not go on: exit code {ended.code}: {ended.words}")
-        return case.ends()
+        return case.ends(rounded=True)
     said = case.in_words(ended, 1)
     if not re.search(r"no memory is left .*a smaller ", said):
         raise Lost(f"does not say what to set: {said}")

@@ -110,3 +110,35 @@ def test_runs_of_a_card_are_compared_up_to_where_their_texts_part(tmp_path: Path
     assert apart(alone, run("rounded", "abc", 1.0, 2.0, 3.03)) == (0, pytest.approx(0.01, rel=0.02))
     assert apart(alone, run("parted", "abx", 1.0, 1.0, 9.0)) == (3, 0.5)
     assert apart(alone, run("shorter", "ab", 1.0, 2.0)) == (1, float("inf"))
+
+
+def test_half_the_rows_may_round_numbers_otherwise_and_nothing_else(tmp_path: Path) -> None:
+    import json
+
+    from tests.faults.run import EPSILON, ROUNDINGS, Case, Lost, roundings
+
+    assert roundings({"a": [1.0, "x", None]}, {"a": [1.0 + 4 * EPSILON, "x", None]}) == pytest.approx(4, rel=1e-3)
+    assert roundings(1e-8, 0.0) < 1 and roundings(100.0, 100.0 + 100 * EPSILON) == pytest.approx(1, rel=1e-3)
+    for other in ({"a": [1.0, "y", None]}, {"b": []}, {"a": [1.0]}, {"a": [1.0, "x", 0]}):
+        assert roundings({"a": [1.0, "x", None]}, other) == float("inf")
+
+    expected = {"metrics": [{"loss": 1.0, "tokens": 3}], "rollouts": "7", "evaluation": '{"k": 2.0}', "adapters": {}}
+    case = Case(tmp_path, expected, tmp_path)
+    case.folder.mkdir(parents=True)
+    (case.folder / "done.json").touch()
+
+    def wrong(loss: float, tokens: int = 3, text: str = "7") -> str:
+        (case.folder / "metrics.jsonl").write_text(json.dumps({"loss": loss, "tokens": tokens}))
+        (case.folder / "rollouts.jsonl").write_text(text)
+        (case.folder / "eval.json").write_text(expected["evaluation"])
+        try:
+            case.require_numbers(rounded=True)
+        except Lost as lost:
+            return str(lost)
+        return ""
+
+    assert wrong(1.0 + 8 * EPSILON) == "" and "metrics" in wrong(1.0 + 2 * ROUNDINGS * EPSILON)
+    assert "metrics" in wrong(1.0, tokens=4) and "rollouts" in wrong(1.0, text="8")
+    wrong(1.0 + EPSILON)
+    with pytest.raises(Lost, match="metrics"):
+        case.require_numbers()

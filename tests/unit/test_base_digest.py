@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from qerl_bench import model_setup
 from qerl_bench.checks import TrainingStopped
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
-from qerl_bench.model import digest
+from qerl_bench.model import digest as model_digest
 from qerl_bench.model.digest import digest_of, name_of_base
 from qerl_bench.model.hub import HubModel
 from qerl_bench.rundir.run_dir import RunDir
@@ -57,10 +58,31 @@ def test_any_content_and_any_name_changes_the_digest_of_several_files(tmp_path: 
     assert len(set(found)) == 3
 
 
+def test_a_process_hashes_a_file_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"weights")
+    hashed: list[Path] = []
+    real = model_digest.digest
+    monkeypatch.setattr(model_digest, "digest", lambda path: hashed.append(path) or real(path))
+    assert model_digest.file_digest(file) == model_digest.file_digest(file)
+    assert len(hashed) == 2  # written just now: a change within a tick of the file system's clock would not be seen
+    monkeypatch.setattr(model_digest, "SETTLED_NS", 0)
+    first = model_digest.file_digest(file)
+    assert first == model_digest.file_digest(file) and len(hashed) == 3
+    when = file.stat()
+    time.sleep(0.05)  # more than a tick
+    file.write_bytes(b"WEIGHTS")
+    os.utime(file, ns=(when.st_atime_ns, when.st_mtime_ns))  # as rsync -t and tar write it
+    assert model_digest.file_digest(file) != first and len(hashed) == 4
+    (tmp_path / "other").write_bytes(b"weights")
+    (tmp_path / "other").rename(file)
+    assert model_digest.file_digest(file) == first and len(hashed) == 5
+
+
 def test_of_a_large_file_blocks_from_the_first_to_the_last_are_read(
     tmp_path: Path, stand_in: Callable[..., None]
 ) -> None:
-    stand_in(digest, MAX_WHOLE_BYTES=20, BLOCK_BYTES=4, BLOCKS=3)
+    stand_in(model_digest, MAX_WHOLE_BYTES=20, BLOCK_BYTES=4, BLOCKS=3)
     content = bytes(range(30))  # blocks at 0, 13 and 26
     (tmp_path / "model.safetensors").write_bytes(content)
     expected = hashlib.sha256(b"30" + content[:4] + content[13:17] + content[26:]).hexdigest()

@@ -174,6 +174,12 @@ def _update(experiment: Any, policy: Any, optimizer: Any, batch: Any, step: int 
     return update(experiment, policy, optimizer, batch, no_run, step)
 
 
+# An entry of the gradient sums over the tokens, and each split adds them in another order. Errors of such sums grow as
+# the root of their number, 8 for the some 60 tokens here, in FP32 roundings of the largest entry. On one CPU, at most
+# 4.2 were seen with all its instructions and 2.8 with those of SSE 4.2.
+ROUNDINGS = 8
+
+
 @ALGORITHMS
 def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
     adapted: Callable[[], Any], make_experiment: Callable[..., Any], algo: str
@@ -194,7 +200,8 @@ def test_the_split_into_micro_batches_changes_memory_and_nothing_else(
     assert moments.abs().max() > 1e-4 and len(set(passes)) == 4
     for found, other in results[1:]:
         assert found == pytest.approx(first, rel=1e-5, abs=1e-6)
-        assert torch.allclose(other, moments, rtol=0, atol=1e-6 * float(moments.abs().max()) + 1e-9)
+        limit = ROUNDINGS * torch.finfo(torch.float32).eps * float(moments.abs().max())
+        assert torch.allclose(other, moments, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("beta2", [0.99, 0.9])

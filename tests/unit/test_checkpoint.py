@@ -321,7 +321,7 @@ def test_a_checkpoint_that_quantizes_activations_too_gives_its_weights(folder: P
 def test_a_plain_tensor_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     folder = _plain(tmp_path / "plain")
     _edit(folder, lambda tensors: tensors[f"{NAME}.weight"].view(-1)[5:6].fill_(float("nan")))
-    with pytest.raises(ConfigError, match=f"^{NAME}: the weights hold NaN"):
+    with pytest.raises(ConfigError, match=f"^{folder}/model.safetensors: 1 of .* tensor {NAME}.weight are NaN"):
         quantize_model(skeleton(folder, torch.bfloat16), FORMATS["nvfp4"], source=CheckpointReader(folder, "cpu"))
 
 

@@ -25,18 +25,19 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from qerl_bench.checks import one_of, require
+from qerl_bench.checks import naming, one_of, require
 from qerl_bench.commands.eval import chosen_checkpoint, stored_config, without_training
 from qerl_bench.config import build, compose
 from qerl_bench.experiment_spec import Experiment
+from qerl_bench.model.base import source_of
 from qerl_bench.options import user_options
 from qerl_bench.options.names import load_option
 from qerl_bench.process.arguments import split_words
 from qerl_bench.process.hidden_packages import hidden_packages
 from qerl_bench.process.installation import CONF_DIR
 from qerl_bench.process.terminal import log_to_stderr
-from qerl_bench.quant.export import check_new_folder, config_entry, export
 from qerl_bench.rundir.checkpoints import check_checkpoint
+from qerl_bench.rundir.durable import check_new_folder
 
 FORMATS = "fp8|int8|int4|nvfp4|mxfp4|nf4"
 USAGE = f"usage: qerl-bench export model=PATH_OR_ID quant={FORMATS} out=DIR [option=value ...]"
@@ -67,19 +68,24 @@ def main(words: list[str]) -> None:
 
 
 def pack(words: list[str]) -> None:
+    overrides, out = parse_words(words)
+    experiment = build(compose(overrides))
+    experiment.model.check_files()
+    check_new_folder(out)
     with hidden_packages():
         from qerl_bench.model.load import load_packed
         from qerl_bench.model_setup import base_checkpoint
         from qerl_bench.process.device import resolve_device
         from qerl_bench.quant.error_decomposition import write_layers
+        from qerl_bench.quant.export import config_entry, export
 
-    overrides, out = parse_words(words)
-    experiment = build(compose(overrides))
     config_entry(experiment.quant, [], "bfloat16")  # refuses formats that pack nothing, before any work
-    check_new_folder(out)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     device, quantizer = resolve_device(experiment.device), experiment.quantizer
-    model, tokenizer, layers = load_packed(experiment.model, experiment.quant, quantizer, experiment.task, base, device)
+    with naming(source_of(experiment.model)):
+        model, tokenizer, layers = load_packed(
+            experiment.model, experiment.quant, quantizer, experiment.task, base, device
+        )
     export(model, tokenizer, experiment.quant, out)
     write_layers(out / "layers.parquet", layers, experiment.quant.name, experiment.quantizer.name)
     size = sum(report.bytes for report in layers.values())
@@ -141,12 +147,13 @@ def merge_rounded(run_dir: Path, words: list[str]) -> str:
     check_checkpoint(checkpoint)
     experiment = rounded_experiment(stored, given["quant"])
     merged_into = experiment.sampled.quant
-    config_entry(merged_into, [], "bfloat16")  # refuses formats that pack nothing, before any work
     with hidden_packages():
         from qerl_bench.model_setup import base_checkpoint, build_policy
         from qerl_bench.probe.merging_cost import in_words, merging_cost
+        from qerl_bench.quant.export import config_entry, export
         from qerl_bench.session import prepare_device
 
+    config_entry(merged_into, [], "bfloat16")  # refuses formats that pack nothing, before any work
     device = prepare_device(experiment.device, merged_into)
     base = base_checkpoint(experiment.model, experiment.task, experiment.root)
     policy = build_policy(experiment, base, device)

@@ -24,7 +24,7 @@ import pyarrow.parquet as parquet
 from qerl_bench.checks import TEMPERATURES, check_fields, count, is_number, number, one_of, require
 from qerl_bench.config import build, compose
 from qerl_bench.options.user_options import split_search_path
-from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.process.arguments import KeyValueParser, output_folder
 from qerl_bench.process.terminal import log_to_stderr
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.probes.advice import advice
@@ -56,7 +56,9 @@ def parser() -> KeyValueParser:
         "--rise", type=float, default=0.1, help="of entropy, whose sigma is found (default: 0.1; 0: none)"
     )
     found.add_argument("--split", default="train", help="train (default; what RL could draw) or held_out questions")
-    found.add_argument("--out", type=Path, default=None, help="folder to write to (default: ROOT/probes/MODEL-TASK)")
+    found.add_argument(
+        "--out", type=output_folder, default=None, help="folder to write to (default: ROOT/probes/MODEL-TASK)"
+    )
     return found
 
 
@@ -66,16 +68,16 @@ def main(arguments: list[str]) -> None:
         logging.getLogger(package).setLevel(logging.ERROR)
     options, words = parsed(arguments)
     check(options, words)
-    from qerl_bench.probe.one_model import probe, runnable  # with torch, which --help needs not wait for
-    from qerl_bench.studies.report.model_page import model_page
-
     experiments = {quant: build(compose([*words, f"quant={quant}"])) for quant in options.formats}
     first = experiments[options.formats[0]]
+    first.model.check_files()
+    first.task.check()
     out = options.out or Path(first.root) / "probes" / f"{first.model.name}-{first.task.name}"
-    require(not out.is_file(), f"out={out} is a file; give a folder")
+    from qerl_bench.probe.one_model import probe, runnable  # with torch, which nothing above waits for
+    from qerl_bench.studies.report.model_page import model_page
+
     experiments = runnable(experiments)
     first = next(iter(experiments.values()))
-    first.task.check()
     first.check_model()
     out.mkdir(parents=True, exist_ok=True)
     record, rows = probe(experiments, options, chosen="task.answer_format" in keys_of(words))
@@ -109,6 +111,10 @@ def asked_for(options: Any) -> dict[str, Any]:
 def check(options: Any, words: Sequence[str]) -> None:
     """Raise ConfigError for values that cannot be."""
     low, high = TEMPERATURES
+    require(
+        bool({"model", "experiment"} & keys_of(words)),
+        "a probe looks at a model: give one, model=ORG/NAME, a folder, or a GGUF file, and a task",
+    )
     check_fields(options, "", questions=count(2), samples=count(2), texts=count(0), rise=number(0, 1))
     check_fields(options, "", split=one_of("train", "held_out"))
     for sigma in options.sigmas:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from qerl_bench.checks import require
-from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.process.arguments import KeyValueParser, output_folder
 from qerl_bench.studies.publish.adapter import write_adapter
 from qerl_bench.studies.publish.dataset import write_dataset
 from qerl_bench.studies.publish.folder import Names, check_private, check_target, listing
@@ -29,7 +29,9 @@ def main(words: list[str]) -> None:
     parser.add_argument("source", type=Path, help="a run, a folder of runs, or a committed study")
     parser.add_argument("--to", choices=("folder", "hub"), default="folder", help="where to (default: folder)")
     parser.add_argument(
-        "--out", type=Path, help="folder to write, whose name is the title (default: published/NAME of the source)"
+        "--out",
+        type=output_folder,
+        help="folder to write, whose name is the title (default: published/NAME of the source)",
     )
     parser.add_argument("--repo", help=f"at the hub, {NEW_REPO}; made, for others to see, if there is none")
     parser.add_argument("--author", default="Anonymous", help="who made the runs (default: Anonymous, as for a review)")

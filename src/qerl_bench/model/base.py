@@ -68,6 +68,12 @@ class Model(Protocol):
         ...
 
 
+def source_of(model: Model) -> str:
+    """The key that says where `model` comes from, with its value: model.id, or the option of one made here."""
+    id = getattr(model, "id", None)
+    return f"model={model.name}" if id is None else f"model.id={id}"
+
+
 def require_writable(name: str, *parts: Any) -> None:
     """Raise ConfigError unless each of `parts`, configs and a tokenizer, can be written as checkpoints have them.
 

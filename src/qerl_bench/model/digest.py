@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 MAX_WHOLE_BYTES = 2**30  # larger files are sampled
 BLOCK_BYTES, BLOCKS = 2**20, 64  # the blocks read of a larger file, evenly spaced from its first byte to its last
 DIGITS = 16
+SETTLED_NS = 2 * 10**9  # since the last change of a file whose digest is remembered
 
 
 def digest_of(model: Model, base: Path | None) -> str | None:
@@ -48,7 +51,25 @@ def _files_digest(files: list[Path]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 in hex of a file, of one above MAX_WHOLE_BYTES of its size and some blocks."""
+    """SHA-256 in hex of a file, of one above MAX_WHOLE_BYTES of its size and some blocks.
+
+    A process hashes a file once while device, inode, size and both times are the same and SETTLED_NS old, since clocks
+    of file systems are coarse. Nothing is remembered for other processes: runs record this number, and from one start
+    to the next a disk may change bytes without the times, which would then be recorded as those that were written.
+    """
+    state = path.stat()
+    times = state.st_mtime_ns, state.st_ctime_ns
+    if time.time_ns() - max(times) < SETTLED_NS:
+        return _file_digest(path)
+    return _known_digest(path.absolute(), (state.st_dev, state.st_ino, state.st_size, *times))
+
+
+@lru_cache(maxsize=256)
+def _known_digest(path: Path, state: tuple[int, ...]) -> str:
+    return _file_digest(path)
+
+
+def _file_digest(path: Path) -> str:
     size = path.stat().st_size
     if size <= MAX_WHOLE_BYTES:
         return digest(path)

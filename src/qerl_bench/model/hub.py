@@ -15,18 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import Check, check_fields, count, flag, number, one_of, optional, require
-from qerl_bench.model.base import DTYPES, placed
+from qerl_bench.checks import Check, check_fields, count, flag, naming, number, one_of, optional, require
+from qerl_bench.model.base import DTYPES, placed, source_of
 from qerl_bench.model.gguf.architecture import config_of
 from qerl_bench.model.gguf.convert import converted, describe
 from qerl_bench.model.gguf.header import read_header
+from qerl_bench.model.gguf.vocabulary import TEMPLATE
 from qerl_bench.model.gguf.weights import Dither
-from qerl_bench.model.local_folder import check_folder
+from qerl_bench.model.local_folder import REMEDY, check_folder
 from qerl_bench.model.token_ids import require_rows
 from qerl_bench.quant.architecture import causal_lm_config, read_errors
 from qerl_bench.quant.foreign_config import generation_config
 from qerl_bench.quant.weight_files import weight_files
-from qerl_bench.records import Message
+from qerl_bench.records import RENDERED, Message
 from qerl_bench.rundir.checksums import digest
 from qerl_bench.task.chat_template import check_template, prompt_ids, render_prompt, template_variables
 
@@ -38,6 +39,7 @@ _ID = Check(
     lambda value: isinstance(value, str) and value != "", "a hub id, a folder or a GGUF file: model.id=ORG/NAME"
 )
 SECOND_COPIES = ["consolidated*.safetensors", "original/*"]  # of the weights, for other programs
+TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")  # files that may hold the chat template; the first wins
 MAX_DITHER_SCALE = 100.0  # ten cells wide: no code of the file is left
 _KEYWORDS = Check(lambda value: value is None or isinstance(value, Mapping), "null or a mapping of keywords")
 
@@ -129,10 +131,12 @@ class HubModel:
 
     def check(self, messages: tuple[Message, ...]) -> None:
         prompt = json.dumps([messages, None if self.template is None else dict(self.template)])
-        if self.gguf is None:
-            found = _check(self.id, self.revision, self.trust_remote_code, prompt)
-        else:
-            found = _check_gguf(self.gguf, self.dithered, prompt)
+        with naming(source_of(self)):
+            if self.gguf is None:
+                place = next((name for name in TEMPLATES if (Path(self.id) / name).is_file()), "its chat template")
+                found = _check(self.id, self.revision, self.trust_remote_code, prompt, f"{source_of(self)} ({place})")
+            else:
+                found = _check_gguf(self.gguf, self.dithered, prompt)
         chosen = f"computed in {self.dtype}, learning rate {self.lr:g}, template {self.template}"
         log.info("model.id=%s: %s; used as %s: %s", self.id, found, self.name, chosen)
 
@@ -151,9 +155,11 @@ class HubModel:
         return _tokenizer(self.id, self.revision, self.trust_remote_code)
 
     def load(self, base: Path | None, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """For a checkpoint without safetensors. Raises ConfigError, too, if it lacks a tensor."""
+        """For a checkpoint without safetensors. Raises ConfigError, too, if it lacks a tensor or one is not finite."""
         import torch
         from transformers import AutoModelForCausalLM
+
+        from qerl_bench.quant.checkpoint import require_finite
 
         config = causal_lm_config(self.id, self.revision, self.trust_remote_code)
         tokenizer = self.tokenizer()
@@ -173,6 +179,8 @@ class HubModel:
             f"model.id={self.id} lacks {len(missing)} tensors of this {type(model).__name__}, such as "
             f"{', '.join(missing[:3])}; download or write the checkpoint again",
         )
+        for name, parameter in model.named_parameters():
+            require_finite(self._path(), name, parameter.detach())
         if (ends := generation_config(self._path())) is not None:
             model.generation_config = ends
         return placed(model, device, model.dtype), tokenizer
@@ -197,25 +205,31 @@ class HubModel:
 def _tokenizer(id: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    with read_errors(id, "the tokenizer"):
+    with read_errors(id, "the tokenizer", REMEDY):
         return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=trust_remote_code)
 
 
 @lru_cache
-def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str) -> str:
-    """`HubModel.check`, once per process: `prompt` is the JSON of messages and template. Describes the model."""
+def _check(id: str, revision: str | None, trust_remote_code: bool, prompt: str, place: str) -> str:
+    """`HubModel.check`, once per process: `prompt` is the JSON of messages and template. Describes the model.
+
+    `place` says where its chat template is.
+    """
     config = causal_lm_config(id, revision, trust_remote_code)
     tokenizer = _tokenizer(id, revision, trust_remote_code)
     messages, template = json.loads(prompt)
     asked_by = "without a chat template"
-    if template is not None and tokenizer.chat_template:
-        with read_errors(id, "the chat template"):
+    with naming(place):
+        if messages:
+            check_template(tokenizer, tuple(messages), template)
+        if messages and messages[0]["role"] == RENDERED:
+            asked_by = "asked in plain text"
+        elif template is not None and tokenizer.chat_template:
             reads = ", ".join(sorted(template_variables(tokenizer)))
-        asked_by = f"whose chat template reads: {reads or 'no keywords'}"
+            asked_by = f"whose chat template reads: {reads or 'no keywords'}"
     if messages:
-        check_template(tokenizer, tuple(messages), template)
         ids = prompt_ids(tokenizer, [tuple(messages)], [render_prompt(tokenizer, tuple(messages), template)])
-        require_rows(tokenizer, ids, getattr(config, "vocab_size", sys.maxsize), f"the prompt of model.id={id}")
+        require_rows(tokenizer, ids, getattr(config, "vocab_size", sys.maxsize), "the prompt")
     stored = f", stored in {str(config.dtype).removeprefix('torch.')}" if config.dtype else ""
     return f"a {config.model_type} model{stored}, {asked_by}"
 
@@ -225,4 +239,4 @@ def _check_gguf(file: Path, dither: Dither | None, prompt: str) -> str:
     """`_check` of a GGUF file, of which nothing but the header is read."""
     with TemporaryDirectory() as folder:
         describe(file, dither, Path(folder))
-        return f"a GGUF file, {_check(folder, None, False, prompt)}"
+        return f"a GGUF file, {_check(folder, None, False, prompt, f'model.id={file} ({TEMPLATE})')}"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl_bench.aqn.injector import NoiseInjector, compute_in_float32
-from qerl_bench.checks import require
+from qerl_bench.checks import naming, require
 from qerl_bench.model.attention import enable_attention
 from qerl_bench.model.block import fuse_blocks
 from qerl_bench.model.kernels import choose_kernels, why_not_fused, why_not_fused_blocks
@@ -128,7 +128,8 @@ class Policy:
 
     def prompt_text(self, messages: tuple[Message, ...]) -> str:
         """The prompt in the tokenizer's chat format, ready for the completion to follow."""
-        return render_prompt(self.tokenizer, messages, self.template)
+        with naming(str(self.folder or self.base)):
+            return render_prompt(self.tokenizer, messages, self.template)
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> list[int]:
         """Token ids of `prompt_text`."""
@@ -143,8 +144,9 @@ class Policy:
         asked = [prompt.messages for prompt in prompts if prompt.token_ids is None]
         ids = iter(prompt_ids(self.tokenizer, asked, [self.prompt_text(messages) for messages in asked]))
         found = [next(ids) if prompt.token_ids is None else list(prompt.token_ids) for prompt in prompts]
-        for prompt, one in zip(prompts, found, strict=True):
-            require_rows(self.tokenizer, [one], self.rows, f"the prompt {prompt.id}")
+        with naming(str(self.folder or self.base)):
+            for prompt, one in zip(prompts, found, strict=True):
+                require_rows(self.tokenizer, [one], self.rows, f"the prompt {prompt.id}")
         return found
 
     def text_of(self, prompt: Prompt) -> str:
@@ -155,8 +157,9 @@ class Policy:
 
     def demonstration_ids(self, demonstrations: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the prompts and of the whole completions, their stop tokens included."""
-        prompts, completions = demonstration_ids(self.tokenizer, demonstrations, self.template)
-        require_rows(self.tokenizer, [*prompts, *completions], self.rows, "a demonstration")
+        with naming(str(self.folder or self.base)):
+            prompts, completions = demonstration_ids(self.tokenizer, demonstrations, self.template)
+            require_rows(self.tokenizer, [*prompts, *completions], self.rows, "a demonstration")
         return prompts, completions
 
     def completion_texts(self, prompt_ids: Sequence[list[int]], ids: Sequence[list[int]]) -> list[str]:

@@ -24,6 +24,8 @@ OPTIONS_FOR = {  # the last part of a key elsewhere -> config keys or axes of th
     "clip_grad": ("optim.max_grad_norm",),
     "num_generations": GROUP,
     "n_samples_per_prompt": GROUP,
+    "samples_per_prompt": GROUP,
+    "completions_per_prompt": GROUP,
     "n": GROUP,
     "batch_size": PROMPTS,
     "train_batch_size": PROMPTS,

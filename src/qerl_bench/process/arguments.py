@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 import textwrap
@@ -51,7 +52,7 @@ class KeyValueParser(argparse.ArgumentParser):
         option = f"--{key.replace('_', '-')}"
         action = self._option_string_actions.get(option)
         if action is None and strict:
-            self.error(f"there is no option {key}")
+            self.error(f"there is no option {key}{self._instead_of(key, value)}")
         if action is None:
             return None
         if action.nargs == 0:  # a switch
@@ -59,6 +60,22 @@ class KeyValueParser(argparse.ArgumentParser):
                 self.error(f"{key} must be true or false, got {value!r}")
             return [option] if value == "true" else []
         return [option, *(_parts(value) if action.nargs == "+" else [value])]
+
+    def _instead_of(self, key: str, value: str) -> str:
+        """What to type in the place of an option `key` that does not exist; empty if no option has a name like it."""
+        if any(action.dest == key and not action.option_strings for action in self._actions):
+            return f": {value} stands alone, without {key}="
+        named = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
+        close = difflib.get_close_matches(key, named, n=1)
+        return f". Did you mean {close[0]}={value}?" if close else ""
+
+
+def output_folder(text: str) -> Path:
+    """The type of an argument that names a folder to write to, there or not. argparse ends with its error if it is a
+    file."""
+    if (path := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is a file; give a folder")
+    return path
 
 
 def wrapped(text: str) -> str:

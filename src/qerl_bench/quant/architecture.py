@@ -78,8 +78,9 @@ def _text_part(where: str | Path, config: Any) -> Any:
 
 
 @contextmanager
-def read_errors(where: str | Path, what: str) -> Iterator[None]:
+def read_errors(where: str | Path, what: str, remedy: str = "") -> Iterator[None]:
     """A failure to find or read `what` at `where` becomes a ConfigError: foreign files can break a reader anyhow.
+    `remedy` is a sentence about `what` for a model that is there.
 
     Not if memory or disk ran out, which is said elsewhere.
     """
@@ -93,7 +94,8 @@ def read_errors(where: str | Path, what: str) -> Iterator[None]:
         local = str(where).startswith(("/", ".", "~"))  # which no hub id does
         absent = "there is no such folder" if local and not Path(where).exists() else ""
         reason = absent or str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+        told = f"{remedy}. " if remedy and not absent else ""
         raise ConfigError(
-            f"{what} of model.id={where} cannot be read: {reason}. Give a hub id that this machine can reach or a "
-            "complete local folder: model.id=/path/to/model"
+            f"{what} of model.id={where} cannot be read: {reason}. {told}Give a hub id that this machine can reach or "
+            "a complete local folder: model.id=/path/to/model"
         ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ class CheckpointReader:
         """Load those of the parameters `names` that are on the meta device, in the dtype that they have there.
 
         The first call checks that the checkpoint has every parameter that `model` still lacks, and loads its buffers.
+        Raises ConfigError, too, if a value is NaN or infinite there.
         """
         if not self.sources:
             self._look_at(model)
@@ -104,7 +106,9 @@ class CheckpointReader:
                     values = self.dequantized_experts(name, module)
                 else:
                     values = self._make(model, name, empty.shape)
-                setattr(module, leaf, torch.nn.Parameter(values.to(empty.dtype), requires_grad=empty.requires_grad))
+                values = values.to(empty.dtype)
+                require_finite(self.files.get(name, self.folder), name, values)
+                setattr(module, leaf, torch.nn.Parameter(values, requires_grad=empty.requires_grad))
         model.tie_weights()  # type: ignore[operator]
 
     def _look_at(self, model: torch.nn.Module) -> None:
@@ -191,6 +195,17 @@ class CheckpointReader:
         values = mxfp4.operand(rows["weight_packed"], rows["weight_scale"], torch.bfloat16)
         values = values.view(len(packed["weight_scale"]), -1, values.shape[1])
         return values.mT.contiguous() if is_transposed(experts) else values
+
+
+def require_finite(file: str | Path, name: str, values: torch.Tensor) -> None:
+    """Raise ConfigError if a value of the parameter `name`, which `file` has, is NaN or infinite in its dtype."""
+    low, high = values.aminmax()  # several times faster than isfinite; NaN if any value is NaN
+    if not (math.isfinite(float(low)) and math.isfinite(float(high))):
+        count = values.numel() - int(values.isfinite().sum())
+        raise ConfigError(
+            f"{file}: {count:,} of the {values.numel():,} values of tensor {name} are NaN or infinite as "
+            f"{values.dtype}; {REMEDY}, or choose a model.dtype of wider range if they overflowed"
+        )
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:

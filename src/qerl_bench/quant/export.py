@@ -23,7 +23,7 @@ from qerl_bench.quant.nf4 import NF4, quant_state
 from qerl_bench.quant.packed_config import scheme_of
 from qerl_bench.quant.packed_share import persistent_buffers, unpacked_parameters
 from qerl_bench.quant.symmetric import FP8, INT8, Symmetric
-from qerl_bench.rundir.durable import atomically
+from qerl_bench.rundir.durable import atomically, check_new_folder
 from qerl_kernels.symmetric import swap_sign
 
 SHARD_BYTES = 5 * 10**9
@@ -53,14 +53,6 @@ def write_model(
         config["quantization_config"] = quantization
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_shards(tensors, folder)
-
-
-def check_new_folder(out: Path) -> None:
-    """Raise ConfigError unless `out` is a new or empty folder."""
-    require(
-        not out.exists() or (out.is_dir() and not any(out.iterdir())),
-        f"out={out} exists and is not an empty folder; choose a new one, since nothing is overwritten",
-    )
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

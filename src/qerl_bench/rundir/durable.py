@@ -8,6 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from qerl_bench.checks import require
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ConfigError unless `out` is a new or empty folder."""
+    require(
+        not out.exists() or (out.is_dir() and not any(out.iterdir())),
+        f"out={out} exists and is not an empty folder; choose a new one, since nothing is overwritten",
+    )
+
 
 def sync(path: Path) -> None:
     """Return when the disk holds the content of a file, or the names in a folder."""

@@ -13,7 +13,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from qerl_bench.checks import Check, ConfigError
+from qerl_bench.checks import Check, ConfigError, require
 from qerl_bench.options.composer import refuse_env_copy
 from qerl_bench.options.names import search_folders
 from qerl_bench.options.user_options import search_path
@@ -39,6 +39,10 @@ class SweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         self.check()
+        require(
+            len(job_overrides) > 0,
+            "this sweep has no point: one of its keys has no value, as seed=range(0) has none. Give some: seed=0,1,2",
+        )
         points = check_points([[*self.search_path, *overrides] for overrides in job_overrides])
         damaged = [(point, point.damage) for point in points if point.damage is not None]
         sound = [point for point in points if point.damage is None]

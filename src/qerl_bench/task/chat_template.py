@@ -182,12 +182,20 @@ def check_template(
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The keywords that model.template can set: variables that the chat template reads and does not assign, or assigns
-    only if they are not defined."""
+    only if they are not defined. Raises ConfigError if it cannot be read."""
+    from jinja2 import TemplateSyntaxError
     from jinja2.meta import find_undeclared_variables
     from jinja2.nodes import Filter, Name, Test
 
-    source = tokenizer.get_chat_template()
-    tree = chat_template_utils()._compile_jinja_template(source).environment.parse(source)
+    try:
+        source = tokenizer.get_chat_template()  # one of several, if one is called default
+        tree = chat_template_utils()._compile_jinja_template(source).environment.parse(source)
+    except Exception as error:  # whatever a foreign template raises
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ConfigError(
+            f"the chat template cannot be read: {reason}{line}; correct it, or use task.template=plain"
+        ) from error
     assigned = {name.name for name in tree.find_all(Name) if name.ctx == "store"}
     asked = [*tree.find_all(Test), *tree.find_all(Filter)]  # `x is defined`, `x | default(y)`
     optional = {one.node.name for one in asked if one.name in TESTS_FOR_MISSING and isinstance(one.node, Name)}

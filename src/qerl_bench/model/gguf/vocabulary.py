@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens; 1 is a normal piece, 6 a byte
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -52,7 +53,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
         "model_max_length": header.need(f"{header.architecture}.context_length"),
         "clean_up_tokenization_spaces": False,
     }
-    if template := header.metadata.get("tokenizer.chat_template"):
+    if template := header.metadata.get(TEMPLATE):
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from qerl_bench.checks import require
 from qerl_bench.options.user_options import split_search_path
-from qerl_bench.process.arguments import KeyValueParser
+from qerl_bench.process.arguments import KeyValueParser, output_folder
 from qerl_bench.process.children import stop
 from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.rundir.durable import write_atomically
@@ -175,7 +175,9 @@ def parser_of(description: str | None) -> KeyValueParser:
     parser.add_argument("--bases", type=int, nargs="+", default=None, help="only these bases, such as bases=0,1,2,3")
     parser.add_argument("--words", nargs="+", default=[], help="in place of common words of the same keys")
     parser.add_argument("--despite", nargs="+", default=[], help="beginnings of the names of gates that stop nothing")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the packed results (default: ROOT/study)")
+    parser.add_argument(
+        "--out", type=output_folder, default=None, help="folder for the packed results (default: ROOT/study)"
+    )
     return parser
 
 

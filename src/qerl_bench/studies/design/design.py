@@ -30,6 +30,7 @@ import yaml
 
 from qerl_bench.checks import (
     Check,
+    ConfigError,
     check_fields,
     count,
     optional,
@@ -215,13 +216,25 @@ def check_words(key: str, words: object, of_units: Collection[str] = ()) -> None
         require(not set_by_study, f"{key} has {word}, which the study sets for each run: leave it out")
 
 
+def _first_line(error: Exception) -> str:
+    """What a reader of YAML says is wrong, and where, in one line."""
+    mark = getattr(error, "problem_mark", None)
+    return f"{getattr(error, 'problem', error)}{f', line {mark.line + 1}' if mark else ''}"
+
+
 def read_design(path: Path, words: Sequence[str] = ()) -> Design:
     """The design in a YAML file; a common word that has the key of one of `words` is replaced by it, others are added.
 
     Raises ConfigError for unknown, missing or wrong entries.
     """
     require(path.is_file(), f"there is no study {path}; give its YAML file")
-    written: Any = yaml.safe_load(path.read_text())
+    try:
+        written: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is no study: its YAML cannot be read ({_first_line(error)}). Give a study.yaml, as "
+            "qerl-bench study init=FOLDER writes one"
+        ) from None
     repeated = "units" if isinstance(written, dict) and "units" in written else "bases"
     chosen = {key: written.pop(key, None) if isinstance(written, dict) else None for key in ("gates", "primary")}
     content = _object(str(path), written, {"common", repeated, "seeds", "arms", "probe", "dose"})

@@ -172,7 +172,7 @@ def no_gradient_warning(table: pd.DataFrame) -> str | None:
     if not names:
         return None
     return (
-        f"{', '.join(names)}: the last {LAST_STEPS} steps had no backward pass (train/taught_frac = 0), because the "
+        f"{', '.join(names)}: the last steps, up to {LAST_STEPS}, had no backward pass (train/taught_frac = 0), as the "
         "rewards of every group were equal. Nothing was learned, and time, tokens/s and memory are those of sampling "
         "and one forward pass. If answers are in another format or cut off, formats.json of the run says what to set. "
         "To measure training use task=shape, whose rewards always differ"

@@ -1,0 +1,79 @@
+"""Lines that somebody typed wrongly: each is answered in words with a way on, before PyTorch is imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qerl_bench.__main__ import main
+from qerl_bench.checks import ConfigError
+from qerl_bench.config import compose
+from qerl_bench.process.arguments import whole
+
+FILE = "notes.md"  # a file of another kind, with what YAML does not read
+WRONG = {  # line -> what is said
+    "model=tiny steps=3": "Did you mean run model=tiny steps=3?",
+    "probe": "model=ORG/NAME",
+    "probe task=arithmetic": "model=ORG/NAME",
+    "probe model=tiny task=arithmetic formats=nvfp5": "Did you mean quant=nvfp4?",
+    "probe model=./none task=arithmetic": "model.id=./none: there is no such folder",
+    f"probe model=tiny task=arithmetic out={FILE}": f"{FILE} is a file; give a folder",
+    f"collect . out={FILE}": f"{FILE} is a file; give a folder",
+    f"report . out={FILE}": f"{FILE} is a file; give a folder",
+    f"publish . out={FILE}": f"{FILE} is a file; give a folder",
+    f"study {FILE}": f"{FILE} is no study.*line 2.*study init=FOLDER",
+    f"gates {FILE}": f"{FILE} is no study.*line 2.*study init=FOLDER",
+    "collect runs=none": "no option runs: none stands alone",
+    "compare a b mixed_cod=true": "Did you mean mixed_code=true?",
+    "export": "model= and out= must be given; usage",
+    "export model=./none quant=nvfp4 out=new": "model.id=./none: there is no such folder",
+    f"export model=tiny quant=nvfp4 out={FILE}": f"out={FILE} exists and is not an empty folder",
+}
+PROGRAM = """
+import sys
+from qerl_bench.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / FILE).write_text("# Notes\na: b: c\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_line_is_answered_with_the_way_on(line: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(line.split())
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert re.search(WRONG[line], whole(capsys.readouterr().err))
+    assert [*place.iterdir()] == [place / FILE]
+
+
+EMPTY = "run -m experiment=smoke seed=range(0)"  # a sweep without a point
+WITHOUT_TORCH = WRONG | {EMPTY: "no point.*seed=0,1,2"}
+
+
+@pytest.mark.parametrize(
+    "line", ["export", "probe model=./none task=arithmetic", f"export model=tiny out={FILE}", EMPTY]
+)
+def test_nothing_waits_for_torch(line: str, place: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *line.split()], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout.strip() == "False", done.stderr
+    assert re.search(WITHOUT_TORCH.get(line, "exists and is not"), whole(done.stderr))
+
+
+def test_the_size_of_a_group_is_found_under_another_name() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.group_size"):
+        compose(["rollout.completions_per_prompt=4"])
