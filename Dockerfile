@@ -7,7 +7,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install --yes --no-install-recommends build-essential git && rm -rf /var/lib/apt/lists/*
 WORKDIR /qerl-bench
 COPY constraints.txt .
-RUN pip install --no-cache-dir --constraint constraints.txt --index-url $TORCH_INDEX --extra-index-url https://pypi.org/simple "torch>=2.11,<2.14"
+RUN pip install --no-cache-dir --constraint constraints.txt --index-url $TORCH_INDEX --extra-index-url https://pypi.org/simple "torch>=2.11,<2.16"
 COPY . .
 RUN pip install --no-cache-dir --constraint constraints.txt --editable ".[all,reasoning]"
 ENTRYPOINT ["qerl-bench"]

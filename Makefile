@@ -93,7 +93,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.16"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[all,dev,peers]"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[reasoning]" \
 		|| echo "task=reasoning_gym is left out: its package cannot be installed here (pycosat needs a C compiler)"
@@ -112,7 +112,7 @@ $(VLLM_READY): pyproject.toml requirements-vllm.txt
 
 $(CLUSTER_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLUSTER_VENV)
-	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.14"
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) "torch>=2.11,<2.16"
 	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[dev,slurm]"
 	touch $(CLUSTER_READY)
 

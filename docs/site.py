@@ -3,7 +3,8 @@
 The site shows the Markdown files as they lie in the repository, so that a link between any two of them holds on GitHub
 and on the site. Zensical wants all pages below one folder: they are copied to site/pages, with every file that a page
 links to. The menu is docs/README.md: a section for each heading, an entry for each link of its tables.
-Broken links and anchors are errors.
+Broken links and anchors are errors. Pages load nothing from a server: docs/worker.js takes the place of the one script
+that Zensical's own would.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 INDEX = ROOT / "docs" / "README.md"
 LINK = re.compile(r"\]\(([^)\s#]+)[^)\s]*\)")
+SHIM = re.compile(r'<script src="https://unpkg\.com/iframe-worker/shim"[^>]*>')
 ENTRY = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\)", flags=re.MULTILINE)
 
 
@@ -81,7 +83,11 @@ def build(folder: Path) -> int:
         shutil.copyfile(file, place)
     settings = (ROOT / "docs" / "zensical.toml").read_text()
     (folder / "zensical.toml").write_text(settings.replace("nav = []", f"nav = {_toml(menu())}"))
-    return subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder).returncode
+    code = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=folder).returncode
+    worker = f"<script>{(ROOT / 'docs' / 'worker.js').read_text()}"
+    for page in (folder / "html").rglob("*.html"):
+        page.write_text(SHIM.sub(lambda _: worker, page.read_text()))
+    return code
 
 
 def _toml(value: object) -> str:

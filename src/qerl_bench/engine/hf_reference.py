@@ -10,11 +10,10 @@ import torch
 from transformers import DynamicCache
 
 from qerl_bench.engine.base import Completion, Sampling
+from qerl_bench.model.attention import CACHES
 from qerl_bench.model.policy import Policy
 from qerl_bench.process.progress import within
 from qerl_kernels.sampling import draw, draw_seeded, uniforms
-
-CACHES = ("past_key_values", "cache_params")  # names of the cache in the forward passes of transformers
 
 
 class Prefill(NamedTuple):
@@ -29,7 +28,7 @@ class Prefill(NamedTuple):
 def cache_name(policy: Policy) -> str:
     """What the model calls its cache: state-space models have a name of their own."""
     names = inspect.signature(policy.model.forward).parameters
-    return next((name for name in CACHES if name in names), CACHES[0])
+    return next((name for name in CACHES if name in names), "past_key_values")
 
 
 def cache_of(policy: Policy) -> DynamicCache:
@@ -103,7 +102,7 @@ def decode(
     seeds = torch.tensor(keys, device=device)
     numbers = None if policy.fused else torch.from_numpy(uniforms(keys, sampling.max_tokens)).to(device)
     cached = {cache_name(policy): cache}
-    recurrent = cache_name(policy) != CACHES[0]  # nothing but states, which have left padding behind
+    recurrent = cache_name(policy) == "cache_params"  # nothing but states, which have left padding behind
     for t in range(stop.max_length):
         if numbers is None:
             token, logprob, entropy = draw_seeded(logits, sampling.temperature, seeds[rows], t, top_p=sampling.top_p)

@@ -25,6 +25,7 @@ from qerl_bench.engine import hf_reference
 from qerl_bench.engine.base import Completion, RolloutEngine, Sampling
 from qerl_bench.engine.hf import HFEngine, request_key
 from qerl_bench.engine.untouched import TEMPERATURES, TOKENS, Written, or_refused, sampling_at, written_by_stock
+from qerl_bench.model.attention import CACHES
 from qerl_bench.model.float32 import in_float32
 from qerl_bench.model.policy import Policy
 from qerl_bench.model.preflight import MAX_TOKEN_GAP, OWN_GAPS, stock
@@ -121,9 +122,9 @@ def _as_it_runs(engine: HFEngine) -> Complete:
 def _cache_words(policy: Policy) -> str:
     """That the model takes no cache from engine=hf, if so."""
     taken = inspect.signature(policy.model.forward).parameters
-    if any(name in taken for name in hf_reference.CACHES):
+    if any(name in taken for name in CACHES):
         return ""
-    return f"Its forward pass takes none of {', '.join(hf_reference.CACHES)}, which engine=hf hands on. "
+    return f"Its forward pass takes none of {', '.join(CACHES)}, which engine=hf hands on. "
 
 
 # --- the comparison --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,8 +116,9 @@ class LoRA:
         with torch.random.fork_rng(), names_taken_as_they_are():
             torch.manual_seed(seed)
             config.target_parameters = None if has_packed_experts(model) else experts or None
-            with hidden_packages():  # PEFT asks for them at each layer
-                adapter = get_peft_model(model, config)
+            with hidden_packages(), warnings.catch_warnings():  # PEFT asks for the packages at each layer
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                adapter = get_peft_model(model, config)  # 0.21 reads what transformers 5.24 has renamed
             assert isinstance(adapter, PeftModel)
             if experts and not config.target_parameters:
                 config.target_parameters = experts

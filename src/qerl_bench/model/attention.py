@@ -31,6 +31,8 @@ from transformers.masking_utils import sdpa_mask
 
 from qerl_bench.model.packing import Packing
 
+# Names of the cache in the forward passes of transformers: from 5.24 on, before, and of state-space models.
+CACHES = ("cache", "past_key_values", "cache_params")
 NAME = "qerl_bench"  # transformers refuses names with "sdpa" or "flash" in them for models with sinks
 _heard: ContextVar[set[str] | None] = ContextVar("heard", default=None)
 _SINK_COLUMNS = 8  # by which heads grow for a sink: fast kernels want a multiple of 8

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from qerl_bench.model.attention import CACHES, attention
 from qerl_bench.model.attention import NAME as OWN_ATTENTION
-from qerl_bench.model.attention import attention
 from qerl_bench.model.kernels import JoinedLinears
 from qerl_kernels import training_block
 
@@ -43,14 +43,14 @@ class FusedBlock:
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> torch.Tensor:
         """As the module's own: (B, T, H) to (B, T, H); `position_embeddings` are cosines and sines (1 or B, T, D)."""
         module, ops = self.module, self.ops
-        if past_key_values is not None:
-            options |= {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
-            return type(module).forward(module, hidden_states, attention_mask=attention_mask, **options)
+        options = {name: value for name, value in options.items() if name not in CACHES or value is not None}
+        if any(name in options for name in CACHES):
+            options |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+            return type(module).forward(module, hidden_states, **options)
         assert position_embeddings is not None
         batch, length, width = hidden_states.shape
         own, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)

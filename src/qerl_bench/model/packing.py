@@ -144,7 +144,7 @@ def _rectangle_masks(decoder: PreTrainedModel, input_ids: torch.Tensor) -> Any:
     def mask_of(kind: str) -> torch.Tensor | None:  # None is causal
         if kind not in LOCAL_MASKS:
             return None
-        return LOCAL_MASKS[kind](config=config, inputs_embeds=shape, attention_mask=None, past_key_values=None)
+        return LOCAL_MASKS[kind](config, shape, None, None)
 
     kinds = getattr(config, "layer_types", None)
     masks: Any = {kind: mask_of(kind) for kind in set(kinds or ())}

@@ -49,7 +49,8 @@ def recompute_blocks(model: PreTrainedModel, mode: str) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = matmuls_kept
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"  # from transformers 5.24 on
+    getattr(model, new, getattr(model, old))(options)
 
 
 def matmuls_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,0 +1,246 @@
+"""Verdicts as data: a record for each contrast that votes on a claim and has an effect, of any number of studies.
+
+Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
+Studies with primary contrasts of their own have a record for each of them too, from the last look that was reached; of
+one whose first look is not reached there is none at all. Left out: robustness checks, and claims without an effect.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from qerl_bench.checks import require
+from qerl_bench.statistics import Estimate
+from qerl_bench.studies.claims.claim import ClaimResult, ContrastResult
+from qerl_bench.studies.claims.estimate import Comparison, Effect
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.registry import families
+from qerl_bench.studies.design.gates import gates, override
+from qerl_bench.studies.design.primary import MEASURES
+from qerl_bench.studies.design.sessions import Sessions, study_of
+from qerl_bench.studies.report.primary import counted, look, looks_reached, runs_of
+from qerl_bench.studies.report.sessions import is_blind, judged, read_once
+from qerl_bench.studies.runs.committed import SETTINGS
+from qerl_bench.studies.runs.comparable import load_runs
+from qerl_bench.studies.runs.load import Run
+from qerl_bench.studies.runs.measure import Measure
+from qerl_bench.studies.runs.settings import by_scope
+
+Record = dict[str, Any]
+DIGITS = 6  # significant ones
+
+
+def studies_in(folders: Iterable[Path]) -> dict[str, Path]:
+    """The studies in `folders`, by their path from there: those in sessions, and what `collect` or `publish` wrote.
+
+    Other runs below a `data` are pilots and decide nothing. Raises ConfigError without any, or if two have one name.
+    """
+    found: dict[Path, str] = {}
+    for folder in folders:
+        for file in sorted(folder.rglob(f"{SETTINGS}*")):
+            packed = file.parent
+            study = study_of(packed) or (packed.parent if packed.name == "data" else packed)
+            if study.parent.name == "data":
+                continue
+            inside = study.relative_to(folder)
+            found.setdefault(study.resolve(), folder.resolve().name if inside == Path() else inside.as_posix())
+    twice = sorted({name for name in found.values() if [*found.values()].count(name) > 1})
+    require(bool(found), f"no study in {', '.join(map(str, folders))}: a study is made by qerl-bench collect or study")
+    require(not twice, f"several studies are called {', '.join(twice)}: pass folders in which they have other names")
+    return {name: folder for folder, name in sorted(found.items(), key=lambda one: one[1])}
+
+
+def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
+    """What claims.json holds: `studies` by name, and the records of all of them as `verdicts`.
+
+    Raises ConfigError for runs that cannot be compared.
+    """
+    content: dict[str, Any] = {"studies": {}, "verdicts": []}
+    for study, folder in studies.items():
+        packed = any(study_of(file.parent) for file in folder.glob(f"data/*/{SETTINGS}*"))
+        sessions = read_once(folder) if packed else None
+        if sessions is not None and is_blind(sessions):
+            continue
+        results, runs = _judged(folder, sessions)
+        records = [record for scope in results for record in _records(study, scope, results[scope])]
+        records += [] if sessions is None else _primary_records(study, sessions)
+        if records:
+            content["studies"][study] = _described(folder, sessions, runs)
+            content["verdicts"] += records
+    return content
+
+
+def _judged(folder: Path, sessions: Sessions | None) -> tuple[dict[str, list[ClaimResult]], list[Run]]:
+    """The verdicts on all claims by model and task, and the runs."""
+    if sessions is not None:
+        scope, runs, verdicts, later = judged(sessions)
+        return {scope: [*verdicts, *(one for of_family in later.values() for one in of_family)]}, runs
+    runs = load_runs([folder])
+    claims = families().values()
+    scopes = by_scope(runs).items()
+    return {scope: [one for some in claims for one in evaluate_claims(some, group)] for scope, group in scopes}, runs
+
+
+def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> Record:
+    results = [] if sessions is None else gates(sessions.design, [*sessions.probes.values()], sessions.runs)
+    passed = [] if sessions is None else override(results, sessions.overridden)
+    return {
+        "runs": len(runs),
+        "released": any("id" in run.config["model"] for run in runs),
+        "code": sorted({run.code for run in runs}),
+        "machines": sorted({run.block for run in runs}),
+        "gates": {one.gate: one.word for one in passed},
+        "protocol_commit": protocol_commit(folder),
+    }
+
+
+def protocol_commit(folder: Path) -> str | None:
+    """The commit that brought the protocol of a study, or of the studies in the folder around it.
+
+    None without a protocol, without git, or if the history is cut off.
+    """
+    file = next((place for at in (folder, folder.parent) if (place := at / "protocol.md").is_file()), None)
+    if file is None or _git(folder, "rev-parse", "--is-shallow-repository") != "false":
+        return None
+    commits = _git(folder, "log", "--follow", "--diff-filter=A", "--format=%H", "--", str(file.resolve()))
+    return commits.split("\n")[-1] or None
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git prints; nothing if it fails, or is not there."""
+    try:
+        done = subprocess.run(["git", "--no-optional-locks", *words], cwd=folder, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _records(study: str, scope: str, results: Sequence[ClaimResult]) -> Iterator[Record]:
+    for one in results:
+        for contrast in one.voting:
+            if contrast.primary is not None and contrast.effect is not None:
+                yield _record(study, scope, one, contrast, contrast.primary, contrast.effect)
+
+
+def _record(
+    study: str, scope: str, result: ClaimResult, contrast: ContrastResult, primary: Comparison, effect: Effect
+) -> Record:
+    claim, measure = result.claim, result.claim.measure
+    greedy = result.greedy.contrasts[result.contrasts.index(contrast)].effect if result.greedy else None
+    return {
+        "study": study,
+        "scope": scope,
+        "paper": claim.paper,
+        "address": claim.address,
+        "claim": claim.title,
+        "exploratory": claim.exploratory,
+        "expected": claim.expected,
+        "contrast": contrast.contrast.label,
+        "measure": measure.name,
+        "unit": "ratio" if measure.ratio else measure.unit,
+        "margin": _shown(measure, measure.margin),
+        "arms": _arms(measure, primary),
+        "units": {"kind": effect.unit, "n": effect.whole.n, "seeds": effect.seeds, "questions": effect.questions},
+        **_estimate(measure, effect.whole),
+        "greedy": _estimate(measure, greedy.whole) if greedy else None,
+        "bases": _bases(measure, primary, effect),
+        "verdict": result.verdict,
+        "reason": contrast.reason or result.reason,
+    }
+
+
+def _arms(measure: Measure, primary: Comparison) -> list[Record]:
+    """Each arm with the options in which it differs from others, its level, and the size of its noise."""
+    stratum = primary.stratum
+    keys = sorted({key for variant in stratum.variants for key in variant if not key.endswith("_target_")})
+    differing = [key for key in keys if len({repr(variant.get(key)) for variant in stratum.variants}) > 1]
+    rows = zip(primary.contrast.arms, stratum.variants, stratum.arms, primary.levels, strict=True)
+    return [
+        {
+            "label": side.label,
+            "sign": side.sign,
+            "options": {key: variant[key] for key in differing if key in variant},
+            "level": _shown(measure, level),
+            "dose": dose_of([*runs.values()]),
+        }
+        for side, variant, runs, level in rows
+    ]
+
+
+def dose_of(runs: Sequence[Run]) -> Record | None:
+    """The largest sigma of the noise, and the ratio by which it raised the entropy: means, of runs that recorded them.
+
+    None for runs without noise.
+    """
+    if all(run.noise == "none" for run in runs):
+        return None
+    sigmas = [float(run.series("train", "aqn/sigma").max()) for run in runs]
+    rises = [float(rise.iloc[0]) for run in runs if len(rise := run.series("train", "aqn/dose_entropy").dropna())]
+    recorded = {"sigma": [sigma for sigma in sigmas if sigma > 0], "entropy": rises}
+    return {name: _rounded(fmean(values)) if values else None for name, values in recorded.items()}
+
+
+def _bases(measure: Measure, primary: Comparison, effect: Effect) -> list[Record]:
+    """Each base, by the digest of its weights where that was recorded, with its own effect."""
+    names = list(dict.fromkeys(base for base, _ in primary.stratum.cells))
+    effects = effect.bases.by_base if effect.bases else (effect.whole,)
+    return [{"base": name, "effect": _shown(measure, one.value)} for name, one in zip(names, effects, strict=True)]
+
+
+def _primary_records(study: str, sessions: Sessions) -> Iterator[Record]:
+    """The study's own contrasts at the last look that it reached."""
+    primary = sessions.design.primary
+    reached = [] if primary is None else looks_reached(sessions, primary)
+    if primary is None or not reached:
+        return
+    measure = MEASURES[primary.measure]
+    scope, *_ = judged(sessions)
+    bases = counted(sessions, primary).bases[: reached[-1]]
+    for one in look(sessions, primary, reached[-1]):
+        pair = primary.contrasts[one.name]
+        runs = {arm: [run for base in bases for run in runs_of(sessions, arm, base)] for arm in pair}
+        words = {arm.name: arm.words for arm in sessions.design.arms}
+        yield {
+            "study": study,
+            "scope": scope,
+            "paper": None,
+            "address": None,
+            "claim": f"{one.name}, a primary contrast of the study",
+            "exploratory": False,
+            "expected": "more",
+            "contrast": " - ".join(pair),
+            "measure": measure.name,
+            "unit": measure.unit,
+            "margin": _rounded(measure.scale * primary.margin),
+            "arms": [
+                {"label": arm, "sign": sign, "options": words[arm], "level": None, "dose": dose_of(runs[arm])}
+                for arm, sign in zip(pair, (1, -1), strict=True)
+            ],
+            "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(sessions.design.seeds), "questions": None},
+            **_estimate(measure, one.over_bases),
+            "greedy": None,
+            "bases": [{"base": run.base, "effect": None} for run in runs[pair[0]]],
+            "verdict": one.verdict,
+            "reason": "",
+        }
+
+
+def _estimate(measure: Measure, estimate: Estimate) -> Mapping[str, float | None]:
+    """Effect and 95 % interval, which a single repetition lacks."""
+    ends = (estimate.low, estimate.high) if estimate.n > 1 else (math.nan, math.nan)
+    low, high = (None if math.isnan(end) else _shown(measure, end) for end in ends)
+    return {"effect": _shown(measure, estimate.value), "low": low, "high": high}
+
+
+def _shown(measure: Measure, value: float) -> float:
+    """A number of the measure as readers get it."""
+    return _rounded(math.exp(value) if measure.ratio else measure.scale * value)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,107 @@
+"""Verdicts as data, of a study that somebody else published in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from qerl_bench.checks import ConfigError
+from qerl_bench.commands.verdicts import main as report
+from qerl_bench.studies.claims.evaluate import evaluate_claims
+from qerl_bench.studies.claims.registry import QERL, claims_of
+from qerl_bench.studies.figures.verdicts import all_verdicts, in_margins
+from qerl_bench.studies.report.verdicts import dose_of, protocol_commit, studies_in
+from qerl_bench.studies.runs.comparable import load_runs
+
+RUNS = Path(__file__).parents[2] / "studies" / "tiny" / "data"
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one study, and a pilot in the data of another, which decides nothing."""
+    folder = tmp_path_factory.mktemp("others")
+    for place in ("mine", "other/data/pilot"):
+        shutil.copytree(RUNS, folder / place)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(others: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("out")
+    report([str(others), f"out={out}"])
+    assert (out / "verdicts.svg").is_file()
+    return (out / "claims.json").read_text()
+
+
+@pytest.fixture
+def content(written: str) -> dict[str, Any]:
+    return json.loads(written)
+
+
+def test_a_record_says_what_the_claim_says(content: dict[str, Any]) -> None:
+    assert [*content["studies"]] == ["mine"]
+    study = content["studies"]["mine"]
+    assert study["runs"] == 312 and study["released"] is False and study["protocol_commit"] is None
+    results = evaluate_claims(claims_of(QERL), load_runs([RUNS]))
+    expected = {
+        (one.claim.title, contrast.contrast.label): (one, contrast)
+        for one in results
+        for contrast in one.voting
+        if contrast.effect
+    }
+    records = {(one["claim"], one["contrast"]): one for one in content["verdicts"] if one["paper"] == "QeRL"}
+    assert records.keys() == expected.keys() and len(records) > 2
+    for key, (one, contrast) in expected.items():
+        record, measure = records[key], one.claim.measure
+        assert contrast.effect is not None
+        whole = contrast.effect.whole
+        assert record["verdict"] == one.verdict and record["units"]["n"] == whole.n
+        assert record["unit"] == ("ratio" if measure.ratio else measure.unit)
+        for name, value in (("effect", whole.value), ("low", whole.low), ("high", whole.high)):
+            shown = math.exp(value) if measure.ratio else measure.scale * value
+            assert record[name] == pytest.approx(shown, rel=1e-5)
+        sign = -1 if one.claim.expected == "less" else 1
+        assert in_margins(record, record["effect"]) == pytest.approx(sign * whole.value / measure.margin, rel=1e-3)
+
+
+def test_arms_have_what_differs_and_the_dose_of_their_noise(content: dict[str, Any]) -> None:
+    noise = next(one for one in content["verdicts"] if one["contrast"] == "exp - none" and one["paper"] == "QeRL")
+    treated, control = noise["arms"]
+    assert (treated["options"]["aqn.name"], control["options"]["aqn.name"]) == ("exp", "none")
+    assert treated["dose"] == {"sigma": None, "entropy": None} and control["dose"] is None  # not kept in this study
+    runs = load_runs([Path(__file__).parents[1] / "assets" / "runs"])
+    noisy = [run for run in runs if run.option("aqn.name") == "exp"]
+    largest = fmean(float(run.series("train", "aqn/sigma").max()) for run in noisy)
+    assert largest > 0 and dose_of(noisy) == {"sigma": pytest.approx(largest, rel=1e-5), "entropy": None}
+
+
+def test_released_models_have_a_panel_of_their_own(content: dict[str, Any]) -> None:
+
+    def rows() -> list[int]:
+        return [len(ax.get_yticks()) for ax in all_verdicts(content).axes]
+
+    made_here = rows()
+    assert made_here == [len(content["verdicts"]) + 1, 0]
+    content["studies"]["mine"]["released"] = True
+    assert rows() == made_here[::-1]
+
+
+def test_folders_without_a_study_and_studies_of_one_name_are_refused(others: Path, tmp_path: Path) -> None:
+    assert studies_in([others, others / "mine"]) == {"mine": others / "mine"}  # one study, given twice
+    with pytest.raises(ConfigError, match=r"no study in .*qerl-bench collect"):
+        studies_in([others / "other"])
+    shutil.copytree(RUNS, tmp_path / "again" / "mine")
+    with pytest.raises(ConfigError, match=r"called mine.*other names"):
+        studies_in([others / "mine", tmp_path / "again"])
+
+
+def test_without_a_protocol_or_git_there_is_no_commit(tmp_path: Path) -> None:
+    assert protocol_commit(tmp_path) is None
+    (tmp_path / "protocol.md").write_text("# What we expect\n")
+    assert protocol_commit(tmp_path) is None
