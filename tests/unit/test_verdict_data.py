@@ -16,7 +16,7 @@ from qerl_bench.commands.verdicts import main as report
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, claims_of
 from qerl_bench.studies.figures.verdicts import all_verdicts, in_margins
-from qerl_bench.studies.report.verdicts import dose_of, protocol_commit, studies_in
+from qerl_bench.studies.report.verdicts import dose_of, protocol_commit, studies_in, verdicts_of
 from qerl_bench.studies.runs.comparable import load_runs
 
 RUNS = Path(__file__).parents[2] / "studies" / "tiny" / "data"
@@ -68,6 +68,19 @@ def test_a_record_says_what_the_claim_says(content: dict[str, Any]) -> None:
             assert record[name] == pytest.approx(shown, rel=1e-5)
         sign = -1 if one.claim.expected == "less" else 1
         assert in_margins(record, record["effect"]) == pytest.approx(sign * whole.value / measure.margin, rel=1e-3)
+
+
+def test_a_study_with_primary_contrasts_has_records_of_its_last_look_alone() -> None:
+    real = Path(__file__).parents[2] / "studies" / "real-2026"
+    content = verdicts_of({name: real / name for name in ("05b", "15b")})
+    page = (real / "05b/results/primary.md").read_text()
+    assert [*content["studies"]] == ["05b"]  # the other has had no look
+    for record in content["verdicts"]:
+        (row,) = (line for line in page.splitlines() if f": {record['contrast']} |" in line)
+        assert f"| {record['effect']:+.2f} | [{record['low']:+.2f}, {record['high']:+.2f}] |" in row
+        assert row.endswith(f"| {record['verdict']} |") and record["paper"] is None
+        assert fmean(base["effect"] for base in record["bases"]) == pytest.approx(record["effect"], rel=1e-4)
+        assert all(f"{arm['label']} {arm['level']:.4g}" in page for arm in record["arms"])
 
 
 def test_arms_have_what_differs_and_the_dose_of_their_noise(content: dict[str, Any]) -> None:

@@ -168,7 +168,11 @@ def primary_page(study: Sessions) -> str:
 
 
 def _levels(study: Sessions, primary: Primary, bases: Sequence[int]) -> str:
-    """The mean of each arm."""
     measure = MEASURES[primary.measure]
-    means = {arm: fmean(_mean(study, primary, arm, base).mean() for base in bases) for arm in primary.arms}
-    return f"Levels: {', '.join(f'{arm} {measure.level_text(mean)}' for arm, mean in means.items())}."
+    levels = {arm: level_of(study, primary, arm, bases) for arm in primary.arms}
+    return f"Levels: {', '.join(f'{arm} {measure.level_text(level)}' for arm, level in levels.items())}."
+
+
+def level_of(study: Sessions, primary: Primary, arm: str, bases: Sequence[int]) -> float:
+    """The mean of an arm over bases."""
+    return fmean(_mean(study, primary, arm, base).mean() for base in bases)

@@ -1,8 +1,8 @@
 """Verdicts as data: a record for each contrast that votes on a claim and has an effect, of any number of studies.
 
 Effects are in the unit of their measure, ratios as ratios; `margin` is the smallest one that matters, in the same unit.
-Studies with primary contrasts of their own have a record for each of them too, from the last look that was reached; of
-one whose first look is not reached there is none at all. Left out: robustness checks, and claims without an effect.
+Studies with primary contrasts of their own have a record for each of these alone, from the last look that was reached,
+and none before the first. Left out: robustness checks, and claims without an effect.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from qerl_bench.studies.claims.estimate import Comparison, Effect
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import families
 from qerl_bench.studies.design.gates import gates, override
-from qerl_bench.studies.design.primary import MEASURES
+from qerl_bench.studies.design.primary import MEASURES, Primary
 from qerl_bench.studies.design.sessions import Sessions, study_of
-from qerl_bench.studies.report.primary import counted, look, looks_reached, runs_of
-from qerl_bench.studies.report.sessions import is_blind, judged, read_once
+from qerl_bench.studies.report.primary import at_last_look, differences, level_of, look, runs_of
+from qerl_bench.studies.report.sessions import judged, read_once
 from qerl_bench.studies.runs.committed import SETTINGS
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.load import Run
@@ -64,11 +64,13 @@ def verdicts_of(studies: Mapping[str, Path]) -> dict[str, Any]:
     for study, folder in studies.items():
         packed = any(study_of(file.parent) for file in folder.glob(f"data/*/{SETTINGS}*"))
         sessions = read_once(folder) if packed else None
-        if sessions is not None and is_blind(sessions):
-            continue
-        results, runs = _judged(folder, sessions)
-        records = [record for scope in results for record in _records(study, scope, results[scope])]
-        records += [] if sessions is None else _primary_records(study, sessions)
+        if sessions is not None and (primary := sessions.design.primary) is not None:
+            sessions = at_last_look(sessions)
+            runs = [] if sessions is None else [*sessions.runs.values()]
+            records = [] if sessions is None else [*_primary_records(study, sessions, primary)]
+        else:
+            results, runs = _judged(folder, sessions)
+            records = [record for scope in results for record in _records(study, scope, results[scope])]
         if records:
             content["studies"][study] = _described(folder, sessions, runs)
             content["verdicts"] += records
@@ -192,19 +194,15 @@ def _bases(measure: Measure, primary: Comparison, effect: Effect) -> list[Record
     return [{"base": name, "effect": _shown(measure, one.value)} for name, one in zip(names, effects, strict=True)]
 
 
-def _primary_records(study: str, sessions: Sessions) -> Iterator[Record]:
-    """The study's own contrasts at the last look that it reached."""
-    primary = sessions.design.primary
-    reached = [] if primary is None else looks_reached(sessions, primary)
-    if primary is None or not reached:
-        return
-    measure = MEASURES[primary.measure]
-    scope, *_ = judged(sessions)
-    bases = counted(sessions, primary).bases[: reached[-1]]
-    for one in look(sessions, primary, reached[-1]):
+def _primary_records(study: str, seen: Sessions, primary: Primary) -> Iterator[Record]:
+    """The study's own contrasts, of what its last look saw."""
+    measure, bases = MEASURES[primary.measure], [*seen.probes]
+    (scope,) = by_scope([*seen.runs.values()])
+    words = {arm.name: arm.words for arm in seen.design.arms}
+    for one in look(seen, primary, len(bases)):
         pair = primary.contrasts[one.name]
-        runs = {arm: [run for base in bases for run in runs_of(sessions, arm, base)] for arm in pair}
-        words = {arm.name: arm.words for arm in sessions.design.arms}
+        runs = {arm: [run for base in bases for run in runs_of(seen, arm, base)] for arm in pair}
+        effects = differences(seen, primary, one.name, bases).mean(axis=0)
         yield {
             "study": study,
             "scope": scope,
@@ -218,13 +216,22 @@ def _primary_records(study: str, sessions: Sessions) -> Iterator[Record]:
             "unit": measure.unit,
             "margin": _rounded(measure.scale * primary.margin),
             "arms": [
-                {"label": arm, "sign": sign, "options": words[arm], "level": None, "dose": dose_of(runs[arm])}
+                {
+                    "label": arm,
+                    "sign": sign,
+                    "options": words[arm],
+                    "level": _shown(measure, level_of(seen, primary, arm, bases)),
+                    "dose": dose_of(runs[arm]),
+                }
                 for arm, sign in zip(pair, (1, -1), strict=True)
             ],
-            "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(sessions.design.seeds), "questions": None},
+            "units": {"kind": "base", "n": one.over_bases.n, "seeds": len(seen.design.seeds), "questions": None},
             **_estimate(measure, one.over_bases),
             "greedy": None,
-            "bases": [{"base": run.base, "effect": None} for run in runs[pair[0]]],
+            "bases": [
+                {"base": runs_of(seen, pair[0], base)[0].base, "effect": _shown(measure, float(effect))}
+                for base, effect in zip(bases, effects, strict=True)
+            ],
             "verdict": one.verdict,
             "reason": "",
         }
