@@ -10,7 +10,8 @@ Counts of answers stay as they are, settings and probes become gzip.
 
     python studies/keep.py studies/tiny/data
 
-Of runs collected in one folder it keeps all series, rounded alike.
+Of runs collected in one folder it keeps all series, rounded alike, all counts of answers, and their
+lengths to the nearest eight tokens, since of each answer the length takes the most room.
 
     python studies/keep.py studies/real-2026/first-look/data/formats-05b
 
@@ -41,6 +42,7 @@ from qerl_bench.studies.runs.collect import TableWriter
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
 from qerl_bench.studies.runs.load import Run
 
+TOKENS = 8  # lengths of answers are multiples of it
 TEXTS = 4  # questions whose answers are kept as texts
 WHOLE = ("reward/mean", "accuracy")  # shares of a few answers, which compress well as they are
 DOSE = ("aqn/sigma", "aqn/sigma_realised", "mismatch/kl")  # kept of every run with noise
@@ -70,6 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         cut_probes(options.study)
     elif (options.study / TIDY).is_file():
         pack_runs(pd.read_parquet(options.study / TIDY), options.study / TIDY, options.bits)
+        pack_answers(options.study / ANSWERS)
+        zip_json(options.study)
     else:
         cut_runs(options.study, options.bits)
 
@@ -113,6 +117,16 @@ def cut_runs(folder: Path, bits: int) -> None:
 def pack_runs(rows: pd.DataFrame, file: Path, bits: int) -> None:
     """Write `rows` to the long table `file`, rounded."""
     write_compact(rounded(rows, bits), ["kind", "metric", "run", "step"], parquet.read_schema(file), file)
+
+
+def pack_answers(file: Path) -> None:
+    """Sort the answers of runs, if any were kept, and round their lengths."""
+    if not file.is_file():
+        return
+    rows: Any = pd.read_parquet(file)
+    if "tokens" in rows:
+        rows["tokens"] = (rows["tokens"] / TOKENS).round() * TOKENS
+    write_compact(rows, ["mode", "step", "question", "run"], schema_of(file), file)
 
 
 def read_by_pages(study: Sessions) -> set[Series]:

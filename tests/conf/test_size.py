@@ -1,4 +1,4 @@
-"""What a checkout weighs: 13.7 MB, studies 6.9 of these, their figures 2.2 of those."""
+"""What a checkout weighs: 15.1 MB, studies 7.9 of these, their figures 2.3 of those."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_a_file_trains_for_two_steps_and_says_that_it_was_rounded(tmp_path: Path
     assert env["gguf"]["bits_per_weight"] == 5.0 and env["gguf"]["dither"] is None
     said = (folder / "run.log").read_text()
     assert "these 16-bit weights were rounded to 5.0 bits a weight before" in said
-    assert "a GGUF file, a qwen2 model, whose chat template" in " ".join(said.split()) and "unknown" not in said
+    assert "a GGUF file, a qwen2 model, asked in plain text" in " ".join(said.split()) and "unknown" not in said
     assert said.index("rounded to 5.0") < said.index("step 1")
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == 2

@@ -98,7 +98,8 @@ def outcome(architecture: str, quant: str, checkpoint: Path, root: Path) -> Outc
 
 
 def first_sentence(error: Exception) -> str:
-    return re.split(r"[.;] ", " ".join(str(error).split()), maxsplit=1)[0][:200]
+    said = re.sub(r"^model\.id=\S+: ", "", " ".join(str(error).split()))  # whose folder is another one each time
+    return re.split(r"[.;] ", said, maxsplit=1)[0][:200]
 
 
 @cache

@@ -64,7 +64,7 @@ def test_it_is_judged_and_shown_beside_the_others(tmp_path: Path) -> None:
     (result,) = evaluate_claims([mine], load_runs([ASSETS]))
     (primary,) = [one.primary for one in result.voting]
     assert primary is not None and primary.effect is not None and primary.effect.whole.n == 2
-    assert f"| 13. Ten steps are enough: **{result.verdict}** | nvfp4 - bf16 | ×" in (out / "claims.md").read_text()
+    assert f"| 14. Ten steps are enough: **{result.verdict}** | nvfp4 - bf16 | ×" in (out / "claims.md").read_text()
 
 
 def test_a_family_of_ones_own_has_a_table_and_no_run_yet(tmp_path: Path) -> None:
