@@ -34,6 +34,7 @@ RESULTS = ("survived", "refused", "lost", "skipped")
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 COLUMNS = ("fault", "place", "result", "said", "seconds")
 Record = Callable[[Fault, Outcome, float], None]
+SAID = 100  # characters of a message that faults.csv keeps
 HEADS = ("fault", "tried", "survived", "refused in words", "lost", "skipped")
 
 
@@ -134,7 +135,7 @@ class Records:
         self.write(self.rows)
 
     def add(self, fault: Fault, outcome: Outcome, seconds: float) -> None:
-        said = " ".join(outcome.said.split())
+        said = " ".join(outcome.said.split())[:SAID]
         values = (fault.kind, fault.place, outcome.result, said, f"{seconds:.1f}")
         self.rows.append(dict(zip(COLUMNS, values, strict=True)))
         if outcome.result == "lost":

@@ -477,7 +477,7 @@ SURROUNDINGS: dict[str, Callable[[Case], Outcome]] = {
 def little_memory(mib: int, case: Case) -> Outcome:
     ended = case.attempt(partial(sabotage.memory_of_at_most, mib * 2**20))
     linker = ended.code == 127 and "cannot allocate memory for thread-local data" in ended.said  # that of the C library
-    if linker or ended.code == -signal.SIGABRT:  # or code in Rust or C++ that ends the process: a kill
+    if linker or ended.code in (-signal.SIGABRT, -signal.SIGSEGV):  # or a library in Rust or C++: a kill
         return case.ends()
     return case.ends(said="" if ended.code == 0 else case.in_words(ended, 1, 2))
 

@@ -88,6 +88,8 @@ def test_threads_that_get_no_stack_are_a_shortage(capsys: pytest.CaptureFixture[
 
     error = PanicException("The global thread pool has not been initialized.: ThreadPoolBuildError { kind: ... }")
     assert shortage(RuntimeError("can't start new thread")) is not None
+    assert shortage(SystemError("error return without exception set\n    full_key: model")) is not None
+    assert shortage(SystemError("bad argument to internal function")) is None
     with pytest.raises(SystemExit) as ended, exit_in_words("stopped"):
         raise error
     assert ended.value.code == 1 and "ThreadPoolBuildError" in capsys.readouterr().err

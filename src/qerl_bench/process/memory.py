@@ -22,10 +22,11 @@ REMEDIES = {  # of each phase
     "evaluation": "a smaller eval.questions or eval.samples",
 }
 # PyTorch on a CPU, C++, memory that cannot be mapped, threads of Rust (tokenizers) and Python that get no stack. Then a
-# full GPU: no memory for a context, a handle of cuBLAS or a kernel.
+# full GPU: no memory for a context, a handle of cuBLAS or a kernel. And Python, which had none left for an exception.
 SAID = re.compile(
     r"can't allocate memory|not enough memory|bad_alloc|Cannot allocate memory|ThreadPoolBuildError"
     r"|can't start new thread|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|\[CUDA\]: out of memory"
+    r"|error return without exception set"
 )
 
 OTHERS = re.compile(r" Process \d+ has [^.]+\.\d+ \w+ memory in use\.| See documentation for .*")  # of a GPU's message
@@ -39,7 +40,7 @@ def shortage(error: BaseException | None) -> str | None:
     if isinstance(error, TrainingStopped):
         return None
     kind = type(error).__name__
-    other = isinstance(error, (RuntimeError, OSError, ImportError)) or kind == "PanicException"
+    other = isinstance(error, (RuntimeError, OSError, ImportError, SystemError)) or kind == "PanicException"
     if not isinstance(error, MemoryError) and kind != "OutOfMemoryError" and not (other and SAID.search(str(error))):
         return None
     words = OTHERS.sub("", " ".join(str(error).split())) or kind

@@ -172,6 +172,6 @@ class _Reader:
     def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
         """Name; and shape with rows first, type and offset."""
         name, dimensions = self.text(), self.scalar("I")
-        require(dimensions <= 4, f"model.id={self.path}: tensor {name} has {dimensions} dimensions; {_REMEDY}")
+        require(dimensions <= 4, f"model.id={self.path}: tensor {name!r} has {dimensions} dimensions; {_REMEDY}")
         shape = tuple(reversed([self.scalar("Q") for _ in range(dimensions)]))
         return name, (shape, self.scalar("I"), self.scalar("Q"))
