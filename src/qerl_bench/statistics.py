@@ -66,9 +66,7 @@ class Estimate:
 
     def ends(self, level: float) -> tuple[float, float]:
         """The interval that a two-sided test at `level` leaves."""
-        from scipy import stats
-
-        half = float(stats.t.isf(level / 2, self.df)) * self.stderr
+        half = t_quantile(1 - level / 2, self.df) * self.stderr
         return self.value - half, self.value + half
 
     @property

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ def compared(committed: Sessions, own: Sessions) -> str:
     expected, and where it is. Before the first look of the study there is nothing to compare with."""
     primary, seen = committed.design.primary, at_last_look(committed)
     assert primary is not None
-    own_copies = counted(replace(own, design=replace(own.design, primary=primary)), primary).bases
+    own_copies = counted(own, primary).bases
     require(bool(own_copies), "no copy has all arms of tier 1 yet: the same command continues")
     if seen is None:
         return "the study has had no look at this size yet, so there is nothing to compare with"

@@ -102,12 +102,11 @@ class Design:
                 arm.compared_with in (None, *others),
                 f"arms.{arm.name}.compared_with must be one of {', '.join(others)}, got {arm.compared_with}",
             )
-        for arm in self.arms[1:]:
-            kinds = [
-                flat({group: self.option(one, group) for group in ("model", "task")}) for one in (self.reference, arm)
-            ]
-            differing = sorted(key for key, value in kinds[0].items() if kinds[1].get(key) != value and key != DTYPE)
-            said = "; ".join(f"{key} is {kinds[0][key]!r} and {kinds[1].get(key)!r}" for key in differing[:3])
+        asked = [flat({group: self.option(arm, group) for group in ("model", "task")}) for arm in self.arms]
+        for arm, own in zip(self.arms, asked, strict=True):
+            keys = sorted((own.keys() | asked[0].keys()) - {DTYPE})
+            differing = [key for key in keys if own.get(key) != asked[0].get(key)]
+            said = "; ".join(f"{key} is {asked[0].get(key)!r} and {own.get(key)!r}" for key in differing[:3])
             require(
                 not differing,
                 f"{self.reference.name} and {arm.name} of {self.path} differ in model or task ({said}): give each its "
