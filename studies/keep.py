@@ -6,12 +6,11 @@ Of each run it keeps all evaluations, the dose of noise, and the series of train
 `analysis/study_report.py` reads. Of these it rounds all but rewards and accuracies, which verdicts
 compare with each other, to 16 bits, which is nearly five digits, and puts rows where they compress best.
 Where that changes the last digit of a page, `--bits` keeps more.
-Counts of answers stay as they are, settings and probes become gzip.
+Of answers it rounds the lengths, which take the most room, to the nearest 32 tokens; settings and probes become gzip.
 
     python studies/keep.py studies/tiny/data
 
-Of runs collected in one folder it keeps all series, rounded alike, all counts of answers, and their
-lengths to the nearest eight tokens, since of each answer the length takes the most room.
+Of runs collected in one folder it keeps all series; all else as above.
 
     python studies/keep.py studies/real-2026/first-look/data/formats-05b
 
@@ -33,16 +32,18 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
+from qerl_bench.checks import ConfigError
 from qerl_bench.commands.exits import guarded
 from qerl_bench.rundir.durable import atomically
 from qerl_bench.studies.conduct import archive
 from qerl_bench.studies.design.sessions import PROBES, Sessions, read_study
+from qerl_bench.studies.report.primary import at_last_look
 from qerl_bench.studies.report.sessions import figures, texts
 from qerl_bench.studies.runs.collect import TableWriter
 from qerl_bench.studies.runs.committed import ANSWERS, SETTINGS, TIDY, schema_of
 from qerl_bench.studies.runs.load import Run
 
-TOKENS = 8  # lengths of answers are multiples of it
+TOKENS = 32  # lengths of answers are multiples of it: 0.3 tokens of error in the mean of 1,319
 TEXTS = 4  # questions whose answers are kept as texts
 WHOLE = ("reward/mean", "accuracy")  # shares of a few answers, which compress well as they are
 DOSE = ("aqn/sigma", "aqn/sigma_realised", "mismatch/kl")  # kept of every run with noise
@@ -102,14 +103,17 @@ def zip_json(folder: Path) -> None:
 
 def cut_runs(folder: Path, bits: int) -> None:
     """Cut the runs of a study in sessions."""
-    wanted = read_by_pages(read_study(folder))
+    study = read_study(folder)
+    if study.design.primary and at_last_look(study) is None:
+        raise ConfigError(f"{folder}: before its first look no page reads its series; pack each folder of data alone")
+    wanted = read_by_pages(study)
     for file in sorted(folder.glob(f"data/*/{TIDY}")):
-        rows, answers = pd.read_parquet(file), file.with_name(ANSWERS)
+        rows = pd.read_parquet(file)
         series = pd.MultiIndex.from_frame(pd.DataFrame(rows[["run", "kind", "metric"]]).astype(str))
         dose = rows["metric"].isin(DOSE) & (rows["aqn"] != "none")
         kept = pd.DataFrame(rows[(rows["kind"] == "eval") | dose | series.isin(list(wanted))])
         pack_runs(kept, file, bits)
-        write_compact(pd.read_parquet(answers), ["mode", "step", "question", "run"], schema_of(answers), answers)
+        pack_answers(file.with_name(ANSWERS))
         zip_json(file.parent)
         print(f"{file.parent}: {len(kept)} of {len(rows)} numbers")
 
