@@ -111,7 +111,8 @@ def files_of_at_most(size: int) -> None:
 
 
 def memory_of_at_most(more: int) -> None:
-    """The process may map `more` bytes in addition to what it has mapped."""
+    """The process may map `more` bytes in addition to what it has mapped; tokenizers start 64 threads, and panic."""
+    os.environ |= {"RAYON_NUM_THREADS": "64", "RUST_BACKTRACE": "1"}
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -103,6 +103,7 @@ def main(words: list[str]) -> None:
         return
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach our own messages, not Hydra's printer
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # OpenMP threads wait actively for microseconds, not milliseconds
+    os.environ["RUST_BACKTRACE"] = "0"  # a panic at no memory waits for its own backtrace for ever
     logging.raiseExceptions = False  # a full disk is reported once, by the run, and not for each line of run.log
     register_resolvers()
     with joined() as world:
