@@ -58,8 +58,8 @@ def test_splits_never_meet_and_prompts_are_different(chosen: ReasoningGym) -> No
     trained = [prompt for step in (1, 2) for prompt in chosen.train_prompts(step, 24, seed=0)]
     assert len({p.id for p in [*held_out, *trained]}) == 72
     assert len({p.question for p in held_out}) == 24 and len({p.question for p in trained}) >= 47
-    assert all(is_held_out(prompt.question) for prompt in held_out)
-    assert not any(is_held_out(prompt.question) for prompt in trained)
+    assert all(is_held_out(chosen.normalize(prompt.question)) for prompt in held_out)
+    assert not any(is_held_out(chosen.normalize(prompt.question)) for prompt in trained)
     assert chosen.eval_prompts(8) == held_out[:8]
     assert chosen.train_prompts(2, 24, seed=0) == trained[24:]
 
@@ -109,6 +109,68 @@ def test_partial_scores_are_paid_but_not_correct(datasets: dict[str, Any]) -> No
     assert not partial.correct
     assert partial.parts["correct"] == pytest.approx(0.3 + 0.7 * 4 / 5)
     assert partial.total == pytest.approx(partial.parts["correct"] + 0.2)
+
+
+def test_a_full_score_alone_can_be_asked_for(datasets: dict[str, Any]) -> None:
+    words = ["task.name=spell_backward", "task.answer_format=boxed"]
+    paid, unpaid = task(*words), task(*words, "task.partial=false")
+    prompt = paid.eval_prompts(1)[0]
+    right, near = f"\\boxed{{{prompt.answer}}}", f"\\boxed{{{prompt.answer[:-1]}}}"
+    assert 0 < paid.reward(prompt, near).parts["correct"] < 1
+    assert unpaid.reward(prompt, near).parts["correct"] == 0
+    assert paid.reward(prompt, right).parts == unpaid.reward(prompt, right).parts == {"correct": 1.0, "format": 1.0}
+    with pytest.raises(ConfigError, match=r"task.partial.*3"):
+        task("task.partial=3")
+
+
+def test_parts_that_rounding_raises_above_a_full_score_are_not_correct(datasets: dict[str, Any]) -> None:
+    """spell_backward pays a ninth for each letter in place, and nine ninths are more than 1."""
+    spelling = task("task.name=spell_backward", "+task.options={min_word_len:9,max_word_len:9}")
+    prompt = spelling.eval_prompts(1)[0]
+    reward = spelling.reward(prompt, answer(f"{prompt.answer}s"))
+    assert reward.parts["correct"] < 1 and not reward.correct
+    assert spelling.reward(prompt, answer(prompt.answer)).correct
+
+
+@pytest.mark.parametrize("command", ["text", "textbf", "texttt", "textrm"])
+def test_latex_around_words_is_no_part_of_an_answer(command: str, datasets: dict[str, Any]) -> None:
+    for name in ("spell_backward", "word_sequence_reversal"):
+        boxed = task(f"task.name={name}", "task.answer_format=boxed")
+        prompt = boxed.eval_prompts(1)[0]
+        words = ", ".join(f"\\{command}{{{word}}}" for word in prompt.answer.split(", "))
+        reward = boxed.reward(prompt, f"Read from the end: $\\boxed{{{words}}}$.")
+        assert reward.correct and reward.answer == prompt.answer
+
+
+def test_copies_of_a_question_in_another_case_are_in_one_split(datasets: dict[str, Any]) -> None:
+    """The words to spell are a list that has some twice, such as Abe and abe."""
+    spelling = task("task.name=spell_backward", "+task.options={min_word_len:3,max_word_len:3}")
+    held_out = {spelling.normalize(prompt.question) for prompt in spelling.eval_prompts(150)}
+    trained = {spelling.normalize(prompt.question) for prompt in spelling.train_prompts(1, 800, seed=0)}
+    assert not held_out & trained
+
+
+LENIENT = [
+    ("neves", "Backward it is neves.", True, True),
+    ("neves", "It is \\boxed{\\text{neves}}", True, True),
+    ("neves", "It is **Neves**", True, True),
+    ("neves", "It is neves, I think", True, False),
+    ("neves", "It is eleneves", True, False),
+    ("neves", "It is neves", False, False),
+    ("a, b, c", "Sorted: [a, b, c]", True, True),
+    ("a, b, c", "Sorted: b, c", True, False),
+    ("12", "There are 12 letters", True, True),
+    ("12", "There are twelve", True, False),
+    ("", "Nothing", True, None),
+]
+
+
+@pytest.mark.parametrize(("gold", "completion", "finished", "right"), LENIENT)
+def test_leniently_the_end_of_a_finished_completion_counts(
+    gold: str, completion: str, finished: bool, right: bool | None
+) -> None:
+    prompt = Prompt(id="x/test/1-2", messages=(), answer=gold)
+    assert task().lenient(prompt, completion, finished) is right
 
 
 def test_options_set_the_difficulty(datasets: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ from qerl_bench.seeding import derive
 from qerl_bench.statistics import majority, over_samples, pass_at_k
 from qerl_bench.task.base import Task
 from qerl_bench.task.graded import reward_of
-from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompt_task import PromptTask
 
 if TYPE_CHECKING:
@@ -145,7 +144,8 @@ class SampledEvaluation(TaskEvaluation):
 def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[dict[str, Any]]:
     """One row of samples.parquet for each rollout, with a column for each part of the reward.
 
-    `lenient` says whether the last number is right: only of tasks with an answer format, and None without a number.
+    `lenient` says whether the end of the text is right, whatever its format: only of tasks with an answer format, and
+    None where nothing can be compared.
     """
     rows = []
     for rollout in rollouts:
@@ -169,7 +169,7 @@ def grade_rollouts(task: Task, rollouts: Sequence[Rollout], mode: str) -> list[d
 def lenient_column(task: Task, rollout: Rollout) -> dict[str, bool | None]:
     if not isinstance(task, PromptTask):
         return {}
-    return {"lenient": last_number_is(rollout.prompt.answer, rollout.text, rollout.finished)}
+    return {"lenient": task.lenient(rollout.prompt, rollout.text, rollout.finished)}
 
 
 def sample_key(mode: str, prompt: Prompt, sample: int) -> dict[str, Any]:

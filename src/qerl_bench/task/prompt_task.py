@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from qerl_bench.checks import ConfigError, check_fields, count
 from qerl_bench.records import Prompt, Reward, Rollout
 from qerl_bench.task.grader.grader import Grader
+from qerl_bench.task.grader.last_number import last_number_is
 from qerl_bench.task.prompts import PromptTemplate
 from qerl_bench.task.question_form import normalize_question
 
@@ -68,6 +69,10 @@ class PromptTask:
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
         return self.grader.reward(prompt.answer, completion, finished)
+
+    def lenient(self, prompt: Prompt, completion: str, finished: bool) -> bool | None:
+        """Whether the last number of a finished completion is right, wherever it stands; None without a number."""
+        return last_number_is(prompt.answer, completion, finished)
 
 
 def no_demonstrations(task: str) -> ConfigError:

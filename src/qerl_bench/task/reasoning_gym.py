@@ -1,9 +1,9 @@
 """task=reasoning_gym: logic, algorithmic and code-like problems from the package reasoning-gym, each with its verifier.
 
 `task.name` chooses a generator and `task.options` sets its difficulty. The verifier's score, 0 to 1, is the correctness
-part of the reward; only a full score counts as correct. A prompt's id holds the seed and number of its problem, and the
-problem is generated again to grade a completion. REFUSED lists generators that we found unfit in the release that the
-extra `reasoning` pins; the tests look for the same faults in all others.
+part of the reward; only a full score counts as correct, and with `partial` false it alone is paid. A prompt's id holds
+the seed and number of its problem, and the problem is generated again to grade a completion. REFUSED lists generators
+that we found unfit in the release that the extra `reasoning` pins; the tests look for the same faults in all others.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
+import re
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from qerl_bench.checks import ConfigError, require, require_package
+from qerl_bench.checks import ConfigError, check_fields, flag, require, require_package
 from qerl_bench.records import Demonstration, Prompt, Reward
 from qerl_bench.seeding import derive
 from qerl_bench.task.grader.extract import extract, well_formed
+from qerl_bench.task.grader.last_number import last_words_are
 from qerl_bench.task.prompt_task import PromptTask, no_demonstrations
 from qerl_bench.task.split import distinct_problems
 
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 PROBLEMS = 10_000  # of one seed
 MAX_ANSWER = 2000  # characters; a longer answer earns nothing
+JUST_BELOW = math.nextafter(1.0, 0.0)  # what rounding raised above a full score: parts of one, such as nine ninths
+_TEXT = re.compile(r"\\text(?:bf|it|rm|tt)?\{([^{}]*)\}")  # how models set words in a box
 
 _EXECUTES = "its verifier runs the answer as code"
 _VARIES = "its problems differ between processes, so a run could not be repeated"
@@ -51,9 +56,11 @@ class ReasoningGym(PromptTask):
     """`options` are the keyword arguments of the generator's own config, such as {n_people: 5}."""
 
     options: dict[str, Any]
+    partial: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_fields(self, "task", partial=flag)
         require(
             self.name not in REFUSED,
             f"task.name={self.name} of reasoning-gym cannot be used: {REFUSED.get(self.name)}. docs/tasks.md "
@@ -76,16 +83,23 @@ class ReasoningGym(PromptTask):
         raise no_demonstrations("reasoning_gym")
 
     def reward(self, prompt: Prompt, completion: str, finished: bool = True) -> Reward:
-        answer = extract(completion, self.answer_format, finished)
+        text = extract(completion, self.answer_format, finished)
+        answer = None if text is None else _TEXT.sub(r"\1", text)
         formed = well_formed(completion, self.answer_format, finished)
         seed, number = map(int, prompt.id.rpartition("/")[2].split("-"))
         score = 0.0 if answer is None or len(answer) > MAX_ANSWER else self._score(answer, seed, number, prompt)
+        score = score if self.partial else float(score == 1.0)
         return Reward(
             total=self.correct_weight * score + self.format_weight * formed,
             correct=score == 1.0,
             parts={"correct": score, "format": float(formed)},
             answer=answer,
         )
+
+    def lenient(self, prompt: Prompt, completion: str, finished: bool) -> bool | None:
+        """Whether the last number is right or, where the answer is no number, whether the last words are its words."""
+        by_number = super().lenient(prompt, completion, finished)
+        return last_words_are(prompt.answer, completion, finished) if by_number is None else by_number
 
     def _score(self, answer: str, seed: int, number: int, prompt: Prompt) -> float:
         problem = _problem(self.name, json.dumps(self.options), seed, number)
@@ -96,7 +110,7 @@ class ReasoningGym(PromptTask):
                 score = float(generator.score_answer(answer, problem))
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
             return 0.0  # the verifier failed on unexpected text
-        return min(max(score, 0.0), 1.0)
+        return min(max(score, 0.0), 1.0 if score <= 1.0 else JUST_BELOW)
 
     def _prompts(self, split: str, seed: int, count: int) -> list[Prompt]:
         require_package("reasoning_gym", "task=reasoning_gym", "reasoning")
@@ -105,7 +119,7 @@ class ReasoningGym(PromptTask):
             (self._prompt(split, seed, number) for number in itertools.count()),
             count,
             held_out=split == "test",
-            key=lambda prompt: prompt.question,
+            key=lambda prompt: self.normalize(prompt.question),
             task=f"task=reasoning_gym task.name={self.name}",
             options=f"options={self.options}; make them harder, or ask for fewer",
         )
