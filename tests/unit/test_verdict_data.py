@@ -105,6 +105,22 @@ def test_released_models_have_a_panel_of_their_own(content: dict[str, Any]) -> N
     assert rows() == made_here[::-1]
 
 
+@pytest.mark.parametrize(
+    ("word", "alike"), [("higher", "supported"), ("lower", "reversed"), ("negligible", "negligible"), ("open", "open")]
+)
+def test_words_of_primary_contrasts_have_the_colors_of_verdicts_to_the_same_side(
+    word: str, alike: str, content: dict[str, Any]
+) -> None:
+    colors = {}
+    for verdict in (word, alike, "incomplete"):
+        for one in content["verdicts"]:
+            one["verdict"] = verdict
+        texts = [text for ax in all_verdicts(content).axes for text in ax.texts if text.get_text() == verdict]
+        (colors[verdict],) = {text.get_color() for text in texts}
+    assert colors[word] == colors[alike]
+    assert (colors[word] == colors["incomplete"]) is (word == "open")
+
+
 def test_folders_without_a_study_and_studies_of_one_name_are_refused(others: Path, tmp_path: Path) -> None:
     assert studies_in([others, others / "mine"]) == {"mine": others / "mine"}  # one study, given twice
     with pytest.raises(ConfigError, match=r"no study in .*qerl-bench collect"):
