@@ -20,8 +20,8 @@ from typing import Any
 from qerl_bench.checks import require
 from qerl_bench.options.user_options import split_search_path
 from qerl_bench.process.arguments import KeyValueParser, output_folder
+from qerl_bench.process.cards import visible_gpus
 from qerl_bench.process.children import stop
-from qerl_bench.process.gpu_share import visible_gpus
 from qerl_bench.rundir.durable import write_atomically
 from qerl_bench.studies.conduct.archive import archive_probes
 from qerl_bench.studies.conduct.deadline import ARCHIVING_S, GRACE_S, STOP_S, Deadline
