@@ -15,8 +15,9 @@ from qerl_bench.checks import ConfigError
 from qerl_bench.commands.verdicts import main as report
 from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import QERL, claims_of
+from qerl_bench.studies.design.protocol import protocol_commit
 from qerl_bench.studies.figures.verdicts import all_verdicts, in_margins
-from qerl_bench.studies.report.verdicts import dose_of, protocol_commit, studies_in, verdicts_of
+from qerl_bench.studies.report.verdicts import dose_of, studies_in, verdicts_of
 from qerl_bench.studies.runs.comparable import load_runs
 
 RUNS = Path(__file__).parents[2] / "studies" / "tiny" / "data"

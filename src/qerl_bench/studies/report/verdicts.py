@@ -8,7 +8,6 @@ and none before the first. Left out: robustness checks, and claims without an ef
 from __future__ import annotations
 
 import math
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +21,7 @@ from qerl_bench.studies.claims.evaluate import evaluate_claims
 from qerl_bench.studies.claims.registry import families
 from qerl_bench.studies.design.gates import gates, override
 from qerl_bench.studies.design.primary import MEASURES, Primary
+from qerl_bench.studies.design.protocol import protocol_commit
 from qerl_bench.studies.design.sessions import Sessions, study_of
 from qerl_bench.studies.report.primary import at_last_look, differences, level_of, look, runs_of
 from qerl_bench.studies.report.sessions import judged, read_once
@@ -99,27 +99,6 @@ def _described(folder: Path, sessions: Sessions | None, runs: Sequence[Run]) -> 
         "gates": {one.gate: one.word for one in passed},
         "protocol_commit": protocol_commit(folder),
     }
-
-
-def protocol_commit(folder: Path) -> str | None:
-    """The commit that brought the protocol of a study, or of the studies in the folder around it.
-
-    None without a protocol, without git, or if the history is cut off.
-    """
-    file = next((place for at in (folder, folder.parent) if (place := at / "protocol.md").is_file()), None)
-    if file is None or _git(folder, "rev-parse", "--is-shallow-repository") != "false":
-        return None
-    commits = _git(folder, "log", "--follow", "--diff-filter=A", "--format=%H", "--", str(file.resolve()))
-    return commits.split("\n")[-1] or None
-
-
-def _git(folder: Path, *words: str) -> str:
-    """What git prints; nothing if it fails, or is not there."""
-    try:
-        done = subprocess.run(["git", "--no-optional-locks", *words], cwd=folder, capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _records(study: str, scope: str, results: Sequence[ClaimResult]) -> Iterator[Record]:
