@@ -17,8 +17,9 @@ from scipy import stats
 
 from qerl_bench.checks import ConfigError
 from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.looks import at_last_look, counted
 from qerl_bench.studies.design.primary import Primary
-from qerl_bench.studies.report.primary import at_last_look, counted, look, primary_page
+from qerl_bench.studies.report.primary import look, primary_page
 from qerl_bench.studies.report.secondary import secondary_page
 from qerl_bench.studies.report.sessions import figures, main, read_once, shown_on_page, texts
 from qerl_bench.studies.runs.comparable import load_runs

@@ -33,6 +33,7 @@ from qerl_bench.process.arguments import KeyValueParser
 from qerl_bench.statistics import POWER, Estimate
 from qerl_bench.studies.claims.evaluate import DIRECTION
 from qerl_bench.studies.design.design import read_design
+from qerl_bench.studies.design.looks import shown_runs
 from qerl_bench.studies.figures.headline import paired
 from qerl_bench.studies.runs.comparable import load_runs
 from qerl_bench.studies.runs.own_contrasts import factor_of, own_contrasts
@@ -193,7 +194,7 @@ def budget_of(options: Namespace, key: str, arms: Sequence[Mapping[str, Any]]) -
     contrast in `key`."""
     run_minutes, sd, spreads = options.run_minutes, options.sd, []
     if options.runs:
-        runs = [run for run in load_runs(options.runs) if run.finished]
+        runs = [run for run in load_runs(shown_runs(options.runs)) if run.finished]
         walls = [run.done["wall_s"] for run in runs if "wall_s" in run.done]
         require(
             bool(walls),

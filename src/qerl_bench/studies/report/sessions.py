@@ -37,6 +37,7 @@ from qerl_bench.studies.claims.registry import QERL, families
 from qerl_bench.studies.claims.specification import specifications
 from qerl_bench.studies.design.design import Arm, read_design
 from qerl_bench.studies.design.gates import gates, override, render
+from qerl_bench.studies.design.looks import at_last_look
 from qerl_bench.studies.design.readings import by_base, pass_at
 from qerl_bench.studies.design.sessions import Sessions, read_study
 from qerl_bench.studies.figures.curves import ENTROPY, REWARD, paired_curves
@@ -50,7 +51,7 @@ from qerl_bench.studies.figures.specification import specification_curve, specif
 from qerl_bench.studies.figures.style import OTHER_COLORS, color, save
 from qerl_bench.studies.report import probe_page
 from qerl_bench.studies.report.claims_page import markdown, page_table
-from qerl_bench.studies.report.primary import at_last_look, primary_page
+from qerl_bench.studies.report.primary import primary_page
 from qerl_bench.studies.report.secondary import secondary_page
 from qerl_bench.studies.runs.comparable import check_comparable
 from qerl_bench.studies.runs.load import Run
@@ -149,12 +150,13 @@ def _other(folder: Path) -> tuple[list[ClaimResult], list[Run]]:
 
 
 def beside(study: Sessions) -> list[Path]:
-    """The folders of other studies of the same task that lie beside one, and have runs."""
+    """The folders of other studies of the same task that lie beside one, have runs, and are judged by claims."""
     here = study.design.path.parent
     task = study.design.option(study.design.reference, "task")["name"]
     folders = sorted({file.parents[2] for file in here.parent.glob("*/data/*/settings.json*")} - {here})
     designs = [read_design(folder / "study.yaml") for folder in folders if (folder / "study.yaml").is_file()]
-    return [one.path.parent for one in designs if one.option(one.reference, "task")["name"] == task]
+    alike = [one for one in designs if one.option(one.reference, "task")["name"] == task]
+    return [one.path.parent for one in alike if one.primary is None]
 
 
 def figures(study: Sessions) -> dict[str, Figure]:
