@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
 from qerl_bench.checks import require
+from qerl_bench.studies.design.design import read_yaml
 from qerl_bench.studies.design.primary import Primary
 from qerl_bench.studies.design.sessions import Sessions, read_study, study_of
 from qerl_bench.studies.runs.committed import find_study
@@ -101,8 +100,11 @@ def shown_runs(folders: Iterable[str | os.PathLike[str]], without: Sequence[str]
 
 
 def with_primary(session: Path) -> Path | None:
-    """The folder of the study with primary contrasts that a packed session belongs to, or is; None without one."""
+    """The folder of the study with primary contrasts that a packed session belongs to, or is; None without one.
+
+    Raises ConfigError for a study.yaml that cannot be read.
+    """
     folder = study_of(session) or session
     design = folder / "study.yaml"
-    content = yaml.safe_load(design.read_text()) if design.is_file() else None
+    content = read_yaml(design) if design.is_file() else None
     return folder if isinstance(content, dict) and content.get("primary") is not None else None
